@@ -1,0 +1,88 @@
+// What a binding hands to a kernel: plain pointers, sizes and strides, the same for every device.
+// No torch headers here, so that kernels compile without torch.
+#pragma once
+
+#include <cstdint>
+
+namespace fused {
+
+// Irreducible dimensions after coalescing; torch's own CUDA kernels stop at 25 as well.
+constexpr int kMaxDims = 25;
+
+enum class DType : int8_t { kFloat64, kFloat32, kBFloat16, kFloat16 };
+
+constexpr int64_t element_size(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
+
+// Values of torch.nn.functional's reductions; batchmean is kl_div's and divides by input.size(0).
+enum class Reduction : int8_t { kNone = 0, kMean = 1, kSum = 2, kBatchMean = 3 };
+
+// A tensor seen through the iteration space of its argument struct. Strides are in elements, the
+// innermost dimension first. A null `data` means that the operand takes no part.
+struct Operand {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t strides[kMaxDims] = {};
+};
+
+// One elementwise loss over the broadcast of input and target. Which outputs are present says what
+// is computed:
+//   losses                     the loss of each element (reduction none)
+//   total                      their sum over `divisor`, one number
+//   grad_input, grad_target    (grad_output or 1) * derivative / divisor
+// Arithmetic is in double when any operand is float64, in float otherwise.
+struct ElementwiseArgs {
+  int ndim = 0;
+  int64_t numel = 0;
+  int64_t sizes[kMaxDims] = {};  // innermost first, dimensions of size 1 removed
+  Operand input, target;
+  Operand grad_output;  // absent: 1
+  Operand losses, grad_input, grad_target;
+  Operand total;              // one element
+  double divisor = 1;         // mean: numel; batchmean: input.size(0); sum and none: 1
+  double parameters[2] = {};  // the loss's own: beta, delta, flags
+  void* workspace = nullptr;  // device scratch of kWorkspaceBytes; CPU kernels need none
+};
+
+// Room for one double per block of the largest grid that a CUDA reduction launches.
+constexpr int64_t kWorkspaceBlocks = 4096;
+constexpr int64_t kWorkspaceBytes = kWorkspaceBlocks * 8;
+
+// Where the rows of logits lie: row r starts at sum_d index_d(r) * strides[d], where index_d are
+// the digits of r in the mixed radix `sizes`, innermost first.
+struct RowLayout {
+  int ndim = 0;
+  int64_t sizes[kMaxDims] = {};
+  int64_t strides[kMaxDims] = {};
+  int64_t col_stride = 1;
+};
+
+// Cross entropy of `rows` rows of `cols` logits with class indices. acc_t is double for float64
+// logits and float otherwise.
+struct CrossEntropyArgs {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  DType dtype = DType::kFloat32;  // of input and grad_input
+  const void* input = nullptr;    // logits, addressed by input_layout
+  RowLayout input_layout;
+  const int64_t* target = nullptr;   // [rows]
+  const void* weight = nullptr;      // acc_t [cols]; null: all ones
+  const void* weight_sum = nullptr;  // acc_t, one element: sum of weight; only with smoothing
+  Reduction reduction = Reduction::kMean;
+  int64_t ignore_index = -100;
+  double label_smoothing = 0;    // 0 when off; never negative
+  void* stats = nullptr;         // acc_t [rows, 2]: largest logit, log(sum(exp(logit - largest)))
+  void* row_losses = nullptr;    // acc_t [rows]
+  void* row_weights = nullptr;   // acc_t [rows]: weight[target], 0 where ignored; before that
+                                 // the CUDA kernels' scratch
+  void* loss = nullptr;          // one element of loss_dtype; null with reduction none
+  void* total_weight = nullptr;  // acc_t, one element: sum of row_weights
+  DType loss_dtype = DType::kFloat32;
+  const void* grad_output = nullptr;  // loss_dtype [rows] with grad_output_stride, or one element
+  int64_t grad_output_stride = 0;
+  void* grad_input = nullptr;  // addressed by grad_layout
+  RowLayout grad_layout;       // the same sizes as input_layout
+};
+
+}  // namespace fused

@@ -1,0 +1,328 @@
+// Cross entropy on the CPU: an online softmax over tiles of a row, so that the logits come from
+// memory once in the forward (with or without the gradient, as long as a row fits the L2 cache) and
+// once in the backward. log-probabilities are never written to memory.
+// Bytes moved per row: forward cols * sizeof(logit); backward and forward with gradient twice that.
+//
+// Two ways through the logits:
+//   rows     a row's logits are worked off tile by tile (any stride between them);
+//   columns  neighbouring rows lie side by side, as in [N, C, H, W] or a transposed matrix: a block
+//            of them advances through the classes together, one lane a row.
+#include "../losses/cross_entropy.h"
+
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../kernels.h"
+#include "parallel.h"
+
+namespace fused {
+namespace cpu {
+namespace {
+
+constexpr int64_t kTile = 1024;
+constexpr int64_t kLanes = 64;       // rows of a block in the column path
+constexpr int64_t kGrain = 1 << 15;  // logits a thread should have at least
+
+int64_t row_offset(const RowLayout& layout, int64_t row) {
+  int64_t offset = 0;
+  for (int d = 0; d < layout.ndim; ++d) {
+    offset += row % layout.sizes[d] * layout.strides[d];
+    row /= layout.sizes[d];
+  }
+  return offset;
+}
+
+int64_t checked_target(const CrossEntropyArgs& args, int64_t row) {
+  const int64_t target = args.target[row];
+  if (target != args.ignore_index && (target < 0 || target >= args.cols))
+    throw std::out_of_range("cross_entropy: target " + std::to_string(target) +
+                            " is out of bounds for " + std::to_string(args.cols) +
+                            " classes (ignore_index is " + std::to_string(args.ignore_index) + ")");
+  return target;
+}
+
+// What one row's loss and gradient need besides its statistics.
+template <typename acc_t>
+struct RowTarget {
+  int64_t index;  // -1 where ignored
+  acc_t weight;   // 0 where ignored
+
+  RowTarget(const CrossEntropyArgs& args, int64_t row)
+      : index(args.target[row] == args.ignore_index ? -1 : args.target[row]),
+        weight(index < 0     ? acc_t(0)
+               : args.weight ? static_cast<const acc_t*>(args.weight)[index]
+                             : acc_t(1)) {}
+};
+
+template <typename acc_t>
+acc_t weight_sum(const CrossEntropyArgs& args) {
+  return args.weight_sum ? *static_cast<const acc_t*>(args.weight_sum)
+                         : static_cast<acc_t>(args.cols);
+}
+
+template <typename acc_t>
+acc_t logit_at(const CrossEntropyArgs& args, int64_t offset, int64_t col) {
+  acc_t value;
+  load(args.input, args.dtype, offset + col * args.input_layout.col_stride, 1, 1, &value);
+  return value;
+}
+
+// A view of count logits as acc_t: in place when they already are, else converted into buffer.
+template <typename acc_t>
+const acc_t* read_tile(const CrossEntropyArgs& args, int64_t offset, int64_t stride, int64_t count,
+                       acc_t* buffer) {
+  if (args.dtype == dtype_of<acc_t>() && stride == 1)
+    return static_cast<const acc_t*>(args.input) + offset;
+  load(args.input, args.dtype, offset, stride, count, buffer);
+  return buffer;
+}
+
+template <typename acc_t>
+void finish_row(const CrossEntropyArgs& args, int64_t row, int64_t offset, acc_t largest, acc_t sum,
+                acc_t weighted_sum) {
+  const RowTarget<acc_t> target(args, row);
+  const CrossEntropyRow<acc_t> summary{largest, math::log(sum)};
+  static_cast<acc_t*>(args.stats)[2 * row] = summary.largest;
+  static_cast<acc_t*>(args.stats)[2 * row + 1] = summary.log_sum;
+  static_cast<acc_t*>(args.row_weights)[row] = target.weight;
+  static_cast<acc_t*>(args.row_losses)[row] =
+      target.index < 0
+          ? acc_t(0)
+          : summary.loss(logit_at<acc_t>(args, offset, target.index), target.weight,
+                         static_cast<acc_t>(args.label_smoothing), weight_sum<acc_t>(args),
+                         weighted_sum, static_cast<acc_t>(args.cols));
+}
+
+template <typename acc_t>
+void forward_row(const CrossEntropyArgs& args, int64_t row) {
+  alignas(64) acc_t buffer[kTile];
+  const int64_t offset = row_offset(args.input_layout, row);
+  const int64_t stride = args.input_layout.col_stride;
+  const acc_t* weight = static_cast<const acc_t*>(args.weight);
+  const bool smoothing = args.label_smoothing > 0;
+  acc_t largest = -std::numeric_limits<acc_t>::infinity();
+  acc_t sum = 0, weighted_sum = 0, weights_seen = 0;
+
+  for (int64_t first = 0; first < args.cols; first += kTile) {
+    const int64_t count = std::min(kTile, args.cols - first);
+    const acc_t* x = read_tile(args, offset + first * stride, stride, count, buffer);
+    acc_t tile_largest = largest;
+#pragma omp simd reduction(max : tile_largest)
+    for (int64_t i = 0; i < count; ++i) tile_largest = x[i] > tile_largest ? x[i] : tile_largest;
+    // While every logit is -inf there is nothing to add: -inf - -inf would poison the sum.
+    const bool finite = tile_largest > -std::numeric_limits<acc_t>::infinity();
+    const acc_t reference = finite ? tile_largest : acc_t(0);
+    if (tile_largest > largest) sum *= math::exp(largest - tile_largest);
+    acc_t tile_sum = 0;
+#pragma omp simd reduction(+ : tile_sum)
+    for (int64_t i = 0; i < count; ++i) tile_sum += math::exp(x[i] - reference);
+    sum += tile_sum;
+    if (smoothing) {
+      if (weights_seen > 0 && finite) weighted_sum += weights_seen * (reference - largest);
+      acc_t tile_weighted = 0, tile_weights = 0;
+      for (int64_t i = 0; i < count; ++i) {
+        const acc_t w = weight ? weight[first + i] : acc_t(1);
+        tile_weighted += w * (reference - x[i]);
+        tile_weights += w;
+      }
+      weighted_sum += tile_weighted;
+      weights_seen += tile_weights;
+    }
+    largest = tile_largest;
+  }
+  finish_row(args, row, offset, largest, sum, weighted_sum);
+}
+
+template <typename acc_t>
+struct RowGradient {
+  CrossEntropyRow<acc_t> summary;
+  CrossEntropyGradient<acc_t> coefficient;
+  int64_t target;
+
+  RowGradient(const CrossEntropyArgs& args, int64_t row, acc_t total_weight)
+      : RowGradient(args, row, RowTarget<acc_t>(args, row), total_weight) {}
+
+ private:
+  RowGradient(const CrossEntropyArgs& args, int64_t row, const RowTarget<acc_t>& row_target,
+              acc_t total_weight)
+      : summary{static_cast<const acc_t*>(args.stats)[2 * row],
+                static_cast<const acc_t*>(args.stats)[2 * row + 1]},
+        coefficient(scale(args, row, row_target, total_weight), row_target.weight,
+                    static_cast<acc_t>(args.label_smoothing), weight_sum<acc_t>(args),
+                    static_cast<acc_t>(args.cols)),
+        target(row_target.index) {}
+
+  static acc_t scale(const CrossEntropyArgs& args, int64_t row, const RowTarget<acc_t>& row_target,
+                     acc_t total_weight) {
+    if (row_target.index < 0) return acc_t(0);
+    acc_t grad_output = 1;
+    if (args.grad_output)
+      load(args.grad_output, args.loss_dtype, row * args.grad_output_stride, 1, 1, &grad_output);
+    return args.reduction == Reduction::kMean ? grad_output / total_weight : grad_output;
+  }
+};
+
+template <typename acc_t>
+void gradient_row(const CrossEntropyArgs& args, int64_t row, acc_t total_weight) {
+  alignas(64) acc_t buffer[kTile], out[kTile];
+  const RowGradient<acc_t> gradient(args, row, total_weight);
+  const int64_t offset = row_offset(args.input_layout, row);
+  const int64_t grad_offset = row_offset(args.grad_layout, row);
+  const int64_t stride = args.input_layout.col_stride, grad_stride = args.grad_layout.col_stride;
+  const acc_t* weight = static_cast<const acc_t*>(args.weight);
+  const acc_t probability = gradient.coefficient.probability;
+  const acc_t uniform = gradient.coefficient.uniform;
+  const bool direct = args.dtype == dtype_of<acc_t>() && grad_stride == 1;
+
+  for (int64_t first = 0; first < args.cols; first += kTile) {
+    const int64_t count = std::min(kTile, args.cols - first);
+    const acc_t* x = read_tile(args, offset + first * stride, stride, count, buffer);
+    const int64_t begin = grad_offset + first * grad_stride;
+    acc_t* g = direct ? static_cast<acc_t*>(args.grad_input) + begin : out;
+    if (weight && uniform != acc_t(0)) {
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i)
+        g[i] = probability * gradient.summary.probability(x[i]) - uniform * weight[first + i];
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i)
+        g[i] = probability * gradient.summary.probability(x[i]) - uniform;
+    }
+    const int64_t picked = gradient.target - first;
+    if (picked >= 0 && picked < count) g[picked] -= gradient.coefficient.target;
+    if (!direct) store(args.grad_input, args.dtype, begin, grad_stride, count, out);
+  }
+}
+
+// The column path: rows [row, row + lanes) lie side by side.
+template <typename acc_t>
+void forward_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes) {
+  alignas(64) acc_t buffer[kLanes], largest[kLanes], sum[kLanes], weighted_sum[kLanes];
+  const int64_t offset = row_offset(args.input_layout, row);
+  const acc_t* weight = static_cast<const acc_t*>(args.weight);
+  const auto for_each_col = [&](auto&& body) {
+    for (int64_t col = 0; col < args.cols; ++col)
+      body(col, read_tile(args, offset + col * args.input_layout.col_stride, 1, lanes, buffer));
+  };
+  std::fill_n(largest, kLanes, -std::numeric_limits<acc_t>::infinity());
+  std::fill_n(sum, kLanes, acc_t(0));
+  std::fill_n(weighted_sum, kLanes, acc_t(0));
+  for_each_col([&](int64_t /*col*/, const acc_t* x) {
+    for (int64_t i = 0; i < lanes; ++i) largest[i] = x[i] > largest[i] ? x[i] : largest[i];
+  });
+  for_each_col([&](int64_t /*col*/, const acc_t* x) {
+#pragma omp simd
+    for (int64_t i = 0; i < lanes; ++i) sum[i] += math::exp(x[i] - largest[i]);
+  });
+  if (args.label_smoothing > 0)
+    for_each_col([&](int64_t col, const acc_t* x) {
+      const acc_t w = weight ? weight[col] : acc_t(1);
+      for (int64_t i = 0; i < lanes; ++i) weighted_sum[i] += w * (largest[i] - x[i]);
+    });
+  for (int64_t i = 0; i < lanes; ++i)
+    finish_row(args, row + i, offset + i, largest[i], sum[i], weighted_sum[i]);
+}
+
+template <typename acc_t>
+void gradient_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes, acc_t total_weight) {
+  alignas(64) acc_t buffer[kLanes], out[kLanes];
+  alignas(64) acc_t largest[kLanes], log_sum[kLanes], probability[kLanes], uniform[kLanes];
+  acc_t picked[kLanes];
+  int64_t targets[kLanes];
+  for (int64_t i = 0; i < lanes; ++i) {
+    const RowGradient<acc_t> gradient(args, row + i, total_weight);
+    largest[i] = gradient.summary.largest;
+    log_sum[i] = gradient.summary.log_sum;
+    probability[i] = gradient.coefficient.probability;
+    uniform[i] = gradient.coefficient.uniform;
+    picked[i] = gradient.coefficient.target;
+    targets[i] = gradient.target;
+  }
+  const int64_t offset = row_offset(args.input_layout, row);
+  const int64_t grad_offset = row_offset(args.grad_layout, row);
+  const int64_t grad_row_stride = args.grad_layout.strides[0];
+  const acc_t* weight = static_cast<const acc_t*>(args.weight);
+  for (int64_t col = 0; col < args.cols; ++col) {
+    const acc_t* x = read_tile(args, offset + col * args.input_layout.col_stride, 1, lanes, buffer);
+    const acc_t w = weight ? weight[col] : acc_t(1);
+#pragma omp simd
+    for (int64_t i = 0; i < lanes; ++i)
+      out[i] = probability[i] * math::exp((x[i] - largest[i]) - log_sum[i]) - uniform[i] * w;
+    for (int64_t i = 0; i < lanes; ++i) out[i] -= targets[i] == col ? picked[i] : acc_t(0);
+    store(args.grad_input, args.dtype, grad_offset + col * args.grad_layout.col_stride,
+          grad_row_stride, lanes, out);
+  }
+}
+
+// Calls body(row, lanes) for blocks of rows side by side; lanes is 0 where the rows are to be taken
+// one by one.
+template <typename Body>
+void for_each_block(const CrossEntropyArgs& args, Body&& body) {
+  const RowLayout& layout = args.input_layout;
+  const bool columns = layout.ndim > 0 && layout.col_stride != 1 && layout.strides[0] == 1;
+  const int64_t inner = layout.ndim > 0 ? layout.sizes[0] : 1;
+  const int64_t outer = inner > 0 ? args.rows / inner : 0;
+  const int64_t lanes = columns ? kLanes : 1;
+  const int64_t blocks = (inner + lanes - 1) / lanes;
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, args.cols * lanes));
+  parallel_for(0, outer * blocks, grain, [&](int64_t first, int64_t last) {
+    for (int64_t block = first; block < last; ++block) {
+      const int64_t begin = block % blocks * lanes;
+      const int64_t row = block / blocks * inner + begin;
+      body(row, columns ? std::min(lanes, inner - begin) : 0);
+    }
+  });
+}
+
+template <typename acc_t>
+void gradients(const CrossEntropyArgs& args, acc_t total_weight) {
+  for_each_block(args, [&](int64_t row, int64_t lanes) {
+    if (lanes > 0) return gradient_lanes<acc_t>(args, row, lanes, total_weight);
+    gradient_row<acc_t>(args, row, total_weight);
+  });
+}
+
+template <typename acc_t>
+void forward(const CrossEntropyArgs& args) {
+  double weights = 0;
+  for (int64_t row = 0; row < args.rows; ++row) {
+    checked_target(args, row);
+    weights += RowTarget<acc_t>(args, row).weight;
+  }
+  const acc_t total_weight = static_cast<acc_t>(weights);
+  *static_cast<acc_t*>(args.total_weight) = total_weight;
+  for_each_block(args, [&](int64_t row, int64_t lanes) {
+    if (lanes > 0) {
+      forward_lanes<acc_t>(args, row, lanes);
+      if (args.grad_input) gradient_lanes<acc_t>(args, row, lanes, total_weight);
+    } else {
+      forward_row<acc_t>(args, row);
+      if (args.grad_input) gradient_row<acc_t>(args, row, total_weight);
+    }
+  });
+  if (!args.loss) return;
+  double sum = 0;
+  for (int64_t row = 0; row < args.rows; ++row)
+    sum += static_cast<const acc_t*>(args.row_losses)[row];
+  const acc_t loss = static_cast<acc_t>(args.reduction == Reduction::kMean ? sum / weights : sum);
+  store(args.loss, args.loss_dtype, 0, 1, 1, &loss);
+}
+
+}  // namespace
+}  // namespace cpu
+
+void cross_entropy_forward(const CrossEntropyArgs& args, void* /*stream*/) {
+  if (args.dtype == DType::kFloat64) return cpu::forward<double>(args);
+  cpu::forward<float>(args);
+}
+
+void cross_entropy_backward(const CrossEntropyArgs& args, void* /*stream*/) {
+  for (int64_t row = 0; row < args.rows; ++row) cpu::checked_target(args, row);
+  if (args.dtype == DType::kFloat64)
+    return cpu::gradients<double>(args, *static_cast<const double*>(args.total_weight));
+  cpu::gradients<float>(args, *static_cast<const float*>(args.total_weight));
+}
+
+}  // namespace fused

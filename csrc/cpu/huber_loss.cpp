@@ -1,0 +1,8 @@
+#include "../losses/huber_loss.h"
+
+#include "../kernels.h"
+#include "elementwise.h"
+
+void fused::huber_loss(const ElementwiseArgs& args, void* /*stream*/) {
+  cpu::elementwise<HuberLoss>(args);
+}

@@ -1,0 +1,48 @@
+// Pointwise Kullback-Leibler divergence, as torch.nn.functional.kl_div: input holds
+// log-probabilities (or, with kLogInput false, probabilities whose logarithm is taken here and
+// never stored); target holds probabilities (or, with kLogTarget, log-probabilities).
+//   target * (log(target) - log_input)          0 * log(0) is 0
+//   exp(target) * (target - log_input)          kLogTarget
+// The corner cases are torch's: a negative target gives nan, a log-input of -inf with target 0
+// gives nan, and the gradient for a target of 0 is nan.
+#pragma once
+
+#include "math.h"
+
+namespace fused {
+
+template <bool kLogInput, bool kLogTarget>
+struct KlDiv {
+  template <typename acc_t>
+  struct Loss {
+    FUSED_HOST_DEVICE explicit Loss(const double* /*parameters*/) {}
+
+    static FUSED_HOST_DEVICE acc_t log_of(acc_t input) {
+      return kLogInput ? input : math::log(input);
+    }
+
+    FUSED_HOST_DEVICE acc_t value(acc_t input, acc_t target) const {
+      const acc_t log_input = log_of(input);
+      if constexpr (kLogTarget) {
+        return math::exp(target) * (target - log_input);
+      } else {
+        const acc_t log_target = target == acc_t(0) ? acc_t(0) : math::log(target);
+        return target * (log_target - log_input);
+      }
+    }
+    FUSED_HOST_DEVICE acc_t grad_input(acc_t input, acc_t target) const {
+      const acc_t probability = kLogTarget ? math::exp(target) : target;
+      return kLogInput ? -probability : -probability / input;
+    }
+    FUSED_HOST_DEVICE acc_t grad_target(acc_t input, acc_t target) const {
+      const acc_t log_input = log_of(input);
+      if constexpr (kLogTarget) {
+        return math::exp(target) * (target - log_input + acc_t(1));
+      } else {
+        return math::log(target) + target / target - log_input;
+      }
+    }
+  };
+};
+
+}  // namespace fused

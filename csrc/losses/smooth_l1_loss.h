@@ -1,0 +1,31 @@
+// 0.5 d^2 / beta where |d| < beta, |d| - 0.5 beta elsewhere, with d = input - target; beta 0 is the
+// L1 loss. As torch.nn.functional.smooth_l1_loss (Girshick, Fast R-CNN, 2015).
+#pragma once
+
+#include "math.h"
+
+namespace fused {
+
+template <typename acc_t>
+struct SmoothL1Loss {
+  acc_t beta;
+
+  FUSED_HOST_DEVICE explicit SmoothL1Loss(const double* parameters)
+      : beta(static_cast<acc_t>(parameters[0])) {}
+
+  FUSED_HOST_DEVICE acc_t value(acc_t input, acc_t target) const {
+    const acc_t distance = math::absolute(input - target);
+    return distance < beta ? acc_t(0.5) * distance * distance / beta : distance - acc_t(0.5) * beta;
+  }
+  // The comparisons are ordered so that nan reaches the last branch, and so does 0 when beta is 0.
+  FUSED_HOST_DEVICE acc_t grad_input(acc_t input, acc_t target) const {
+    const acc_t difference = input - target;
+    const acc_t inner = beta > acc_t(0) ? difference / beta : difference;
+    return difference > beta ? acc_t(1) : difference < -beta ? acc_t(-1) : inner;
+  }
+  FUSED_HOST_DEVICE acc_t grad_target(acc_t input, acc_t target) const {
+    return -grad_input(input, target);
+  }
+};
+
+}  // namespace fused
