@@ -1,0 +1,250 @@
+// What the cross-entropy kernels share: where a row lies, its online softmax, its gradient. Offsets
+// of rows are 64 bits wide; classes are counted in 32.
+#pragma once
+
+#include <cmath>
+#include <cstdio>
+
+#include "../losses/cross_entropy.h"
+#include "reduce.cuh"
+#include "row_span.cuh"
+
+extern "C" __device__ void __assert_fail(const char* assertion, const char* file, unsigned int line,
+                                         const char* function) noexcept;
+
+namespace fused::cuda {
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+// e^x in two instructions, 2 ulp; 0 below the smallest normal float. x * log2(e) is rounded, which
+// is harmless as long as x is a difference of logits: callers subtract first, never fold the
+// reference into a fused multiply-add (that would lose the low bits of logits near 700, and
+// overflow where a mask fills rows with the lowest float).
+__device__ __forceinline__ float fast_exp(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * kLog2E));
+  return result;
+}
+__device__ __forceinline__ double fast_exp(double x) { return ::exp(x); }
+
+__device__ __forceinline__ int64_t row_offset(const RowLayout& layout, int64_t row) {
+  int64_t offset = 0;
+  for (int d = 0; d + 1 < layout.ndim; ++d) {
+    const int64_t size = layout.sizes[d];
+    const int64_t quotient = (row | size) >> 32 == 0
+                                 ? static_cast<uint32_t>(row) / static_cast<uint32_t>(size)
+                                 : row / size;
+    offset += (row - quotient * size) * layout.strides[d];
+    row = quotient;
+  }
+  return layout.ndim > 0 ? offset + row * layout.strides[layout.ndim - 1] : offset;
+}
+
+// Ends in torch's "device-side assert triggered", with NDEBUG too. Out of line: printf's buffer
+// must not cost the callers registers.
+static __device__ __noinline__ void report_target(const CrossEntropyArgs& args, int64_t row) {
+  printf("cross_entropy: target %lld of row %lld is out of bounds for %lld classes\n",
+         static_cast<long long>(args.target[row]), static_cast<long long>(row),
+         static_cast<long long>(args.cols));
+  __assert_fail("cross_entropy: target is out of bounds", __FILE__, __LINE__, __func__);
+}
+
+__device__ __forceinline__ bool is_out_of_bounds(const CrossEntropyArgs& args, int64_t row) {
+  const int64_t target = args.target[row];
+  return target != args.ignore_index && (target < 0 || target >= args.cols);
+}
+
+// What one row's loss and gradient need besides its statistics. A target out of bounds counts as
+// ignored here, so that nothing is read or written out of bounds; in the forward the sums over the
+// rows, in the backward the gradient kernels report it.
+template <typename acc_t>
+struct RowTarget {
+  int index;     // -1 where ignored
+  acc_t weight;  // 0 where ignored
+
+  __device__ __forceinline__ RowTarget(const CrossEntropyArgs& args, int64_t row) {
+    const int64_t target = args.target[row];
+    const bool ignored = target == args.ignore_index || target < 0 || target >= args.cols;
+    index = ignored ? -1 : static_cast<int>(target);
+    weight = index < 0     ? acc_t(0)
+             : args.weight ? static_cast<const acc_t*>(args.weight)[index]
+                           : acc_t(1);
+  }
+};
+
+// Matters with smoothing only.
+template <typename acc_t>
+__device__ __forceinline__ acc_t weight_sum(const CrossEntropyArgs& args) {
+  return args.weight_sum ? *static_cast<const acc_t*>(args.weight_sum)
+                         : static_cast<acc_t>(args.cols);
+}
+
+// Of the logits seen so far: the largest, and the sum of exp(logit - reference), where the
+// reference is the largest, or 0 while there is none but -inf (-inf - -inf would poison the sum). A
+// nan makes the sum nan, and so does +inf, as in torch. With smoothing also `weights`, the sum of
+// w, and `weighted`, the sum of w (reference - logit): relative to the reference, so that logits
+// far from 0 lose nothing.
+template <typename acc_t, bool kSmoothing>
+struct Softmax {
+  acc_t largest, sum;
+  acc_t weighted, weights;
+
+  // Of no logits at all. Not the default: the type also lies in shared memory, uninitialised.
+  static __device__ __forceinline__ Softmax none() { return {-kInfinity<acc_t>, 0, 0, 0}; }
+
+  __device__ __forceinline__ acc_t reference() const {
+    return largest > -kInfinity<acc_t> ? largest : acc_t(0);
+  }
+
+  __device__ __forceinline__ void raise(acc_t new_largest) {
+    const acc_t before = reference(), old = largest;
+    largest = new_largest;
+    sum *= fast_exp(old - reference());
+    if constexpr (kSmoothing) weighted += weights * (reference() - before);
+  }
+
+  // `count` of the packets, whose first logits are the classes col, col + stride, ..., take part;
+  // the others must hold -inf. weight: [cols] or null.
+  template <typename scalar_t, int kPackets>
+  __device__ __forceinline__ void add(Packet<scalar_t> (&packets)[kPackets], int count,
+                                      const acc_t* weight, int col, int stride) {
+    constexpr int kWidth = Packet<scalar_t>::kWidth;
+    acc_t highest = largest;
+#pragma unroll
+    for (int u = 0; u < kPackets; ++u)
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) highest = ::max(highest, packets[u].template get<acc_t>(j));
+    raise(highest);
+    const acc_t origin = reference();
+#pragma unroll
+    for (int u = 0; u < kPackets; ++u) {
+      packets[u].keep_packed();
+      acc_t even = 0, odd = 0;
+#pragma unroll
+      for (int j = 0; j < kWidth; j += 2) {
+        even += fast_exp(packets[u].template get<acc_t>(j) - origin);
+        odd += fast_exp(packets[u].template get<acc_t>(j + 1) - origin);
+      }
+      sum += even + odd;
+      if constexpr (kSmoothing) {
+        if (u >= count) continue;
+        packets[u].keep_packed();
+        const acc_t* w = weight ? weight + col + u * stride : nullptr;
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          const acc_t own = w ? w[j] : acc_t(1);
+          weighted += own * (origin - packets[u].template get<acc_t>(j));
+          weights += own;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add(acc_t logit, acc_t own_weight) {
+    if (logit > largest) raise(logit);
+    sum += fast_exp(logit - reference());
+    if constexpr (kSmoothing) {
+      weighted += own_weight * (reference() - logit);
+      weights += own_weight;
+    }
+  }
+
+  // The state of all logits of kLanes neighbouring lanes, in each of them.
+  template <int kLanes = kWarp>
+  __device__ __forceinline__ void combine(unsigned mask = ~0u) {
+    raise(group_max<kLanes>(largest, mask));
+    sum = group_sum<kLanes>(sum, mask);
+    if constexpr (kSmoothing) {
+      weighted = group_sum<kLanes>(weighted, mask);
+      weights = group_sum<kLanes>(weights, mask);
+    }
+  }
+
+  // The state of a block of whole warps, in every thread. Orders the block's earlier reads before
+  // its later writes. scratch: [kWarp] in shared memory, free again only after another barrier.
+  __device__ __forceinline__ void combine_block(Softmax* scratch) {
+    combine();
+    if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = *this;
+    __syncthreads();
+    const int lane = threadIdx.x % kWarp;
+    *this = lane < blockDim.x / kWarp ? scratch[lane] : none();
+    combine();
+  }
+};
+
+// Writes a row's outputs; called by one thread.
+template <typename acc_t, bool kSmoothing>
+__device__ __forceinline__ void finish_row(const CrossEntropyArgs& args, int64_t row,
+                                           const Softmax<acc_t, kSmoothing>& softmax,
+                                           const RowTarget<acc_t>& target, acc_t target_logit) {
+  const CrossEntropyRow<acc_t> summary{softmax.largest, math::log(softmax.sum)};
+  static_cast<acc_t*>(args.stats)[2 * row] = summary.largest;
+  static_cast<acc_t*>(args.stats)[2 * row + 1] = summary.log_sum;
+  const acc_t smoothing = kSmoothing ? static_cast<acc_t>(args.label_smoothing) : acc_t(0);
+  static_cast<acc_t*>(args.row_losses)[row] =
+      target.index < 0
+          ? acc_t(0)
+          : summary.loss(target_logit, target.weight, smoothing, weight_sum<acc_t>(args),
+                         softmax.weighted, static_cast<acc_t>(args.cols));
+}
+
+// The gradient of one row, element by element. The softmax's 1 / sum stands in `probability`: taken
+// out of the exponent, it costs neither an instruction per logit nor the low bits of the
+// difference.
+template <typename acc_t>
+struct RowGradient {
+  acc_t largest;
+  acc_t probability, uniform, picked;
+  int target;
+  const acc_t* weight;  // [cols]; null unless it takes part
+
+  __device__ __forceinline__ RowGradient(const CrossEntropyArgs& args, int64_t row,
+                                         const RowTarget<acc_t>& row_target, acc_t row_largest,
+                                         acc_t log_sum)
+      : largest(row_largest), target(row_target.index) {
+    acc_t scale = 0;
+    if (target >= 0) {
+      scale = 1;
+      if (args.grad_output)
+        scale = load_as<acc_t>(args.grad_output, args.loss_dtype, row * args.grad_output_stride);
+      if (args.reduction == Reduction::kMean) scale /= *static_cast<acc_t*>(args.total_weight);
+    }
+    const CrossEntropyGradient<acc_t> coefficient(
+        scale, row_target.weight, static_cast<acc_t>(args.label_smoothing), weight_sum<acc_t>(args),
+        static_cast<acc_t>(args.cols));
+    probability = coefficient.probability * math::exp(-log_sum);
+    uniform = coefficient.uniform;
+    picked = coefficient.target;
+    weight = uniform != acc_t(0) ? static_cast<const acc_t*>(args.weight) : nullptr;
+  }
+
+  __device__ __forceinline__ acc_t operator()(acc_t logit, int col) const {
+    const acc_t shift = weight ? uniform * weight[col] : uniform;
+    const acc_t gradient = probability * fast_exp(logit - largest) - shift;
+    return col == target ? gradient - picked : gradient;
+  }
+
+  // A packet whose first logit is class col, replaced by its gradient.
+  template <typename scalar_t>
+  __device__ __forceinline__ void apply(Packet<scalar_t>& packet, int col) const {
+    constexpr int kWidth = Packet<scalar_t>::kWidth;
+    acc_t values[kWidth];
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] = fast_exp(packet.template get<acc_t>(j) - largest);
+    if (weight) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j)
+        values[j] = probability * values[j] - uniform * weight[col + j];
+    } else {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values[j] = probability * values[j] - uniform;
+    }
+    if (static_cast<unsigned>(target - col) < kWidth) {
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values[j] -= target == col + j ? picked : acc_t(0);
+    }
+    packet.set(values);
+  }
+};
+
+}  // namespace fused::cuda

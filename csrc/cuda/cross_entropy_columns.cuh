@@ -1,0 +1,119 @@
+// Cross entropy where a row's logits are not neighbours, as in [N, C, H, W] or a transposed matrix:
+// neighbouring rows lie side by side, so neighbouring threads take neighbouring rows and loads
+// coalesce along the rows. kColumnLanes threads share a row's classes. Right for any layout.
+//
+// Fused, never written, and in place: as in cross_entropy_rows.cuh.
+//
+// Bytes moved per row: forward cols * sizeof(logit); with the gradient, and backward, twice that as
+// long as a block's kColumnRows rows stay in the L2 cache between the two reads.
+#pragma once
+
+#include "cross_entropy.cuh"
+
+namespace fused::cuda {
+
+constexpr int kColumnRows = 32;
+constexpr int kColumnLanes = 8;
+constexpr int kColumnUnroll = 4;  // logits that a thread has in flight
+
+// Calls body(col, logit) for every kColumnLanes-th class.
+template <typename scalar_t, typename Body>
+__device__ __forceinline__ void for_each_col(const CrossEntropyArgs& args, const scalar_t* x,
+                                             Body&& body) {
+  using acc_t = acc_type<scalar_t>;
+  for (int first = threadIdx.y; first < args.cols; first += kColumnUnroll * kColumnLanes) {
+    acc_t logits[kColumnUnroll];
+#pragma unroll
+    for (int u = 0; u < kColumnUnroll; ++u) {
+      const int col = first + u * kColumnLanes;
+      if (col < args.cols) logits[u] = to_acc<acc_t>(x[col * args.input_layout.col_stride]);
+    }
+#pragma unroll
+    for (int u = 0; u < kColumnUnroll; ++u) {
+      const int col = first + u * kColumnLanes;
+      if (col < args.cols) body(col, logits[u]);
+    }
+  }
+}
+
+template <typename scalar_t>
+__device__ __forceinline__ void write_gradient(const CrossEntropyArgs& args, int64_t row,
+                                               const scalar_t* x,
+                                               const RowGradient<acc_type<scalar_t>>& gradient) {
+  scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row);
+  for_each_col(args, x, [&](int col, acc_type<scalar_t> logit) {
+    out[col * args.grad_layout.col_stride] = from_acc<scalar_t>(gradient(logit, col));
+  });
+}
+
+template <typename scalar_t>
+__global__ void __launch_bounds__(kColumnRows* kColumnLanes)
+    cross_entropy_columns_kernel(const __grid_constant__ CrossEntropyArgs args) {
+  using acc_t = acc_type<scalar_t>;
+  __shared__ Softmax<acc_t, true> scratch[kColumnLanes][kColumnRows];
+  const acc_t* weight = static_cast<const acc_t*>(args.weight);
+  const bool smoothing = args.label_smoothing > 0;
+
+  for (int64_t first = blockIdx.x * int64_t(kColumnRows); first < args.rows;
+       first += gridDim.x * int64_t(kColumnRows)) {
+    const int64_t row = first + threadIdx.x;
+    const bool inside = row < args.rows;
+    const scalar_t* x = nullptr;
+    auto softmax = Softmax<acc_t, true>::none();
+    acc_t target_logit = 0;
+    if (inside) {
+      x = static_cast<const scalar_t*>(args.input) + row_offset(args.input_layout, row);
+      for_each_col(args, x, [&](int col, acc_t logit) {
+        softmax.add(logit, smoothing && weight ? weight[col] : acc_t(1));
+      });
+      const RowTarget<acc_t> target(args, row);
+      if (threadIdx.y == 0 && target.index >= 0)
+        target_logit = to_acc<acc_t>(x[target.index * args.input_layout.col_stride]);
+    }
+    __syncthreads();
+    scratch[threadIdx.y][threadIdx.x] = softmax;
+    __syncthreads();
+    if (!inside) continue;
+
+    softmax = scratch[0][threadIdx.x];
+#pragma unroll
+    for (int lane = 1; lane < kColumnLanes; ++lane) {
+      Softmax<acc_t, true> other = scratch[lane][threadIdx.x];
+      const acc_t largest = ::max(softmax.largest, other.largest);
+      softmax.raise(largest);
+      other.raise(largest);
+      softmax.sum += other.sum;
+      softmax.weighted += other.weighted;
+      softmax.weights += other.weights;
+    }
+    const RowTarget<acc_t> target(args, row);
+    if (threadIdx.y == 0) {
+      if (smoothing)
+        finish_row(args, row, softmax, target, target_logit);
+      else
+        finish_row(args, row, Softmax<acc_t, false>{softmax.largest, softmax.sum, 0, 0}, target,
+                   target_logit);
+    }
+    if (args.grad_input)
+      write_gradient(
+          args, row, x,
+          RowGradient<acc_t>(args, row, target, softmax.largest, math::log(softmax.sum)));
+  }
+}
+
+template <typename scalar_t>
+__global__ void __launch_bounds__(kColumnRows* kColumnLanes)
+    cross_entropy_columns_gradient_kernel(const __grid_constant__ CrossEntropyArgs args) {
+  using acc_t = acc_type<scalar_t>;
+  for (int64_t row = blockIdx.x * int64_t(kColumnRows) + threadIdx.x; row < args.rows;
+       row += gridDim.x * int64_t(kColumnRows)) {
+    const scalar_t* x =
+        static_cast<const scalar_t*>(args.input) + row_offset(args.input_layout, row);
+    if (threadIdx.y == 0 && is_out_of_bounds(args, row)) report_target(args, row);
+    const RowTarget<acc_t> target(args, row);
+    const acc_t* stats = static_cast<const acc_t*>(args.stats) + 2 * row;
+    write_gradient(args, row, x, RowGradient<acc_t>(args, row, target, stats[0], stats[1]));
+  }
+}
+
+}  // namespace fused::cuda

@@ -1,0 +1,251 @@
+// Cross entropy of dense rows (col_stride 1), forward with or without the gradient, and backward.
+// Fused: log-softmax, nll_loss, label smoothing, class weights and, on demand, the gradient. Never
+// written to memory: log-probabilities, one-hot targets.
+//   short rows  some lanes of a warp hold the whole row in registers;
+//   long rows   a block goes through the row once with an online softmax; for the gradient the row
+//               waits in shared memory, and what does not fit comes again through L2.
+// Bytes moved per row: forward cols * sizeof(logit) and the row's target and statistics (20 bytes);
+// with the gradient, and backward, twice cols * sizeof(logit).
+//
+// In place: grad_input may be the buffer of input, in the same layout. Each thread writes only
+// logits that it read itself, and the target's logit is read before a barrier that precedes all
+// writes.
+#pragma once
+
+#include "cross_entropy.cuh"
+#include "launch.cuh"
+
+namespace fused::cuda {
+
+constexpr int kShortRowThreads = 256;
+constexpr int kLongRowThreads = 512;  // at most
+// Packets that a thread has in flight; double's exp needs the registers.
+template <typename scalar_t>
+constexpr int kRowUnroll = std::is_same_v<scalar_t, double> ? 1 : 4;
+
+// kLanes lanes a row of at most kLanes * kPackets packets. The loops over loose logits, at most 14,
+// run 2 times where 8 lanes share a row.
+template <typename scalar_t, int kLanes, int kPackets>
+__global__ void __launch_bounds__(kShortRowThreads, kPackets <= 4 ? 4 : 3)
+    cross_entropy_short_rows_kernel(const __grid_constant__ CrossEntropyArgs args) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kWidth = Packet<scalar_t>::kWidth;
+  constexpr int kLoose = (2 * (kWidth - 1) + kLanes - 1) / kLanes;
+  constexpr int kRows = kShortRowThreads / kLanes;
+  const int lane = threadIdx.x % kLanes;
+  const unsigned mask =
+      kLanes == kWarp ? ~0u : ((1u << (kLanes % kWarp)) - 1) << (threadIdx.x % kWarp - lane);
+  const acc_t* weight = static_cast<const acc_t*>(args.weight);
+
+  for (int64_t row = blockIdx.x * int64_t(kRows) + threadIdx.x / kLanes; row < args.rows;
+       row += gridDim.x * int64_t(kRows)) {
+    const scalar_t* x =
+        static_cast<const scalar_t*>(args.input) + row_offset(args.input_layout, row);
+    const RowSpan<scalar_t> span(x, args.cols);
+    const RowTarget<acc_t> target(args, row);
+
+    Packet<scalar_t> packets[kPackets];
+    acc_t loose[kLoose];
+#pragma unroll
+    for (int u = 0; u < kPackets; ++u) {
+      const int index = lane + u * kLanes;
+      packets[u] = index < span.packets
+                       ? Packet<scalar_t>::load_streaming(x + span.col_of_packet(index))
+                       : lowest_packet<scalar_t>();
+    }
+#pragma unroll
+    for (int u = 0; u < kLoose; ++u) {
+      const int index = lane + u * kLanes;
+      loose[u] =
+          index < span.loose ? to_acc<acc_t>(x[span.col_of_loose(index)]) : -kInfinity<acc_t>;
+    }
+    const acc_t target_logit =
+        lane == 0 && target.index >= 0 ? to_acc<acc_t>(x[target.index]) : acc_t(0);
+
+    auto softmax = Softmax<acc_t, true>::none();
+#pragma unroll
+    for (int u = 0; u < kPackets; ++u)
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j)
+        softmax.largest = ::max(softmax.largest, packets[u].template get<acc_t>(j));
+#pragma unroll
+    for (int u = 0; u < kLoose; ++u) softmax.largest = ::max(softmax.largest, loose[u]);
+    softmax.largest = group_max<kLanes>(softmax.largest, mask);
+    const acc_t origin = softmax.reference();
+#pragma unroll
+    for (int u = 0; u < kPackets; ++u) {
+      if (u * kLanes >= span.packets) break;
+      packets[u].keep_packed();
+      acc_t sum = 0;
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) sum += fast_exp(packets[u].template get<acc_t>(j) - origin);
+      softmax.sum += sum;
+    }
+#pragma unroll
+    for (int u = 0; u < kLoose; ++u) softmax.sum += fast_exp(loose[u] - origin);
+    softmax.sum = group_sum<kLanes>(softmax.sum, mask);
+    if (args.label_smoothing > 0) {
+#pragma unroll
+      for (int u = 0; u < kPackets; ++u) {
+        const int index = lane + u * kLanes;
+        if (index >= span.packets) break;
+        packets[u].keep_packed();
+        const int col = span.col_of_packet(index);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j)
+          softmax.weighted +=
+              (weight ? weight[col + j] : acc_t(1)) * (origin - packets[u].template get<acc_t>(j));
+      }
+#pragma unroll
+      for (int u = 0; u < kLoose; ++u) {
+        const int index = lane + u * kLanes;
+        if (index < span.loose)
+          softmax.weighted +=
+              (weight ? weight[span.col_of_loose(index)] : acc_t(1)) * (origin - loose[u]);
+      }
+      softmax.weighted = group_sum<kLanes>(softmax.weighted, mask);
+    }
+    if (lane == 0) finish_row(args, row, softmax, target, target_logit);
+    if (!args.grad_input) continue;
+
+    __syncwarp(mask);
+    const RowGradient<acc_t> gradient(args, row, target, softmax.largest, math::log(softmax.sum));
+    scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row);
+    const bool aligned = is_aligned(out + span.head);
+#pragma unroll
+    for (int u = 0; u < kPackets; ++u) {
+      const int index = lane + u * kLanes;
+      if (index >= span.packets) break;
+      packets[u].keep_packed();
+      const int col = span.col_of_packet(index);
+      gradient.apply(packets[u], col);
+      store_packet(packets[u], out + col, aligned);
+    }
+#pragma unroll
+    for (int u = 0; u < kLoose; ++u) {
+      const int index = lane + u * kLanes;
+      if (index >= span.loose) break;
+      const int col = span.col_of_loose(index);
+      out[col] = from_acc<scalar_t>(gradient(loose[u], col));
+    }
+  }
+}
+
+// One block a row, of at least 2 * (kWidth - 1) threads. Dynamic shared memory: the first
+// `cached_packets` packets of the row, 16 bytes each, used with the gradient only.
+template <typename scalar_t, bool kGradient, bool kSmoothing>
+__global__ void __launch_bounds__(kLongRowThreads, 2)
+    cross_entropy_long_rows_kernel(const __grid_constant__ CrossEntropyArgs args,
+                                   int cached_packets) {
+  using acc_t = acc_type<scalar_t>;
+  extern __shared__ uint4 cache[];
+  __shared__ Softmax<acc_t, kSmoothing> scratch[kLongRowThreads / kWarp];
+  const acc_t* weight = static_cast<const acc_t*>(args.weight);
+  const int threads = blockDim.x;
+
+  for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
+    const scalar_t* x =
+        static_cast<const scalar_t*>(args.input) + row_offset(args.input_layout, row);
+    const RowSpan<scalar_t> span(x, args.cols);
+    const RowTarget<acc_t> target(args, row);
+    const acc_t target_logit =
+        threadIdx.x == 0 && target.index >= 0 ? to_acc<acc_t>(x[target.index]) : acc_t(0);
+    const int loose_col = span.col_of_loose(threadIdx.x);
+    const bool has_loose = threadIdx.x < span.loose;
+    const acc_t loose = has_loose ? to_acc<acc_t>(x[loose_col]) : acc_t(0);
+
+    auto softmax = Softmax<acc_t, kSmoothing>::none();
+    for (int first = threadIdx.x; first < span.packets; first += kRowUnroll<scalar_t> * threads) {
+      Packet<scalar_t> packets[kRowUnroll<scalar_t>];
+      int count = 0;
+#pragma unroll
+      for (int u = 0; u < kRowUnroll<scalar_t>; ++u) {
+        const int index = first + u * threads;
+        if (index >= span.packets) {
+          packets[u] = lowest_packet<scalar_t>();
+          continue;
+        }
+        const scalar_t* place = x + span.col_of_packet(index);
+        packets[u] = kGradient ? Packet<scalar_t>::load_to_l2(place)
+                               : Packet<scalar_t>::load_streaming(place);
+        count = u + 1;
+      }
+      if constexpr (kGradient) {
+#pragma unroll
+        for (int u = 0; u < kRowUnroll<scalar_t>; ++u) {
+          const int index = first + u * threads;
+          if (index < cached_packets && index < span.packets) cache[index] = packets[u].words[0];
+        }
+      }
+      softmax.add(packets, count, weight, span.col_of_packet(first),
+                  threads * Packet<scalar_t>::kWidth);
+    }
+    if (has_loose) softmax.add(loose, kSmoothing && weight ? weight[loose_col] : acc_t(1));
+    __syncthreads();
+    softmax.combine_block(scratch);
+    if (threadIdx.x == 0) finish_row(args, row, softmax, target, target_logit);
+    if constexpr (!kGradient) continue;
+
+    const RowGradient<acc_t> gradient(args, row, target, softmax.largest, math::log(softmax.sum));
+    scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row);
+    const bool aligned = is_aligned(out + span.head);
+#pragma unroll 2
+    for (int index = threadIdx.x; index < span.packets; index += threads) {
+      const int col = span.col_of_packet(index);
+      Packet<scalar_t> packet;
+      if (index < cached_packets)
+        packet.words[0] = cache[index];
+      else
+        packet = Packet<scalar_t>::load_streaming(x + col);
+      gradient.apply(packet, col);
+      store_packet(packet, out + col, aligned);
+    }
+    if (has_loose) out[loose_col] = from_acc<scalar_t>(gradient(loose, loose_col));
+  }
+}
+
+// Backward from the statistics of the forward. blockDim.x threads share a row, blockDim.y rows a
+// block; gridDim.y blocks share a row where rows are few.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kShortRowThreads)
+    cross_entropy_gradient_kernel(const __grid_constant__ CrossEntropyArgs args) {
+  using acc_t = acc_type<scalar_t>;
+  const int stride = blockDim.x * gridDim.y;
+  const int thread = blockIdx.y * blockDim.x + threadIdx.x;
+  for (int64_t row = blockIdx.x * int64_t(blockDim.y) + threadIdx.y; row < args.rows;
+       row += gridDim.x * int64_t(blockDim.y)) {
+    const scalar_t* x =
+        static_cast<const scalar_t*>(args.input) + row_offset(args.input_layout, row);
+    scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row);
+    const RowSpan<scalar_t> span(x, args.cols);
+    const bool aligned = is_aligned(out + span.head);
+    if (thread == 0 && is_out_of_bounds(args, row)) report_target(args, row);
+    const RowTarget<acc_t> target(args, row);
+    const acc_t* stats = static_cast<const acc_t*>(args.stats) + 2 * row;
+    const RowGradient<acc_t> gradient(args, row, target, stats[0], stats[1]);
+
+    for (int first = thread; first < span.packets; first += kRowUnroll<scalar_t> * stride) {
+      Packet<scalar_t> packets[kRowUnroll<scalar_t>];
+#pragma unroll
+      for (int u = 0; u < kRowUnroll<scalar_t>; ++u) {
+        const int index = first + u * stride;
+        if (index < span.packets)
+          packets[u] = Packet<scalar_t>::load_streaming(x + span.col_of_packet(index));
+      }
+#pragma unroll
+      for (int u = 0; u < kRowUnroll<scalar_t>; ++u) {
+        const int index = first + u * stride;
+        if (index >= span.packets) break;
+        const int col = span.col_of_packet(index);
+        gradient.apply(packets[u], col);
+        store_packet(packets[u], out + col, aligned);
+      }
+    }
+    for (int index = thread; index < span.loose; index += stride) {
+      const int col = span.col_of_loose(index);
+      out[col] = from_acc<scalar_t>(gradient(to_acc<acc_t>(x[col]), col));
+    }
+  }
+}
+
+}  // namespace fused::cuda

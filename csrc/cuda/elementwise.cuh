@@ -1,0 +1,231 @@
+// Elementwise losses on CUDA: value, sum and derivative of each element in one read of the
+// operands.
+//
+// Fused: the loss, its reduction and, on demand, its gradient. Never written to memory: the losses
+// of single elements under a reduction, and any temporary.
+//
+// Bytes moved per element: the sizes of its operands, each once, and of its outputs, each once; the
+// block sums (at most 32 KiB) are the only other traffic.
+//
+// Two ways through the elements:
+//   contiguous  float32, bfloat16 or float16 operands (or a 16-bit input with a float32 target),
+//               dense in one order and equally aligned: 16-byte packets;
+//   strided     everything else (strided.cuh).
+#pragma once
+
+#include "launch.cuh"
+#include "strided.cuh"
+
+namespace fused::cuda {
+
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;  // packets of each operand that a thread has in flight
+constexpr int kBlocksPerMultiprocessor = 4;
+// A sum this small is faster in one block than in many and a second launch.
+constexpr int64_t kSingleBlockTiles = 2;
+
+enum class Mode {
+  kTotal,             // the sum of the losses
+  kTotalAndGradient,  // and grad_input for a grad_output of 1
+  kLosses,            // the loss of each element
+  kGradient,          // grad_input, with one grad_output for all elements
+  kGradientOfEach,    // grad_input, with a grad_output for each element
+};
+
+struct ContiguousArgs {
+  const void* input;
+  const void* target;
+  const void* grad_output;  // one element or, for kGradientOfEach, one per element; null: 1
+  DType grad_output_dtype;
+  void* output;  // losses or grad_input; may be the very buffer of input
+  int64_t numel;
+  int64_t head;  // elements before the first packet
+  double scale;  // of the gradient: 1 / divisor
+  Total total;
+};
+
+// Arithmetic in float. A thread adds the losses of kUnroll packets in float and those sums in
+// double, so that the rounding error of a total does not grow with the number of elements.
+template <Mode kMode, typename input_t, typename target_t, typename Loss>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    contiguous_kernel(const ContiguousArgs args, const Loss loss) {
+  using losses_t = std::conditional_t<sizeof(input_t) == 4, input_t, target_t>;
+  using output_t = std::conditional_t<kMode == Mode::kLosses, losses_t, input_t>;
+  constexpr bool kSum = kMode == Mode::kTotal || kMode == Mode::kTotalAndGradient;
+  constexpr int kWidth = Packet<input_t>::kWidth;
+  constexpr int64_t kTile = kThreads * kUnroll;
+  const input_t* input = static_cast<const input_t*>(args.input);
+  const target_t* target = static_cast<const target_t*>(args.target);
+  const losses_t* grad_output = static_cast<const losses_t*>(args.grad_output);
+  output_t* output = static_cast<output_t*>(args.output);
+  float scale = static_cast<float>(args.scale);
+  if constexpr (kMode == Mode::kGradient) {
+    if (args.grad_output) scale *= load_as<float>(args.grad_output, args.grad_output_dtype, 0);
+  }
+
+  float tile_sum = 0;
+  const auto element = [&](float x, float y, float g) {
+    if constexpr (kSum) tile_sum += loss.value(x, y);
+    if constexpr (kMode == Mode::kTotal) return 0.f;
+    if constexpr (kMode == Mode::kLosses) return loss.value(x, y);
+    if constexpr (kMode == Mode::kGradientOfEach) return loss.grad_input(x, y) * (g * scale);
+    return loss.grad_input(x, y) * scale;
+  };
+  // kCount packets from packet `first` on, kThreads apart. All loads come before the first use.
+  const auto packets = [&]<int kCount>(std::integral_constant<int, kCount>, int64_t first) {
+    Packet<input_t, kWidth> x[kCount];
+    Packet<target_t, kWidth> y[kCount];
+    Packet<losses_t, kWidth> g[kCount];
+    const int64_t begin = args.head + first * kWidth;
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      const int64_t i = begin + u * kThreads * kWidth;
+      x[u] = Packet<input_t, kWidth>::load_streaming(input + i);
+      y[u] = Packet<target_t, kWidth>::load_streaming(target + i);
+      if constexpr (kMode == Mode::kGradientOfEach)
+        g[u] = Packet<losses_t, kWidth>::load_streaming(grad_output + i);
+    }
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      float results[kWidth];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        float upstream = 0;
+        if constexpr (kMode == Mode::kGradientOfEach) upstream = g[u].template get<float>(j);
+        results[j] = element(x[u].template get<float>(j), y[u].template get<float>(j), upstream);
+      }
+      if constexpr (kMode != Mode::kTotal) {
+        Packet<output_t, kWidth> packet;
+        packet.set(results);
+        packet.store_streaming(output + begin + u * kThreads * kWidth);
+      }
+    }
+  };
+
+  double sum = 0;
+  const int64_t count = (args.numel - args.head) / kWidth;
+  const int64_t full_tiles = count / kTile;
+  for (int64_t tile = blockIdx.x; tile < full_tiles; tile += gridDim.x) {
+    tile_sum = 0;
+    packets(std::integral_constant<int, kUnroll>(), tile * kTile + threadIdx.x);
+    sum += static_cast<double>(tile_sum);
+  }
+  // One block takes what is left: the last packets, and the elements before and after all packets.
+  if (blockIdx.x == full_tiles % gridDim.x) {
+    tile_sum = 0;
+    for (int64_t i = full_tiles * kTile + threadIdx.x; i < count; i += kThreads)
+      packets(std::integral_constant<int, 1>(), i);
+    const int64_t loose = args.numel - count * kWidth;
+    if (threadIdx.x < loose) {
+      const int64_t i = threadIdx.x < args.head ? threadIdx.x : threadIdx.x + count * kWidth;
+      float upstream = 0;
+      if constexpr (kMode == Mode::kGradientOfEach) upstream = to_acc<float>(grad_output[i]);
+      const float result = element(to_acc<float>(input[i]), to_acc<float>(target[i]), upstream);
+      if constexpr (kMode != Mode::kTotal) output[i] = from_acc<output_t>(result);
+    }
+    sum += static_cast<double>(tile_sum);
+  }
+  if constexpr (kSum) args.total.add_block(sum);
+}
+
+template <Mode kMode, typename input_t, typename target_t, typename Loss>
+void launch_contiguous(const ContiguousArgs& args, const Loss& loss, cudaStream_t stream) {
+  constexpr bool kSum = kMode == Mode::kTotal || kMode == Mode::kTotalAndGradient;
+  const int64_t packets = (args.numel - args.head) / Packet<input_t>::kWidth;
+  const int64_t tiles = std::max<int64_t>(1, divide_up(packets, kThreads * kUnroll));
+  const int64_t most = std::min<int64_t>(
+      kWorkspaceBlocks, current_device().multiprocessors * kBlocksPerMultiprocessor);
+  const int64_t blocks = kSum && tiles <= kSingleBlockTiles ? 1 : std::min(tiles, most);
+  contiguous_kernel<kMode, input_t, target_t>
+      <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, loss);
+  check_launch("contiguous_kernel");
+  if (kSum && blocks > 1) {
+    total_kernel<<<1, kThreads, 0, stream>>>(args.total, static_cast<int>(blocks));
+    check_launch("total_kernel");
+  }
+}
+
+inline bool is_dense(const ElementwiseArgs& args, const Operand& operand) {
+  return args.ndim == 0 || (args.ndim == 1 && operand.strides[0] == 1);
+}
+
+inline bool is_one_element(const ElementwiseArgs& args, const Operand& operand) {
+  return std::all_of(operand.strides, operand.strides + args.ndim,
+                     [](int64_t stride) { return stride == 0; });
+}
+
+// Launches the contiguous kernel if the operands have these types, and all else it asks for.
+template <typename input_t, typename target_t, typename Loss>
+bool try_contiguous(const ElementwiseArgs& args, const Loss& loss, cudaStream_t stream) {
+  constexpr bool kMixed = !std::is_same_v<input_t, target_t>;
+  const bool total = args.total.data, losses = args.losses.data, gradient = args.grad_input.data;
+  if (args.input.dtype != dtype_of<input_t>() || args.target.dtype != dtype_of<target_t>())
+    return false;
+  if (args.grad_target.data || total + losses + gradient == 0 || losses + gradient == 2 ||
+      (losses && total) || (!gradient && args.grad_output.data))
+    return false;
+  const bool one = !args.grad_output.data || is_one_element(args, args.grad_output);
+  if ((total || kMixed) && (losses || !one)) return false;
+  if (total && args.grad_output.data) return false;
+
+  const Operand& output = losses ? args.losses : args.grad_input;
+  const input_t* input = static_cast<const input_t*>(args.input.data);
+  const int64_t head = std::min<int64_t>(args.numel, elements_to_boundary(input));
+  const auto fits = [&](const Operand& operand, DType dtype) {
+    const uintptr_t start =
+        reinterpret_cast<uintptr_t>(operand.data) + head * element_size(operand.dtype);
+    return operand.dtype == dtype && is_dense(args, operand) &&
+           (start % 16 == 0 || head == args.numel);
+  };
+  if (!fits(args.input, dtype_of<input_t>()) || !fits(args.target, dtype_of<target_t>()) ||
+      (output.data && !fits(output, dtype_of<input_t>())) ||
+      (!one && !fits(args.grad_output, dtype_of<input_t>())))
+    return false;
+
+  const ContiguousArgs dense{args.input.data,
+                             args.target.data,
+                             args.grad_output.data,
+                             args.grad_output.dtype,
+                             output.data,
+                             args.numel,
+                             head,
+                             1 / args.divisor,
+                             total_of(args)};
+  if (total && !gradient)
+    launch_contiguous<Mode::kTotal, input_t, target_t>(dense, loss, stream);
+  else if (total)
+    launch_contiguous<Mode::kTotalAndGradient, input_t, target_t>(dense, loss, stream);
+  else if (gradient && one)
+    launch_contiguous<Mode::kGradient, input_t, target_t>(dense, loss, stream);
+  if constexpr (!kMixed) {
+    if (losses)
+      launch_contiguous<Mode::kLosses, input_t, target_t>(dense, loss, stream);
+    else if (gradient && !one)
+      launch_contiguous<Mode::kGradientOfEach, input_t, target_t>(dense, loss, stream);
+  }
+  return true;
+}
+
+template <template <typename> class Loss>
+void elementwise(const ElementwiseArgs& args, void* stream_pointer) {
+  const cudaStream_t stream = as_stream(stream_pointer);
+  if (args.numel == 0) {
+    if (args.total.data) total_kernel<<<1, kWarp, 0, stream>>>(total_of(args), 0);
+    return check_launch("total_kernel");
+  }
+  for (const Operand* operand :
+       {&args.input, &args.target, &args.grad_output, &args.losses, &args.total}) {
+    if (operand->data && operand->dtype == DType::kFloat64)
+      return launch_strided<double>(args, Loss<double>(args.parameters), stream);
+  }
+  const Loss<float> loss(args.parameters);
+  if (try_contiguous<float, float>(args, loss, stream) ||
+      try_contiguous<__nv_bfloat16, __nv_bfloat16>(args, loss, stream) ||
+      try_contiguous<__half, __half>(args, loss, stream) ||
+      try_contiguous<__nv_bfloat16, float>(args, loss, stream) ||
+      try_contiguous<__half, float>(args, loss, stream))
+    return;
+  launch_strided<float>(args, loss, stream);
+}
+
+}  // namespace fused::cuda

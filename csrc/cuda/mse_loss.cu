@@ -1,0 +1,7 @@
+#include "../kernels.h"
+#include "../losses/mse_loss.h"
+#include "elementwise.cuh"
+
+void fused::mse_loss(const ElementwiseArgs& args, void* stream) {
+  cuda::elementwise<MseLoss>(args, stream);
+}

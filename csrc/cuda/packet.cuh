@@ -1,0 +1,159 @@
+// Conversions between storage and arithmetic types, and 16-byte packets of elements.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../arguments.h"
+
+namespace fused::cuda {
+
+template <typename scalar_t>
+using acc_type = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
+
+template <typename scalar_t>
+constexpr DType dtype_of() {
+  return std::is_same_v<scalar_t, double>          ? DType::kFloat64
+         : std::is_same_v<scalar_t, float>         ? DType::kFloat32
+         : std::is_same_v<scalar_t, __nv_bfloat16> ? DType::kBFloat16
+                                                   : DType::kFloat16;
+}
+
+// Only intrinsics: torch builds with the conversion operators of cuda_fp16.h switched off.
+template <typename acc_t, typename scalar_t>
+__device__ __forceinline__ acc_t to_acc(scalar_t value) {
+  if constexpr (std::is_same_v<scalar_t, __nv_bfloat16>) {
+    return static_cast<acc_t>(__bfloat162float(value));
+  } else if constexpr (std::is_same_v<scalar_t, __half>) {
+    return static_cast<acc_t>(__half2float(value));
+  } else {
+    return static_cast<acc_t>(value);
+  }
+}
+
+// Rounds to nearest even, as torch's casts.
+template <typename scalar_t, typename acc_t>
+__device__ __forceinline__ scalar_t from_acc(acc_t value) {
+  if constexpr (std::is_same_v<scalar_t, __nv_bfloat16>) {
+    return __float2bfloat16_rn(static_cast<float>(value));
+  } else if constexpr (std::is_same_v<scalar_t, __half>) {
+    return __float2half_rn(static_cast<float>(value));
+  } else {
+    return static_cast<scalar_t>(value);
+  }
+}
+
+// One element of a dtype known at run time only. The switch is uniform: every thread of a launch
+// takes the same branch.
+template <typename acc_t>
+__device__ __forceinline__ acc_t load_as(const void* data, DType dtype, int64_t offset) {
+  switch (dtype) {
+    case DType::kFloat64: return to_acc<acc_t>(static_cast<const double*>(data)[offset]);
+    case DType::kFloat32: return to_acc<acc_t>(static_cast<const float*>(data)[offset]);
+    case DType::kBFloat16: return to_acc<acc_t>(static_cast<const __nv_bfloat16*>(data)[offset]);
+    case DType::kFloat16: return to_acc<acc_t>(static_cast<const __half*>(data)[offset]);
+  }
+  __builtin_unreachable();
+}
+
+template <typename acc_t>
+__device__ __forceinline__ void store_as(void* data, DType dtype, int64_t offset, acc_t value) {
+  const auto store = [&]<typename scalar_t>(scalar_t* values) {
+    values[offset] = from_acc<scalar_t>(value);
+  };
+  switch (dtype) {
+    case DType::kFloat64: return store(static_cast<double*>(data));
+    case DType::kFloat32: return store(static_cast<float*>(data));
+    case DType::kBFloat16: return store(static_cast<__nv_bfloat16*>(data));
+    case DType::kFloat16: return store(static_cast<__half*>(data));
+  }
+}
+
+// kWidth neighbouring elements that start on a 16-byte boundary and fill whole 16-byte words. Loads
+// are never of the non-coherent kind: an output may lie over an input.
+template <typename scalar_t, int kWidth_ = 16 / sizeof(scalar_t)>
+struct alignas(16) Packet {
+  static constexpr int kWidth = kWidth_;
+  static constexpr int kWords = kWidth * static_cast<int>(sizeof(scalar_t)) / 16;
+  static_assert(kWords * 16 == kWidth * sizeof(scalar_t));
+
+  union {
+    uint4 words[kWords];
+    scalar_t values[kWidth];
+  };
+
+  __device__ __forceinline__ Packet() {}
+
+  // Read once: first to be evicted from the caches. `source` points at the packet's first element.
+  static __device__ __forceinline__ Packet load_streaming(const scalar_t* source) {
+    Packet packet;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w)
+      packet.words[w] = __ldcs(reinterpret_cast<const uint4*>(source) + w);
+    return packet;
+  }
+
+  // Read again soon by the same thread: kept in L2, not in L1.
+  static __device__ __forceinline__ Packet load_to_l2(const scalar_t* source) {
+    Packet packet;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w)
+      packet.words[w] = __ldcg(reinterpret_cast<const uint4*>(source) + w);
+    return packet;
+  }
+
+  __device__ __forceinline__ void store_streaming(scalar_t* destination) const {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) __stcs(reinterpret_cast<uint4*>(destination) + w, words[w]);
+  }
+
+  // Makes the compiler convert the elements again at their next use. Left alone, it keeps 16-bit
+  // elements as floats from one pass to the next, in twice the registers, and spills.
+  __device__ __forceinline__ void keep_packed() {
+    if constexpr (sizeof(scalar_t) == 2) {
+#pragma unroll
+      for (int w = 0; w < kWords; ++w)
+        asm("" : "+r"(words[w].x), "+r"(words[w].y), "+r"(words[w].z), "+r"(words[w].w));
+    }
+  }
+
+  template <typename acc_t>
+  __device__ __forceinline__ acc_t get(int i) const {
+    return to_acc<acc_t>(values[i]);
+  }
+
+  // Two at a time: the hardware converts and packs pairs of 16-bit floats in one instruction.
+  template <typename acc_t>
+  __device__ __forceinline__ void set(const acc_t (&source)[kWidth]) {
+    if constexpr (std::is_same_v<scalar_t, __nv_bfloat16> && std::is_same_v<acc_t, float>) {
+#pragma unroll
+      for (int i = 0; i < kWidth; i += 2) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(source[i], source[i + 1]);
+        values[i] = __low2bfloat16(pair);
+        values[i + 1] = __high2bfloat16(pair);
+      }
+    } else if constexpr (std::is_same_v<scalar_t, __half> && std::is_same_v<acc_t, float>) {
+#pragma unroll
+      for (int i = 0; i < kWidth; i += 2) {
+        const __half2 pair = __floats2half2_rn(source[i], source[i + 1]);
+        values[i] = __low2half(pair);
+        values[i + 1] = __high2half(pair);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) values[i] = from_acc<scalar_t>(source[i]);
+    }
+  }
+};
+
+// Elements before the first 16-byte boundary at or after `data`.
+template <typename scalar_t>
+__host__ __device__ __forceinline__ int elements_to_boundary(const scalar_t* data) {
+  const uintptr_t misalignment = reinterpret_cast<uintptr_t>(data) % 16;
+  return static_cast<int>((16 - misalignment) % 16 / sizeof(scalar_t));
+}
+
+}  // namespace fused::cuda

@@ -1,0 +1,43 @@
+// Sums in a fixed order: shuffles within a warp, then shared memory across the warps of a block.
+#pragma once
+
+#include "packet.cuh"
+
+namespace fused::cuda {
+
+constexpr int kWarp = 32;
+
+// The sum over the kLanes neighbouring lanes that share `mask`, in every one of them.
+template <int kLanes = kWarp, typename T>
+__device__ __forceinline__ T group_sum(T value, unsigned mask = ~0u) {
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2)
+    value += __shfl_xor_sync(mask, value, distance);
+  return value;
+}
+
+// As group_sum; a nan is passed over.
+template <int kLanes = kWarp, typename T>
+__device__ __forceinline__ T group_max(T value, unsigned mask = ~0u) {
+#pragma unroll
+  for (int distance = kLanes / 2; distance > 0; distance /= 2)
+    value = ::max(value, __shfl_xor_sync(mask, value, distance));
+  return value;
+}
+
+// The block's sum, in every thread of the first warp. Assumes whole warps, a one-dimensional block,
+// and that all threads call it. It may be called again at once.
+__device__ __forceinline__ double block_sum(double value) {
+  __shared__ double sums[kWarp];
+  value = group_sum(value);
+  __syncthreads();
+  if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  if (threadIdx.x < kWarp) {
+    value = threadIdx.x < blockDim.x / kWarp ? sums[threadIdx.x] : 0;
+    value = group_sum(value);
+  }
+  return value;
+}
+
+}  // namespace fused::cuda

@@ -1,0 +1,56 @@
+// Dense rows as 16-byte packets, wherever they start.
+#pragma once
+
+#include <limits>
+
+#include "packet.cuh"
+
+namespace fused::cuda {
+
+template <typename T>
+constexpr T kInfinity = std::numeric_limits<T>::infinity();
+
+// A dense row: `head` logits before the first 16-byte boundary, whole packets, and a tail shorter
+// than a packet. The head's and the tail's logits are the row's `loose` ones, at most
+// 2 * (kWidth - 1).
+template <typename scalar_t>
+struct RowSpan {
+  static constexpr int kWidth = Packet<scalar_t>::kWidth;
+  int head, packets, loose;
+
+  __device__ __forceinline__ RowSpan(const scalar_t* row, int64_t cols)
+      : head(min(elements_to_boundary(row), static_cast<int>(cols))),
+        packets((static_cast<int>(cols) - head) / kWidth),
+        loose(static_cast<int>(cols) - packets * kWidth) {}
+
+  __device__ __forceinline__ int col_of_packet(int packet) const { return head + packet * kWidth; }
+  __device__ __forceinline__ int col_of_loose(int index) const {
+    return index < head ? index : index + packets * kWidth;
+  }
+};
+
+template <typename scalar_t>
+__device__ __forceinline__ Packet<scalar_t> lowest_packet() {
+  Packet<scalar_t> packet;
+  acc_type<scalar_t> values[Packet<scalar_t>::kWidth];
+#pragma unroll
+  for (auto& value : values) value = -kInfinity<acc_type<scalar_t>>;
+  packet.set(values);
+  return packet;
+}
+
+// `aligned`: whether the destination, like the source, starts on a 16-byte boundary.
+template <typename scalar_t>
+__device__ __forceinline__ void store_packet(const Packet<scalar_t>& packet, scalar_t* destination,
+                                             bool aligned) {
+  if (aligned) return packet.store_streaming(destination);
+#pragma unroll
+  for (int j = 0; j < Packet<scalar_t>::kWidth; ++j) destination[j] = packet.values[j];
+}
+
+template <typename scalar_t>
+__device__ __forceinline__ bool is_aligned(const scalar_t* data) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0;
+}
+
+}  // namespace fused::cuda

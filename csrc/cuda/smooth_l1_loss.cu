@@ -1,0 +1,7 @@
+#include "../kernels.h"
+#include "../losses/smooth_l1_loss.h"
+#include "elementwise.cuh"
+
+void fused::smooth_l1_loss(const ElementwiseArgs& args, void* stream) {
+  cuda::elementwise<SmoothL1Loss>(args, stream);
+}

@@ -1,0 +1,37 @@
+// The sum over a grid of blocks, through a workspace and a second launch.
+#pragma once
+
+#include "reduce.cuh"
+
+namespace fused::cuda {
+
+// Where a sum over all blocks goes: total = sum / divisor.
+struct Total {
+  void* data;
+  DType dtype;
+  double divisor;
+  double* partials;  // [gridDim.x]; unused by a grid of one block
+
+  __device__ __forceinline__ void write(double sum) const {
+    store_as(data, dtype, 0, sum / divisor);
+  }
+
+  // Called once by every thread of every block; a grid of more than one block is to be followed by
+  // total_kernel on the same stream.
+  __device__ __forceinline__ void add_block(double thread_sum) const {
+    const double sum = block_sum(thread_sum);
+    if (threadIdx.x != 0) return;
+    if (gridDim.x == 1) return write(sum);
+    partials[blockIdx.x] = sum;
+  }
+};
+
+// One block: adds up `count` block sums, in an order that depends on nothing else.
+static __global__ void total_kernel(const Total total, int count) {
+  double sum = 0;
+  for (int i = threadIdx.x; i < count; i += blockDim.x) sum += total.partials[i];
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) total.write(sum);
+}
+
+}  // namespace fused::cuda
