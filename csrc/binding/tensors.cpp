@@ -1,0 +1,124 @@
+#include "tensors.h"
+
+#include <algorithm>
+
+#ifndef FUSED_CUDA
+#include "../cpu/parallel.h"
+
+void fused::cpu::parallel_for_range(int64_t begin, int64_t end, int64_t grain,
+                                    void (*body)(void*, int64_t, int64_t), void* context) {
+  torch::stable::parallel_for(begin, end, grain, [body, context](int64_t first, int64_t last) {
+    body(context, first, last);
+  });
+}
+#endif
+
+namespace fused::binding {
+
+std::string to_string(const Sizes& sizes) {
+  std::string text = "[";
+  for (size_t i = 0; i < sizes.size(); ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
+  return text + "]";
+}
+
+Sizes sizes_of(const Tensor& tensor) { return {tensor.sizes().begin(), tensor.sizes().end()}; }
+
+Sizes strides_of(const Tensor& tensor) {
+  return {tensor.strides().begin(), tensor.strides().end()};
+}
+
+DType dtype_of(const Tensor& tensor, const char* op, const char* argument) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Double: return DType::kFloat64;
+    case ScalarType::Float: return DType::kFloat32;
+    case ScalarType::BFloat16: return DType::kBFloat16;
+    case ScalarType::Half: return DType::kFloat16;
+    default:
+      throw std::runtime_error(std::string(op) + ": expected " + argument +
+                               " to be float64, float32, bfloat16 or float16");
+  }
+}
+
+ScalarType accumulation_type(ScalarType dtype) {
+  return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+Sizes broadcast_shape(const Tensor& input, const Tensor& target, const char* op) {
+  const Sizes a = sizes_of(input), b = sizes_of(target);
+  Sizes shape(std::max(a.size(), b.size()), 1);
+  for (size_t i = 0; i < shape.size(); ++i) {
+    const int64_t m = i < a.size() ? a[a.size() - 1 - i] : 1;
+    const int64_t n = i < b.size() ? b[b.size() - 1 - i] : 1;
+    if (m != n && m != 1 && n != 1)
+      throw std::runtime_error(std::string(op) + ": input of shape " + to_string(a) +
+                               " and target of shape " + to_string(b) +
+                               " can't be broadcast together");
+    shape[shape.size() - 1 - i] = m == 1 ? n : m;
+  }
+  return shape;
+}
+
+Tensor empty_like(const Tensor& tensor, const Sizes& shape, ScalarType dtype) {
+  if (sizes_of(tensor) == shape && tensor.scalar_type() == dtype)
+    return torch::stable::empty_like(tensor);
+  using torch::stable::detail::from;
+  using torch::stable::detail::to;
+  const torch::headeronly::IntHeaderOnlyArrayRef size(shape.data(), shape.size());
+  StableIValue stack[6] = {from(tensor), from(size), from(false)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::expand", "", stack, TORCH_ABI_VERSION));
+  // The expanded tensor stays on the stack, as empty_like's first argument.
+  stack[1] = from(std::optional<ScalarType>(dtype));
+  for (int i = 2; i < 6; ++i) stack[i] = from(std::nullopt);
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::empty_like", "", stack, TORCH_ABI_VERSION));
+  return to<Tensor>(stack[0]);
+}
+
+Tensor empty_scalar(const Tensor& like, ScalarType dtype) {
+  return torch::stable::new_empty(like, {}, dtype);
+}
+
+Sizes broadcast_strides(const Tensor& tensor, const Sizes& shape) {
+  const Sizes sizes = sizes_of(tensor), strides = strides_of(tensor);
+  Sizes result(shape.size(), 0);
+  const size_t offset = shape.size() - sizes.size();
+  for (size_t i = 0; i < sizes.size(); ++i) result[offset + i] = sizes[i] == 1 ? 0 : strides[i];
+  return result;
+}
+
+Sizes coalesce(const Sizes& shape, std::initializer_list<Sizes*> operands, bool keep_order) {
+  std::vector<int> order;  // innermost first
+  for (int d = static_cast<int>(shape.size()) - 1; d >= 0; --d)
+    if (shape[d] != 1) order.push_back(d);
+  if (!keep_order)
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
+      for (const Sizes* strides : operands)
+        if ((*strides)[a] != (*strides)[b]) return (*strides)[a] < (*strides)[b];
+      return false;
+    });
+
+  Sizes sizes;
+  std::vector<Sizes> merged(operands.size());
+  for (const int d : order) {
+    bool extends = !sizes.empty();
+    size_t k = 0;
+    for (const Sizes* strides : operands) {
+      extends = extends && (*strides)[d] == merged[k].back() * sizes.back();
+      ++k;
+    }
+    if (extends) {
+      sizes.back() *= shape[d];
+      continue;
+    }
+    sizes.push_back(shape[d]);
+    k = 0;
+    for (const Sizes* strides : operands) merged[k++].push_back((*strides)[d]);
+  }
+  if (sizes.size() > kMaxDims)
+    throw std::runtime_error("tensors with more than " + std::to_string(kMaxDims) +
+                             " dimensions that can't be merged are not supported");
+  size_t k = 0;
+  for (Sizes* strides : operands) *strides = std::move(merged[k++]);
+  return sizes;
+}
+
+}  // namespace fused::binding

@@ -1,0 +1,73 @@
+// From torch tensors to the kernels' plain arguments. The same sources are built once for the CPU
+// library and once, with FUSED_CUDA, for the CUDA library.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <initializer_list>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../kernels.h"
+
+#ifdef FUSED_CUDA
+#define FUSED_DISPATCH_KEY CUDA
+#else
+#define FUSED_DISPATCH_KEY CPU
+#endif
+
+namespace fused::binding {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Sizes = std::vector<int64_t>;
+
+// The device guard and the current stream of the tensors' device; nothing on the CPU.
+class Launch {
+ public:
+#ifdef FUSED_CUDA
+  explicit Launch(const Tensor& tensor) : guard_(tensor.get_device_index()) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_));
+  }
+#else
+  explicit Launch(const Tensor& /*tensor*/) {}
+#endif
+  void* stream() const { return stream_; }
+
+ private:
+#ifdef FUSED_CUDA
+  torch::stable::accelerator::DeviceGuard guard_;
+#endif
+  void* stream_ = nullptr;
+};
+
+std::string to_string(const Sizes& sizes);
+Sizes sizes_of(const Tensor& tensor);
+Sizes strides_of(const Tensor& tensor);
+
+// The kernels' name of a floating dtype; throws for any other.
+DType dtype_of(const Tensor& tensor, const char* op, const char* argument);
+ScalarType accumulation_type(ScalarType dtype);
+
+// The shape that input and target broadcast to; throws where they don't.
+Sizes broadcast_shape(const Tensor& input, const Tensor& target, const char* op);
+
+// aten::empty_like(tensor.expand(shape), dtype=dtype): dense, with the order of tensor's strides.
+Tensor empty_like(const Tensor& tensor, const Sizes& shape, ScalarType dtype);
+Tensor empty_scalar(const Tensor& like, ScalarType dtype);
+
+// Strides of tensor in the iteration space `shape`: 0 where it is broadcast.
+Sizes broadcast_strides(const Tensor& tensor, const Sizes& shape);
+
+// Orders the dimensions by the first operand's strides (ties by the next one's), drops those of
+// size 1 and merges neighbours that every operand can walk as one. Returns sizes innermost first,
+// and replaces each operand's strides to match. With keep_order the dimensions are not reordered.
+Sizes coalesce(const Sizes& shape, std::initializer_list<Sizes*> operands, bool keep_order);
+
+}  // namespace fused::binding
