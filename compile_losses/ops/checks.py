@@ -1,0 +1,77 @@
+"""What the ops refuse, and in whose words: torch's class of exception, the argument and its
+value."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+#: Values of the ``reduction`` argument, as in ``torch.nn.functional``'s own enumeration.
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2, "batchmean": 3}
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+
+
+def check_reduction(op: str, reduction: int, *, batchmean: bool = False) -> None:
+    allowed = {n: v for n, v in REDUCTIONS.items() if batchmean or n != "batchmean"}
+    if reduction not in allowed.values():
+        expected = ", ".join(f"{value} ({name})" for name, value in allowed.items())
+        raise ValueError(f"{op}: expected reduction to be one of {expected}, got {reduction!r}")
+
+
+def check_floating(op: str, **arguments: Tensor) -> None:
+    for name, tensor in arguments.items():
+        if tensor.dtype not in FLOATING:
+            raise NotImplementedError(
+                f"{op}: expected {name} to be float64, float32, bfloat16 or float16, "
+                f"got {describe(tensor)}"
+            )
+
+
+def check_same_device(op: str, input: Tensor, **others: Tensor | None) -> None:
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != input.device:
+            raise RuntimeError(
+                f"{op}: expected {name} to be on input's device {input.device}, "
+                f"got {describe(tensor)}"
+            )
+
+
+def broadcast_shape(op: str, input: Tensor, target: Tensor) -> torch.Size:
+    if input.shape == target.shape:
+        return input.shape
+    try:
+        return torch.broadcast_shapes(input.shape, target.shape)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{op}: expected target to have a shape that broadcasts with input's "
+            f"{list(input.shape)}, got {list(target.shape)}"
+        ) from error
+
+
+@cache
+def _has_autocast(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type)
+
+
+def loss_dtype(dtype: torch.dtype | None, input: Tensor, *others: Tensor) -> torch.dtype:
+    """The dtype of a loss: ``dtype`` if given; else the promoted one, or float32 under autocast."""
+    if dtype is not None:
+        if dtype not in FLOATING:
+            raise RuntimeError(
+                f"expected dtype to be float64, float32, bfloat16 or float16, got {dtype}"
+            )
+        return dtype
+    promoted = input.dtype
+    for other in others:
+        promoted = torch.promote_types(promoted, other.dtype)
+    device = input.device.type
+    if promoted != torch.float64 and _has_autocast(device) and torch.is_autocast_enabled(device):
+        return torch.float32
+    return promoted

@@ -1,0 +1,239 @@
+"""Cross entropy of logits with class indices.
+
+``torch.ops.fused.cross_entropy(input, target, weight=None, reduction=1, ignore_index=-100,
+label_smoothing=0.0, *, dtype=None)`` equals ``torch.nn.functional.cross_entropy`` with class
+indices: input [C], [N, C] or [N, C, d1, ...], target int64 or uint8 of the same shape less the
+classes, weight [C]. The logits are read once in the forward (an online softmax, the largest logit
+subtracted) and once in the backward; log-probabilities are never stored. ``dtype`` is the loss's:
+the result is that of input cast to it first, without a copy.
+
+Raises:
+    ValueError: input's and target's batch sizes differ; unknown reduction.
+    IndexError: on the CPU, a target outside [0, C) that is not ignore_index. On CUDA the kernel
+    stops
+        with a device-side assertion.
+    RuntimeError: other shapes and dtypes that torch refuses.
+    NotImplementedError: class probabilities as target; logits that are not floating point.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compile_losses import library
+from compile_losses.ops import checks
+from compile_losses.ops.elementwise import reduction_name
+from compile_losses.ops.transforms import double_backward, needs_torch
+
+OPTIONS = "int reduction, int ignore_index, float label_smoothing"
+ARGUMENTS = f"Tensor target, Tensor? weight, {OPTIONS}, ScalarType dtype"
+
+public = library.define(
+    "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
+    "int ignore_index=-100, float label_smoothing=0.0, *, ScalarType? dtype=None) -> Tensor"
+)
+#: Returns the loss; stats [rows, 2]: each row's largest logit and the logarithm of its summed
+#: exponentials relative to it; and total_weight [], what the mean divides by.
+forward = library.define(
+    f"cross_entropy_forward(Tensor input, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)"
+)
+backward = library.define(
+    "cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
+    f"Tensor stats, Tensor total_weight, {OPTIONS}) -> Tensor"
+)
+with_grad = library.define(
+    f"cross_entropy_with_grad(Tensor input, {ARGUMENTS}) -> (Tensor, Tensor)"
+)
+with_grad_ = library.define(f"cross_entropy_with_grad_(Tensor(a!) input, {ARGUMENTS}) -> Tensor")
+
+
+def reference(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    return F.cross_entropy(
+        input,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        reduction=reduction_name(reduction),
+        label_smoothing=label_smoothing,
+    )
+
+
+def check(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    label_smoothing: float,
+) -> None:
+    name = "cross_entropy"
+    checks.check_reduction(name, reduction)
+    checks.check_floating(name, input=input)
+    checks.check_same_device(name, input, target=target, weight=weight)
+    if target.is_floating_point():
+        raise NotImplementedError(
+            f"{name}: target holds class probabilities ({checks.describe(target)}), which are not "
+            "supported yet: use torch.nn.functional.cross_entropy"
+        )
+    if target.dtype not in (torch.int64, torch.uint8):
+        raise NotImplementedError(
+            f"{name}: expected target to be int64 or uint8, got {checks.describe(target)}"
+        )
+    if input.dim() == 0:
+        raise RuntimeError(f"{name}: expected input to have at least 1 dimension, got 0")
+    class_dim = 0 if input.dim() == 1 else 1
+    if class_dim == 1 and target.dim() > 0 and input.shape[0] != target.shape[0]:
+        raise ValueError(
+            f"{name}: expected target to have input's batch size {input.shape[0]}, "
+            f"got {target.shape[0]}"
+        )
+    expected = [*input.shape[:class_dim], *input.shape[class_dim + 1 :]]
+    if list(target.shape) != expected:
+        raise RuntimeError(
+            f"{name}: expected target of shape {expected} for input of shape "
+            f"{list(input.shape)}, got {list(target.shape)}"
+        )
+    if weight is not None:
+        checks.check_floating(name, weight=weight)
+        if weight.dim() != 1 or weight.shape[0] != input.shape[class_dim]:
+            raise RuntimeError(
+                f"{name}: expected weight of shape {[input.shape[class_dim]]}, "
+                f"got {list(weight.shape)}"
+            )
+        if weight.requires_grad:
+            raise RuntimeError(
+                f"{name}: expected weight not to require grad with class indices as target"
+            )
+    if label_smoothing > 1:
+        raise RuntimeError(
+            f"{name}: expected label_smoothing to be at most 1, got {label_smoothing}"
+        )
+
+
+def public_kernel(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    check(input, target, weight, reduction, label_smoothing)
+    result = checks.loss_dtype(dtype, input)
+    autocast = dtype is None and result != input.dtype
+    if weight is not None and weight.dtype != result and not autocast:
+        raise RuntimeError(
+            f"cross_entropy: expected weight to have the loss's dtype {result}, got {weight.dtype}"
+        )
+    label_smoothing = max(label_smoothing, 0.0)
+    if needs_torch(input, weight):
+        weight = None if weight is None else weight.to(result)
+        return reference(input.to(result), target, weight, reduction, ignore_index, label_smoothing)
+    loss, _, _ = forward(input, target, weight, reduction, ignore_index, label_smoothing, result)
+    return loss
+
+
+library.implement_public(public, public_kernel)
+
+
+def _accumulation_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def forward_fake(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    check(input, target, weight, reduction, label_smoothing)
+    each = reduction == checks.REDUCTIONS["none"]
+    loss = input.new_empty(target.shape if each else (), dtype=dtype)
+    accumulation = _accumulation_type(input.dtype)
+    stats = input.new_empty((target.numel(), 2), dtype=accumulation)
+    return loss, stats, input.new_empty((), dtype=accumulation)
+
+
+library.register_fake(forward, forward_fake)
+
+
+def backward_fake(
+    grad_output: Tensor,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    stats: Tensor,
+    total_weight: Tensor,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    check(input, target, weight, reduction, label_smoothing)
+    return torch.empty_like(input)
+
+
+library.register_fake(backward, backward_fake)
+
+
+def with_grad_fake(input: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return forward_fake(input, *rest)[0], torch.empty_like(input)
+
+
+library.register_fake(with_grad, with_grad_fake)
+library.register_fake(with_grad_, lambda *arguments: forward_fake(*arguments)[0])
+library.register_not_differentiable(with_grad)
+library.register_not_differentiable(with_grad_)
+
+
+def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    input, target, weight, *ctx.options, _ = inputs
+    _, stats, total_weight = output
+    ctx.mark_non_differentiable(stats, total_weight)
+    ctx.save_for_backward(input, target, weight, stats, total_weight)
+
+
+def forward_vjp(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    input, target, weight, stats, total_weight = ctx.saved_tensors
+    gradient = backward(grad_output, input, target, weight, stats, total_weight, *ctx.options)
+    return (gradient, *(None for _ in range(2 + len(ctx.options))), None)
+
+
+library.register_autograd(forward, forward_vjp, setup_forward)
+
+
+def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad_output, input, target, weight, _, _, *ctx.options = inputs
+    ctx.save_for_backward(grad_output, input, target, weight)
+
+
+def backward_vjp(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+    grad_output, input, target, weight = ctx.saved_tensors
+    dtype = grad_output.dtype
+    classes = target.to(torch.int64)  # torch itself is not twice differentiable with uint8
+    products = double_backward(
+        lambda x: reference(
+            x.to(dtype), classes, None if weight is None else weight.to(dtype), *ctx.options
+        ),
+        grad_output,
+        (input,),
+        (cotangent,),
+    )
+    return (*products, *(None for _ in range(4 + len(ctx.options))))
+
+
+library.register_autograd(backward, backward_vjp, setup_backward)
