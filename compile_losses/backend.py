@@ -1,0 +1,132 @@
+"""The two doors into torch.compile. The only file that touches Inductor's configuration.
+
+``torch.compile(model, backend="compile_losses")`` needs no import: the name is an entry point.
+``compile_losses.enable()`` makes plain ``torch.compile(model)`` do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, GraphModule
+
+from compile_losses.library import fingerprint
+from compile_losses.recognize import rewrite, rewrite_graph
+
+#: The option of the backend that names another backend to compile the rewritten graph.
+INNER_BACKEND = "inner_backend"
+
+
+class _Pass(CustomGraphPass):
+    """A pass of ours before a pass of the user's, in one of Inductor's slots.
+
+    The uuid enters the keys of Inductor's and AOTAutograd's caches, which know neither our
+    autograd formulas nor our kernels.
+    """
+
+    def __init__(self, previous: Any) -> None:
+        self.previous = _as_tuple(previous)
+        self.replaced = previous
+
+    def run(self, graph: Graph) -> None:
+        """What the pass itself does; the base class only identifies the package."""
+
+    def __call__(self, graph: Graph) -> None:
+        self.run(graph)
+        for other in self.previous:
+            other(graph)
+
+    def uuid(self) -> Any:
+        ids = [getattr(other, "uuid", lambda: None)() for other in self.previous]
+        if None in ids:  # as without us: an unidentified pass switches the caches off
+            return None
+        return (type(self).__name__, fingerprint(), *ids)
+
+
+class _RewritePass(_Pass):
+    def run(self, graph: Graph) -> None:
+        report = rewrite_graph(graph)
+        if graph.owning_module is not None:
+            graph.owning_module.meta["compile_losses"] = report
+
+
+def _as_tuple(passes: Any) -> tuple[Callable[[Graph], Any], ...]:
+    if passes is None:
+        return ()
+    return tuple(passes) if isinstance(passes, list | tuple) else (passes,)
+
+
+def compile_losses(
+    gm: GraphModule,
+    example_inputs: list[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """A Dynamo backend: rewrites the losses, then compiles with Inductor.
+
+    Args:
+        gm, example_inputs: what Dynamo passes to a backend.
+        mode: as for ``torch.compile``'s own backend.
+        options: Inductor's options, and ``inner_backend``: the name of another backend to hand the
+            rewritten graph to (``"aot_eager"``, ``"eager"``, ...).
+    """
+    options = dict(options or {})
+    inner = options.pop(INNER_BACKEND, "inductor")
+    rewrite(gm)
+    if inner != "inductor":
+        keywords = {"mode": mode} if mode else {}
+        if options:
+            keywords["options"] = options  # type: ignore[assignment]
+        return torch._dynamo.lookup_backend(inner)(gm, example_inputs, **keywords)
+    inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic=None)
+    slot = "post_grad_custom_post_pass"
+    inductor.config[slot] = _Pass(inductor.config.get(slot, getattr(config, slot)))
+    return inductor(gm, example_inputs)
+
+
+class _Enabled:
+    """What enable() returns: ends with the ``with`` block, if there is one."""
+
+    def __enter__(self) -> _Enabled:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        disable()
+
+
+_SLOTS: dict[str, type[_Pass]] = {
+    "pre_grad_custom_pass": _RewritePass,
+    "post_grad_custom_post_pass": _Pass,
+}
+
+
+def enable() -> _Enabled:
+    """Makes ``torch.compile`` with its default backend rewrite losses, from now on.
+
+    Passes that are in Inductor's slots already keep running, after ours. Functions that were
+    compiled before stay as they are. Usable as a context manager; enabling twice is enabling once.
+    """
+    for slot, kind in _SLOTS.items():
+        current = getattr(config, slot)
+        if not isinstance(current, _Pass):
+            setattr(config, slot, kind(current))
+    return _Enabled()
+
+
+def disable() -> None:
+    """Undoes :func:`enable`; the passes that were there before are there again."""
+    for slot in _SLOTS:
+        current = getattr(config, slot)
+        if isinstance(current, _Pass):
+            setattr(config, slot, current.replaced)

@@ -1,0 +1,64 @@
+"""From the user's spelling of a loss to its fused op, on the graph that Dynamo captured."""
+
+from __future__ import annotations
+
+from torch.fx import Graph, GraphModule, Node
+
+import compile_losses.ops  # noqa: F401  declares what the graphs will call
+from compile_losses.recognize.guards import refusal
+from compile_losses.recognize.match import Decline, Match
+from compile_losses.recognize.shadow import Shadow
+from compile_losses.recognize.squared_error import recognize_squared_error
+from compile_losses.recognize.table import recognize_call
+from compile_losses.report import Report, Site, source_of
+
+__all__ = ["rewrite", "rewrite_graph"]
+
+
+def rewrite(gm: GraphModule) -> GraphModule:
+    """Replaces the losses in a Dynamo graph by ``torch.ops.fused.*``.
+
+    Args:
+        gm: a graph module as Dynamo hands it to a backend; changed in place.
+
+    Returns:
+        ``gm``, recompiled, with a :class:`compile_losses.report.Report` in
+        ``gm.meta["compile_losses"]``. Whatever is not certain to be the same is left alone.
+    """
+    gm.meta["compile_losses"] = rewrite_graph(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def rewrite_graph(graph: Graph) -> Report:
+    """As :func:`rewrite`, for the graph alone."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    sites: list[tuple[int, Site]] = []
+    taken: set[Node] = set()
+    shadow = Shadow()
+    # From the end: the outermost spelling of a loss claims the nodes inside it.
+    for node in reversed(graph.nodes):
+        if node in taken:
+            continue
+        found = recognize_call(node) or recognize_squared_error(node, shadow)
+        if found is None:
+            continue
+        reason = found.reason if isinstance(found, Decline) else refusal(found)
+        sites.append((order[node], _site(found, reason)))
+        if isinstance(found, Match):
+            taken.update(found.interior)
+            if reason is None:
+                found.replace()
+    sites.sort(key=lambda pair: pair[0])
+    return Report([site for _, site in sites], graphs=1)
+
+
+def _site(found: Match | Decline, reason: str | None) -> Site:
+    file, line = source_of(found.root)
+    if reason is not None:
+        name = found.op if isinstance(found, Match) else found.name
+        return Site(name, "declined", reason, file, line)
+    assert isinstance(found, Match)
+    notes = f"absorbed {' and '.join(found.absorbed)}" if found.absorbed else ""
+    return Site(found.op, "rewritten", notes, file, line)

@@ -1,0 +1,108 @@
+"""What feeds a loss and costs nothing to take into its op: a logarithm, casts to a wider dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from compile_losses.recognize.match import Match, example
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def absorb(match: Match) -> None:
+    """Moves a match's arguments up past what its op can do itself."""
+    if not isinstance(example(match.root), Tensor):
+        return
+    if match.op == "kl_div":
+        _absorb_log(match)
+    # cross_entropy's target is an index; the other losses' may be cast like input.
+    for i in range(len(_floating_arguments(match))):
+        _absorb_cast(match, i)
+    # Computing in a wider dtype than the arguments', because of an absorbed cast or of autocast.
+    result = example(match.root).dtype
+    dtypes = [argument.dtype for argument in _floating_arguments(match)]
+    if result == torch.float32 and all(dtype in _NARROW for dtype in dtypes):
+        match.kwargs["dtype"] = result
+
+
+def _floating_arguments(match: Match) -> list[Tensor]:
+    values = [example(argument) for argument in match.args[:2]]
+    return [v for v in values if isinstance(v, Tensor) and v.is_floating_point()]
+
+
+def _absorb_log(match: Match) -> None:
+    """kl_div(p.log(), q): the op takes the logarithm itself."""
+    input = match.args[0]
+    if not _is_log(input) or len(input.args) != 1 or input.kwargs:
+        return
+    probabilities = input.args[0]
+    if not _absorbable(input, probabilities) or not example(probabilities).is_floating_point():
+        return
+    match.args = (probabilities, *match.args[1:])
+    match.kwargs["log_input"] = False
+    match.interior.append(input)
+    match.absorbed.append("the logarithm")
+
+
+def _is_log(node: Node) -> bool:
+    if node.op == "call_method":
+        return node.target == "log"
+    return node.op == "call_function" and node.target in (
+        torch.log,
+        torch.Tensor.log,
+        torch.ops.aten.log.default,
+    )
+
+
+def _absorb_cast(match: Match, index: int) -> None:
+    """loss(x.float(), ...): the op reads x as it is and computes in float32.
+
+    The result is that of torch: each element is converted on the way, and the gradient is rounded
+    to x's dtype once, as by the backward of torch's cast.
+    """
+    cast = match.args[index]
+    source = _cast_source(cast)
+    if source is None or not _absorbable(cast, source):
+        return
+    to, origin = example(cast).dtype, example(source).dtype
+    if (to, origin) not in {(torch.float32, narrow) for narrow in _NARROW}:
+        return
+    arguments = list(match.args)
+    arguments[index] = source
+    match.args = tuple(arguments)
+    match.interior.append(cast)
+    match.absorbed.append(f"a cast from {str(origin).removeprefix('torch.')}")
+
+
+def _cast_source(node: Any) -> Node | None:
+    """The argument of x.float(), x.to(dtype), x.type(dtype) and nothing else."""
+    if not isinstance(node, Node) or not node.args or not isinstance(node.args[0], Node):
+        return None
+    if node.op == "call_method" and node.target in ("float", "to", "type"):
+        rest = [*node.args[1:], *node.kwargs.values()]
+        if all(isinstance(argument, torch.dtype) for argument in rest):
+            return node.args[0]
+    return None
+
+
+def _absorbable(node: Node, argument: Any) -> bool:
+    """Whether a match may read ``argument`` in place of ``node``, which has no other user.
+
+    With another user the node's tensor is in memory anyway, and gradients would be added up in
+    another dtype. Neither may be written to, nor may the node cut gradients off.
+    """
+    value, source = example(node), example(argument)
+    return (
+        len(node.users) == 1
+        and isinstance(value, Tensor)
+        and isinstance(source, Tensor)
+        and value.shape == source.shape
+        and value.device == source.device
+        and value.requires_grad == source.requires_grad
+        and not (value.is_inference() or source.is_inference())  # they have no version
+        and value._version == source._version == 0
+    )

@@ -1,0 +1,139 @@
+"""Reasons not to rewrite a match: a flat list of refusals. Each returns its reason, or None."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from compile_losses import library
+from compile_losses.recognize.match import Match, example
+
+
+def _tensors(match: Match) -> list[Tensor]:
+    return [value for value in map(example, match.inputs) if isinstance(value, Tensor)]
+
+
+def unknown_values(match: Match) -> str | None:
+    if all(example(node) is not None for node in (match.root, *match.inputs)):
+        return None
+    return "the graph does not say what the loss's arguments are"
+
+
+def inside_functorch(match: Match) -> str | None:
+    if any(is_functorch_wrapped_tensor(t) for t in _tensors(match)):
+        return "inside torch.func, where custom ops have no rules"
+    return None
+
+
+def tensor_subclass(match: Match) -> str | None:
+    for tensor in _tensors(match):
+        if type(tensor) not in (FakeTensor, Tensor, torch.nn.Parameter):
+            return f"{type(tensor).__name__} arguments are not supported yet"
+    return None
+
+
+def not_strided(match: Match) -> str | None:
+    for tensor in _tensors(match):
+        if tensor.layout != torch.strided or tensor.is_nested:
+            return f"{tensor.layout} tensors are not supported"
+    return None
+
+
+def no_kernels(match: Match) -> str | None:
+    for tensor in _tensors(match):
+        kernels = library.kernels.get(tensor.device.type, "compile_losses has none for it")
+        if not isinstance(kernels, Path):
+            return f"no kernels for device {tensor.device.type}: {kernels}"
+    return None
+
+
+def mutated(match: Match) -> str | None:
+    """Tracing bumps the version of whatever the graph writes to, through any view of it.
+
+    A match that is one node computes in its own place, so writes elsewhere can't come between.
+    """
+    if not match.interior:
+        return None
+    for node in (*match.inputs, *match.interior):
+        value = example(node)
+        if not isinstance(value, Tensor):
+            continue
+        if value.is_inference():
+            return "tensors of inference mode keep no record of being changed in place"
+        if value._version > 0:
+            return f"{node.name} is changed in place in this graph"
+    return None
+
+
+def gradient_cut(match: Match) -> str | None:
+    """An intermediate computed under no_grad stops gradients, which the op would let through.
+
+    The op runs in the grad mode of the root. Where no node between an intermediate and the root
+    changes that mode, the root is under no_grad as well, and so is the op.
+    """
+    for node in match.interior:
+        sources = [example(source) for source in node.all_input_nodes]
+        needed = any(isinstance(s, Tensor) and s.requires_grad for s in sources)
+        if needed == example(node).requires_grad:
+            continue
+        if not needed or _changes_grad_mode(node, match.root):
+            return f"{node.name} is computed without gradients"
+    return None
+
+
+def _changes_grad_mode(first: Node, last: Node) -> bool:
+    node = first
+    while node is not last:
+        name = getattr(node.target, "__name__", "")
+        if "grad_enabled" in name or "inference_mode" in name:
+            return True
+        node = node.next
+    return False
+
+
+def different_result(match: Match) -> str | None:
+    """Runs the op on the traced values: it must accept them and return what the root holds."""
+    expected = example(match.root)
+    args, kwargs = map_arg((match.args, match.kwargs), example)
+    try:
+        result = _evaluate(match.overload, args, kwargs)
+    except Exception as error:
+        return " ".join(str(error).split())
+    for name in ("dtype", "shape", "device"):
+        ours, torchs = getattr(result, name), getattr(expected, name)
+        if ours != torchs:
+            return f"the loss would change its {name} from {torchs} to {ours}"
+    if result.stride() != expected.stride():
+        return f"the loss would change its strides from {expected.stride()} to {result.stride()}"
+    return None
+
+
+def _evaluate(op: Any, args: Any, kwargs: Any) -> Tensor:
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, FakeTensor)]
+    with tensors[0].fake_mode, torch.no_grad():
+        return op(*args, **kwargs)
+
+
+GUARDS: list[Callable[[Match], str | None]] = [
+    unknown_values,
+    inside_functorch,
+    tensor_subclass,
+    not_strided,
+    no_kernels,
+    mutated,
+    gradient_cut,
+    different_result,
+]
+
+
+def refusal(match: Match) -> str | None:
+    """The first guard's reason, or None when the match may be rewritten."""
+    return next((reason for guard in GUARDS if (reason := guard(match)) is not None), None)

@@ -1,0 +1,161 @@
+"""The table of losses that are one call: torch.nn.functional's and ATen's, with every option.
+
+A row says which functions mean the loss, and how their arguments, bound to names, become those of
+the fused op. Losses without an op yet are rows as well, so that the report can name them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Node
+from torch.nn import _reduction
+
+from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.recognize.absorb import absorb
+from compile_losses.recognize.match import Decline, Match
+
+Arguments = Mapping[str, Any]
+
+
+class UnsupportedError(Exception):
+    """A loss whose options the fused op does not have; the message says which."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A row of the table.
+
+    Attributes:
+        name: the op's name, and that of torch.nn.functional's function.
+        aten: the name of the ATen op.
+        convert: from bound arguments to the op's positional and keyword arguments; raises
+            UnsupportedError. None where there is no op yet.
+    """
+
+    name: str
+    aten: str
+    convert: Callable[[Arguments], tuple[tuple[Any, ...], dict[str, Any]]] | None
+
+    @property
+    def functions(self) -> dict[Any, inspect.Signature]:
+        """Every callable that a graph may hold for this loss, with its signature."""
+        functional = getattr(F, self.name)
+        found = {functional: inspect.signature(functional)}
+        packet = getattr(torch.ops.aten, self.aten)
+        for overload in packet.overloads():
+            op = getattr(packet, overload)
+            if not op._schema.is_mutable:
+                found[op] = _signature(op._schema)
+        found[packet] = _signature(packet.default._schema)
+        for module in (torch._C._nn, torch):
+            if hasattr(module, self.aten):
+                found[getattr(module, self.aten)] = found[packet]
+        return found
+
+
+def _signature(schema: Any) -> inspect.Signature:
+    kinds = {False: inspect.Parameter.POSITIONAL_OR_KEYWORD, True: inspect.Parameter.KEYWORD_ONLY}
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                "input" if argument.name == "self" else argument.name,
+                kinds[argument.kwarg_only],
+                default=argument.default_value
+                if argument.has_default_value()
+                else inspect.Parameter.empty,
+            )
+            for argument in schema.arguments
+        ]
+    )
+
+
+def reduction_of(arguments: Arguments) -> int:
+    """The reduction as the ops spell it, torch's legacy arguments included."""
+    value = arguments["reduction"]
+    size_average, reduce = arguments.get("size_average"), arguments.get("reduce")
+    if size_average is not None or reduce is not None:
+        if value == "batchmean":
+            raise UnsupportedError("size_average or reduce together with reduction='batchmean'")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = _reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+    if isinstance(value, int):
+        return value
+    if value not in REDUCTIONS:
+        raise UnsupportedError(f"reduction={value!r}")
+    return REDUCTIONS[value]
+
+
+def _without(arguments: Arguments, name: str) -> None:
+    if arguments.get(name) is not None:
+        raise UnsupportedError(f"{name} is not supported yet")
+
+
+def _mse_loss(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    _without(a, "weight")
+    return (a["input"], a["target"], reduction_of(a)), {}
+
+
+def _smooth_l1_loss(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (a["input"], a["target"], reduction_of(a), a["beta"]), {}
+
+
+def _huber_loss(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    _without(a, "weight")
+    return (a["input"], a["target"], reduction_of(a), a["delta"]), {}
+
+
+def _kl_div(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    options = {"log_target": True} if a["log_target"] else {}
+    return (a["input"], a["target"], reduction_of(a)), options
+
+
+def _cross_entropy(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    options = (a["weight"], reduction_of(a), a["ignore_index"], a["label_smoothing"])
+    return (a["input"], a["target"], *options), {}
+
+
+TABLE = [
+    Loss("mse_loss", "mse_loss", _mse_loss),
+    Loss("smooth_l1_loss", "smooth_l1_loss", _smooth_l1_loss),
+    Loss("huber_loss", "huber_loss", _huber_loss),
+    Loss("kl_div", "kl_div", _kl_div),
+    Loss("cross_entropy", "cross_entropy_loss", _cross_entropy),
+    Loss("l1_loss", "l1_loss", None),
+    Loss("nll_loss", "nll_loss", None),
+    Loss("binary_cross_entropy_with_logits", "binary_cross_entropy_with_logits", None),
+    Loss("binary_cross_entropy", "binary_cross_entropy", None),
+]
+
+_ROWS = {
+    function: (loss, signature) for loss in TABLE for function, signature in loss.functions.items()
+}
+
+
+def recognize_call(node: Node) -> Match | Decline | None:
+    """A loss that is one call of torch's, with what feeds it absorbed where that is free."""
+    if node.op != "call_function" or node.target not in _ROWS:
+        return None
+    loss, signature = _ROWS[node.target]
+    if loss.convert is None:
+        return Decline(node, loss.name, "there is no fused op for it yet")
+    try:
+        bound = signature.bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        args, kwargs = loss.convert(bound.arguments)
+    except UnsupportedError as error:
+        return Decline(node, loss.name, str(error))
+    except TypeError as error:
+        return Decline(node, loss.name, f"its arguments do not fit its signature: {error}")
+    match = Match(node, loss.name, args, kwargs)
+    if not all(isinstance(argument, Node) for argument in args[:2]):
+        return Decline(node, loss.name, "input and target are not both tensors of the graph")
+    absorb(match)
+    return match
