@@ -1,0 +1,43 @@
+"""The one accuracy rule: error against float64 at most twice torch eager's, or a few ulp."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ULPS = 4
+
+
+def assert_accurate(ours: Tensor, eager: Tensor, exact: Tensor, what: str = "result") -> None:
+    """Compares a result with float64, allowing twice the worst error that torch makes.
+
+    Args:
+        ours: what is tested.
+        eager: torch's result on the same inputs in the same dtype.
+        exact: torch's result in float64.
+    """
+    assert ours.shape == exact.shape, f"{what}: shape {ours.shape}, expected {exact.shape}"
+    assert ours.dtype == eager.dtype, f"{what}: {ours.dtype}, expected {eager.dtype}"
+    ours64, eager64, exact = ours.double().cpu(), eager.double().cpu(), exact.double().cpu()
+    special = ~exact.isfinite()
+    # Where the exact value is nan or infinite ours must be, too, unless torch overflowed earlier.
+    torch.testing.assert_close(ours64[special], exact[special], equal_nan=True, msg=what)
+    ours64, eager64, exact = ours64[~special], eager64[~special], exact[~special]
+    if ours64.numel() == 0:
+        return
+    eager_error = (eager64 - exact).abs()
+    finite = eager_error[eager_error.isfinite()]
+    largest = finite.max().item() if finite.numel() else 0.0
+    finfo = torch.finfo(ours.dtype)
+    allowed = 2 * largest + ULPS * (finfo.eps * exact.abs() + finfo.smallest_normal * finfo.eps)
+    if ours.dtype == torch.float64:  # then the reference is no better than torch's result
+        allowed += ULPS * finfo.eps * exact.abs().max()
+    error = (ours64 - exact).abs()
+    overflow = exact.abs() > finfo.max
+    error = torch.where(overflow & ours64.isinf(), torch.zeros_like(error), error)
+    wrong = ~(error <= allowed)
+    assert not wrong.any(), (
+        f"{what}: error {error[wrong].max().item():.3g} where at most "
+        f"{allowed[wrong].min().item():.3g} is allowed (torch's own: {largest:.3g}); "
+        f"{int(wrong.sum())} of {wrong.numel()} elements"
+    )

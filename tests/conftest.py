@@ -1,0 +1,49 @@
+"""Devices, and a guard against suites that run nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compile_losses import library
+
+
+def has_cuda_kernels() -> bool:
+    return torch.cuda.is_available() and not isinstance(library.kernels["cuda"], str)
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda":
+        assert has_cuda_kernels(), f"a GPU without kernels: {library.kernels['cuda']}"
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    """Every test compiles anew, with the same random numbers."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A run in which nothing ran is a failure (pytest's own exit status 5 says so without -n)."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(session.config, "workerinput"):
+        return
+    ran = sum(len(reporter.stats.get(kind, [])) for kind in ("passed", "failed", "error"))
+    if exitstatus == 0 and ran == 0 and not session.config.option.collectonly:
+        session.exitstatus = 5

@@ -1,0 +1,343 @@
+"""The two doors into torch.compile, and the five reference models behind them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import compile_losses
+from compile_losses.backend import _Pass
+
+
+class MeanSquaredError(nn.Module):
+    def forward(self, predictions, targets):
+        return torch.mean((predictions - targets) ** 2)
+
+
+class ModuleMSE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(12, 12)
+        self.criterion = nn.MSELoss()
+
+    def forward(self, predictions, targets):
+        return self.criterion(self.head(predictions), targets)
+
+
+class KLDivergence(nn.Module):
+    def forward(self, predictions, targets):
+        return F.kl_div(torch.log(predictions), targets, reduction="batchmean")
+
+
+class CrossEntropy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss()
+
+    def forward(self, predictions, targets):
+        return self.criterion(predictions, targets)
+
+
+class SmoothL1(nn.Module):
+    def forward(self, predictions, targets):
+        return F.smooth_l1_loss(predictions, targets, beta=0.5)
+
+
+def real(rows):
+    return torch.randn(rows, 12), torch.randn(rows, 12)
+
+
+def distributions(rows):
+    return torch.rand(rows, 12).softmax(-1), torch.rand(rows, 12).softmax(-1)
+
+
+def classes(rows):
+    return torch.randn(rows, 12), torch.randint(12, (rows,))
+
+
+REFERENCE_MODELS = {
+    "mse": (MeanSquaredError, real),
+    "module mse": (ModuleMSE, real),
+    "kl": (KLDivergence, distributions),
+    "cross entropy": (CrossEntropy, classes),
+    "smooth l1": (SmoothL1, real),
+}
+reference_models = pytest.mark.parametrize(
+    ("model", "inputs"), REFERENCE_MODELS.values(), ids=REFERENCE_MODELS
+)
+
+
+def loss_and_gradient(model, predictions, targets):
+    predictions = predictions.detach().requires_grad_()
+    loss = model(predictions, targets)
+    return loss.detach(), torch.autograd.grad(loss, predictions)[0]
+
+
+@reference_models
+def test_reference_model(model, inputs, device):
+    module = model().to(device)
+    compiled = torch.compile(module, backend="compile_losses", fullgraph=True)
+    arguments = [t.to(device) for t in inputs(40)]
+    torch.testing.assert_close(
+        loss_and_gradient(compiled, *arguments), loss_and_gradient(module, *arguments)
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*arguments), module(*arguments))
+    assert rewritten(module, arguments)
+
+
+def rewritten(module, arguments):
+    report = compile_losses.explain(module, *arguments)
+    return [site.status for site in report.sites] == ["rewritten"]
+
+
+@reference_models
+def test_reference_model_dynamic(model, inputs, device):
+    """Three batch sizes, no more graphs than stock."""
+    module = model().to(device)
+    frames = []
+    for backend in ("aot_eager", "compile_losses"):
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend(backend)
+        compiled = torch.compile(module, backend=counter, fullgraph=True, dynamic=True)
+        for rows in (40, 17, 64):
+            arguments = [t.to(device) for t in inputs(rows)]
+            torch.testing.assert_close(
+                loss_and_gradient(compiled, *arguments), loss_and_gradient(module, *arguments)
+            )
+        frames.append(counter.frame_count)
+    assert frames[1] <= frames[0]
+
+
+def test_dynamic_hyper_parameter():
+    """A float argument may be a symbol of the graph."""
+
+    def loss(a, b, beta):
+        return F.smooth_l1_loss(a, b, beta=beta)
+
+    compiled = torch.compile(
+        loss, backend="compile_losses", dynamic=True, options={"inner_backend": "aot_eager"}
+    )
+    a, b = torch.randn(30), torch.randn(30)
+    for beta in (0.5, 0.7, 1.3):
+        torch.testing.assert_close(compiled(a, b, beta), loss(a, b, beta))
+
+
+def test_grad_output_is_honoured(device):
+    module = SmoothL1()
+    compiled = torch.compile(module, backend="compile_losses")
+    for factor in (1.0, 3.0, -0.5, 0.0):
+        results = []
+        for function in (compiled, module):
+            a, b = (t.to(device) for t in real(8))
+            torch.manual_seed(1)
+            a = torch.randn(8, 12, device=device).requires_grad_()
+            b = torch.ones(8, 12, device=device)
+            (function(a, b) * factor).backward()
+            results.append(a.grad)
+        torch.testing.assert_close(*results)
+
+
+def python(script, **environment):
+    """Runs a script in a fresh process; returns what it printed."""
+    import os
+
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_backend_needs_no_import():
+    output = python("""
+        import sys, torch
+        import torch.nn.functional as F
+        assert "compile_losses" not in sys.modules
+        assert "compile_losses" in torch.compiler.list_backends()
+        f = torch.compile(lambda a, b: F.mse_loss(a, b), backend="compile_losses", fullgraph=True)
+        a, b = torch.rand(3), torch.rand(3)
+        torch.testing.assert_close(f(a, b), F.mse_loss(a, b))
+        print("compile_losses" in sys.modules)
+    """)
+    assert output.strip() == "True"
+
+
+def count_fused_calls(function):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counter(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += func.namespace == "fused"
+            return func(*args, **(kwargs or {}))
+
+    with torch.profiler.profile() as profile:
+        function()
+    return sum(event.name.startswith("fused::") for event in profile.events())
+
+
+def test_enable_and_disable():
+    def loss(a, b):
+        return ((a - b) ** 2).mean()
+
+    a, b = torch.rand(7), torch.rand(7)
+
+    def fused_calls():
+        torch._dynamo.reset()
+        compiled = torch.compile(loss)
+        torch.testing.assert_close(compiled(a, b), loss(a, b))
+        return count_fused_calls(lambda: compiled(a, b))
+
+    assert fused_calls() == 0
+    compile_losses.enable()
+    try:
+        assert fused_calls() > 0
+        compile_losses.enable()  # twice is once
+    finally:
+        compile_losses.disable()
+    assert fused_calls() == 0
+    with compile_losses.enable():
+        assert fused_calls() > 0
+    assert fused_calls() == 0
+    assert config.pre_grad_custom_pass is None
+    assert config.post_grad_custom_post_pass is None
+
+
+class UsersPass(CustomGraphPass):
+    def __init__(self):
+        self.graphs = 0
+
+    def __call__(self, graph):
+        self.graphs += 1
+
+    def uuid(self):
+        return "users pass"
+
+
+@pytest.mark.parametrize("door", ["enable", "backend"])
+def test_users_passes_keep_running(door):
+    users = {"pre_grad_custom_pass": UsersPass(), "post_grad_custom_post_pass": UsersPass()}
+    a, b = torch.rand(9), torch.rand(9)
+    with config.patch({**users, "fx_graph_cache": False}):
+        if door == "enable":
+            with compile_losses.enable():
+                torch.compile(F.mse_loss)(a, b)
+        else:
+            torch.compile(F.mse_loss, backend="compile_losses")(a, b)
+        assert {slot: getattr(config, slot) for slot in users} == users
+    assert all(users_pass.graphs > 0 for users_pass in users.values())
+
+
+def test_pass_identity():
+    """The caches' key holds the package's fingerprint, and nothing where a pass has no identity."""
+    assert _Pass(None).uuid() == ("_Pass", compile_losses.library.fingerprint())
+    assert "users pass" in _Pass(UsersPass()).uuid()
+    assert _Pass(lambda graph: None).uuid() is None
+
+
+def test_second_process_hits_the_cache(tmp_path):
+    script = """
+        import torch
+        import torch.nn.functional as F
+        from torch._dynamo.utils import counters
+        f = torch.compile(lambda a, b: F.mse_loss(a, b), backend="compile_losses")
+        a, b = torch.rand(5, requires_grad=True), torch.rand(5)
+        loss = f(a, b)
+        loss.backward()
+        torch.testing.assert_close(a.grad, 2 * (a.detach() - b) / 5)
+        found = counters["aot_autograd"]
+        print(found["autograd_cache_hit"], found["autograd_cache_miss"])
+    """
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    assert python(script, **environment).split() == ["0", "1"]
+    assert python(script, **environment).split() == ["1", "0"]
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune-no-cudagraphs"])
+def test_modes(mode, device):
+    module = ModuleMSE().to(device)
+    compiled = torch.compile(module, backend="compile_losses", mode=mode)
+    for _ in range(3):
+        arguments = [t.to(device) for t in real(16)]
+        torch.testing.assert_close(
+            loss_and_gradient(compiled, *arguments), loss_and_gradient(module, *arguments)
+        )
+
+
+def test_inner_backend_and_unknown_options():
+    a, b = torch.rand(5), torch.rand(5)
+    for inner in ("eager", "aot_eager"):
+        compiled = torch.compile(
+            F.mse_loss, backend="compile_losses", options={"inner_backend": inner}
+        )
+        torch.testing.assert_close(compiled(a, b), F.mse_loss(a, b))
+    with pytest.raises(Exception, match="no_such_option"):
+        torch.compile(F.mse_loss, backend="compile_losses", options={"no_such_option": 1})(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_graph_and_streams():
+    """Ops replay inside a CUDA graph, and run on the caller's stream."""
+    x = torch.randn(64, 5000, device="cuda", requires_grad=True)
+    t = torch.randint(5000, (64,), device="cuda")
+    a, b = (
+        torch.randn(1 << 20, device="cuda", requires_grad=True),
+        torch.randn(1 << 20, device="cuda"),
+    )
+
+    def step():
+        loss = torch.ops.fused.cross_entropy(x, t) + torch.ops.fused.mse_loss(a, b)
+        # Detached: a live graph would tie the leaves to the stream it was made on.
+        return loss.detach(), *torch.autograd.grad(loss, (x, a))
+
+    expected = step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(2):
+        for tensor in captured:
+            tensor.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        torch.testing.assert_close(captured, expected, rtol=0, atol=0)
+    a.data.mul_(2)
+    graph.replay()
+    torch.testing.assert_close(captured, step(), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_no_synchronisation_on_cuda():
+    x = torch.randn(64, 5000, device="cuda", requires_grad=True)
+    t = torch.randint(5000, (64,), device="cuda")
+    weight = torch.rand(5000, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for options in ({}, {"label_smoothing": 0.1}, {"weight": weight, "label_smoothing": 0.1}):
+            torch.ops.fused.cross_entropy(x, t, **options).backward()
+        torch.ops.fused.mse_loss(x, x.detach()).backward()
+        grad = torch.ones_like(x).detach()
+        torch.ops.fused.scale_(grad, torch.ones((), device="cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

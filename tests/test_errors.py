@@ -1,0 +1,189 @@
+"""Bad input: torch's class of exception, in a message that names the argument and its value."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+fused = torch.ops.fused
+ELEMENTWISE = ["mse_loss", "smooth_l1_loss", "huber_loss", "kl_div"]
+
+
+def raises_like_torch(ours, torchs, *fragments):
+    with pytest.raises(Exception) as expected:  # noqa: PT011  whatever torch raises
+        torchs()
+    with pytest.raises(expected.type) as error:
+        ours()
+    for fragment in fragments:
+        assert fragment in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_shapes(name, device):
+    a, b = torch.rand(3, 4, device=device), torch.rand(3, 5, device=device)
+    raises_like_torch(
+        lambda: getattr(fused, name)(a, b),
+        lambda: getattr(F, name)(a, b, reduction="sum"),
+        name,
+        "target",
+        "[3, 4]",
+        "[3, 5]",
+    )
+
+
+@pytest.mark.parametrize("name", [*ELEMENTWISE, "cross_entropy"])
+def test_reduction(name, device):
+    a = torch.rand(3, 4, device=device)
+    b = torch.zeros(3, dtype=torch.int64, device=device) if name == "cross_entropy" else a
+    raises_like_torch(
+        lambda: getattr(fused, name)(a, b, reduction=7),
+        lambda: getattr(F, name)(a, b, reduction="most"),
+        name,
+        "reduction",
+        "got 7",
+    )
+    if name != "kl_div":
+        with pytest.raises(ValueError, match="reduction"):
+            getattr(fused, name)(a, b, reduction=3)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_integers(name, device):
+    a = torch.ones(3, 4, dtype=torch.int64, device=device)
+    with pytest.raises(RuntimeError, match=r"expected input to be float.*torch.int64 \[3, 4\]"):
+        getattr(fused, name)(a, a.float())
+    with pytest.raises(RuntimeError, match=r"expected target to be float.*torch.int64 \[3, 4\]"):
+        getattr(fused, name)(a.float(), a)
+    with pytest.raises(RuntimeError, match="complex64"):
+        getattr(fused, name)(a.to(torch.complex64), a.float())
+
+
+def test_no_gradient_on_integers():
+    with pytest.raises(RuntimeError, match="floating"):
+        torch.ones(3, dtype=torch.int64).requires_grad_()
+    target = torch.zeros(3, dtype=torch.int64)
+    loss = fused.cross_entropy(torch.rand(3, 4, requires_grad=True), target)
+    with pytest.raises(RuntimeError, match=r"does not require grad|not have been used"):
+        torch.autograd.grad(loss, target)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", [*ELEMENTWISE, "cross_entropy"])
+def test_wrong_device(name):
+    a = torch.rand(3, 4, device="cuda")
+    b = torch.zeros(3, dtype=torch.int64) if name == "cross_entropy" else a.cpu()
+    raises_like_torch(
+        lambda: getattr(fused, name)(a, b),
+        lambda: getattr(F, name)(a, b, reduction="sum"),
+        "target",
+        "cuda:0",
+        "cpu",
+    )
+
+
+def test_wrong_device_meta():
+    with pytest.raises(RuntimeError, match="expected target to be on input's device cpu"):
+        fused.mse_loss(torch.rand(3), torch.rand(3, device="meta"))
+
+
+def test_parameters(device):
+    a = torch.rand(3, device=device)
+    raises_like_torch(
+        lambda: fused.smooth_l1_loss(a, a, beta=-1.0),
+        lambda: F.smooth_l1_loss(a, a, beta=-1.0),
+        "beta",
+        "-1.0",
+    )
+    raises_like_torch(
+        lambda: fused.huber_loss(a, a, delta=0.0),
+        lambda: F.huber_loss(a, a, delta=0.0),
+        "delta",
+        "0.0",
+    )
+
+
+def test_cross_entropy_arguments(device):
+    x = torch.rand(3, 4, device=device)
+    t = torch.zeros(3, dtype=torch.int64, device=device)
+
+    def compare(*args, fragments, **kwargs):
+        raises_like_torch(
+            lambda: fused.cross_entropy(*args, **kwargs),
+            lambda: F.cross_entropy(*args, **kwargs),
+            *fragments,
+        )
+
+    compare(x, t[:2], fragments=("target", "batch size 3", "got 2"))
+    compare(x, t.int(), fragments=("target", "int32"))
+    compare(x, t.bool(), fragments=("target", "bool"))
+    compare(x, t, x[0, :3], fragments=("weight", "[4]", "[3]"))
+    compare(x, t, x[0].double(), fragments=("weight", "float64"))
+    compare(x, t, x[0].clone().requires_grad_(), fragments=("weight", "grad"))
+    compare(x, t, label_smoothing=1.5, fragments=("label_smoothing", "1.5"))
+    compare(x.long(), t, fragments=("input", "int64"))
+    compare(x[..., None, None], t[:, None, None].expand(3, 2, 1), fragments=("target", "[3, 2, 1]"))
+    with pytest.raises(NotImplementedError, match="class probabilities"):
+        fused.cross_entropy(x, x)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("bad", [-1, 4, 2**40, -(2**40)])
+def test_target_out_of_range_cpu(bad, smoothing):
+    x = torch.rand(3, 4, requires_grad=True)
+    t = torch.tensor([0, bad, 1])
+    raises_like_torch(
+        lambda: fused.cross_entropy(x, t, label_smoothing=smoothing),
+        lambda: F.cross_entropy(x, t, label_smoothing=smoothing),
+        "target",
+        str(bad),
+        "4 classes",
+    )
+    loss, stats, total = fused.cross_entropy_forward(x, t * 0, None, 1, -100, 0.0, torch.float32)
+    with pytest.raises(IndexError, match=str(bad)):
+        fused.cross_entropy_backward(loss, x, t, None, stats, total, 1, -100, 0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shape", [(3, 4), (3, 5000), (3, 4, 2)])
+def test_target_out_of_range_cuda(shape):
+    """A device-side assertion ends the process' CUDA context, so it gets a process of its own."""
+    script = f"""
+import torch, compile_losses
+x = torch.rand({shape}, device="cuda")
+t = torch.full({(shape[0], *shape[2:])}, {shape[1]}, device="cuda")
+torch.ops.fused.cross_entropy(x, t)
+torch.cuda.synchronize()
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "device-side assert" in result.stderr
+    assert "target" in result.stderr + result.stdout
+
+
+def test_leaf_ops_check_for_themselves():
+    """Leaf ops may be called directly; they never read out of bounds."""
+    a = torch.rand(3, 4)
+    with pytest.raises(RuntimeError, match="broadcast"):
+        fused.mse_loss_forward(a, torch.rand(5), 1, torch.float32)
+    with pytest.raises(RuntimeError, match="reduction"):
+        fused.mse_loss_forward(a, a, 9, torch.float32)
+    with pytest.raises(RuntimeError, match="float64, float32"):
+        fused.mse_loss_forward(a.long(), a, 1, torch.float32)
+    with pytest.raises(RuntimeError, match="broadcast shape"):
+        fused.mse_loss_with_grad(a[:1], a, 1, torch.float32)
+    with pytest.raises(RuntimeError, match="reduction"):
+        fused.mse_loss_with_grad(a, a, 0, torch.float32)
+    t = torch.zeros(3, dtype=torch.int64)
+    loss, stats, total = fused.cross_entropy_forward(a, t, None, 1, -100, 0.0, torch.float32)
+    with pytest.raises(RuntimeError, match="stats"):
+        fused.cross_entropy_backward(loss, a, t, None, stats[:2], total, 1, -100, 0.0)
+    with pytest.raises(RuntimeError, match="grad_output"):
+        fused.cross_entropy_backward(loss.expand(2), a, t, None, stats, total, 1, -100, 0.0)
+    with pytest.raises(RuntimeError, match="target of shape"):
+        fused.cross_entropy_forward(a, t[:2], None, 1, -100, 0.0, torch.float32)

@@ -1,0 +1,169 @@
+"""explain() and the command line."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import compile_losses
+from compile_losses import library
+from compile_losses.__main__ import main
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.criterion = nn.MSELoss()
+
+    def forward(self, x, y):
+        prediction = self.linear(x)
+        regulariser = F.l1_loss(prediction, y)
+        return self.criterion(prediction, y) + regulariser
+
+
+def line_of(fragment):
+    lines = Path(__file__).read_text().splitlines()
+    return next(i for i, line in enumerate(lines, 1) if fragment in line)
+
+
+def test_report():
+    model = Model()
+    report = compile_losses.explain(model, torch.rand(3, 4), torch.rand(3, 4))
+    declined, rewritten = report.sites
+    assert (declined.op, declined.status, declined.reason) == (
+        "l1_loss",
+        "declined",
+        "there is no fused op for it yet",
+    )
+    assert (rewritten.op, rewritten.status) == ("mse_loss", "rewritten")
+    assert {site.file for site in report.sites} == {__file__}
+    assert declined.line == line_of("regulariser = F.l1_loss")
+    # nn.MSELoss calls F.mse_loss inside torch: the user's line is what counts.
+    assert rewritten.line == line_of("return self.criterion(prediction, y) + regulariser")
+    assert report.graphs == 1
+    assert report.to_dict()["sites"][1] == {
+        "op": "mse_loss",
+        "status": "rewritten",
+        "reason": "",
+        "file": __file__,
+        "line": rewritten.line,
+        "graph": 0,
+    }
+    text = str(report)
+    assert "1 graph, 2 losses, 1 rewritten" in text
+    assert "there is no fused op for it yet" in text
+
+
+def test_whatever_is_cached_or_compiled():
+    model = Model()
+    inputs = (torch.rand(3, 4), torch.rand(3, 4))
+    compiled = torch.compile(model, backend="compile_losses", options={"inner_backend": "eager"})
+    compiled(*inputs)
+    frames = torch._dynamo.utils.counters["frames"]["ok"]
+    reports = [compile_losses.explain(m, *inputs) for m in (model, compiled, compiled, model)]
+    assert all(report.sites == reports[0].sites for report in reports)
+    assert len(reports[0].sites) == 2
+    # What was compiled before is still there.
+    before = torch._dynamo.utils.counters["frames"]["ok"]
+    compiled(*inputs)
+    assert torch._dynamo.utils.counters["frames"]["ok"] == before > frames
+    in_place = Model()
+    in_place.compile(backend="eager")
+    in_place(*inputs)
+    assert len(compile_losses.explain(in_place, *inputs).sites) == 2
+    function = torch.compile(lambda a, b: F.mse_loss(a, b), backend="eager")
+    function(*inputs)
+    assert len(compile_losses.explain(function, *inputs).sites) == 1
+
+
+def test_more_often_than_the_recompile_limit():
+    inputs = (torch.rand(3, 4), torch.rand(3, 4))
+    for _ in range(torch._dynamo.config.recompile_limit + 3):
+        assert len(compile_losses.explain(F.mse_loss, *inputs).sites) == 1
+
+
+def test_graph_breaks():
+    def step(a, b):
+        first = F.mse_loss(a, b)
+        torch._dynamo.graph_break()
+        return first + F.smooth_l1_loss(a, b)
+
+    report = compile_losses.explain(step, torch.rand(3), torch.rand(3))
+    assert [site.graph for site in report.sites] == [0, 1]
+    assert report.graphs == 2
+    assert len(report.graph_breaks) == 1
+    assert "graph break:" in str(report)
+
+
+def test_nothing_compiled():
+    report = compile_losses.explain(lambda a: 3, torch.rand(3))
+    assert "compiled nothing" in str(report)
+
+
+def test_result_is_executed_once():
+    calls = []
+
+    def step(a):
+        torch._dynamo.graph_break()
+        calls.append(1)
+        return F.mse_loss(a, a)
+
+    compile_losses.explain(step, torch.rand(3))
+    assert len(calls) == 1
+
+
+def test_cli_info(capsys):
+    assert main(["info"]) == 0
+    output = capsys.readouterr().out
+    assert torch.__version__ in output
+    assert "cpu kernels    loaded from _cpu_" in output
+    assert "cuda kernels" in output
+    assert "cross_entropy, huber_loss, kl_div, mse_loss, smooth_l1_loss" in output
+
+
+@pytest.mark.parametrize("by", ["script", "module"])
+def test_cli_explain(by, tmp_path):
+    (tmp_path / "training.py").write_text(
+        "import torch\nimport torch.nn.functional as F\n\n"
+        "def step():\n    a = torch.rand(3, requires_grad=True)\n"
+        "    return F.huber_loss(a, torch.ones(3))\n"
+    )
+    target = "training.py:step" if by == "script" else "training:step"
+    result = subprocess.run(
+        [sys.executable, "-m", "compile_losses", "explain", target],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "rewritten" in result.stdout
+    assert "training.py:6" in result.stdout
+
+
+@pytest.mark.parametrize("target", ["nothing", "missing.py:f", "math:no_such"])
+def test_cli_explain_errors(target):
+    with pytest.raises(SystemExit, match=r"expected SCRIPT|no file|has no"):
+        main(["explain", target])
+
+
+def test_import_without_kernels_says_what_to_run(tmp_path):
+    shutil.copytree(
+        library.PACKAGE, tmp_path / "compile_losses", ignore=shutil.ignore_patterns("*.so")
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", "import compile_losses"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert result.returncode != 0
+    assert "ImportError" in result.stderr
+    assert library.INSTALL_COMMAND in result.stderr

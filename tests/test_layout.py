@@ -1,0 +1,83 @@
+"""The checklist of CONTRIBUTING.md: what a loss must have, walked from the schemas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import compile_losses
+from compile_losses.__main__ import public_ops
+from compile_losses.recognize.table import TABLE
+from tests.specs import SPECS
+
+ROOT = compile_losses.library.PACKAGE.parent
+LOSSES = public_ops()
+OPS = sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("fused::"))
+
+
+def has(op, key):
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+
+
+def test_there_are_losses():
+    assert {"mse_loss", "smooth_l1_loss", "huber_loss", "kl_div", "cross_entropy"} <= set(LOSSES)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_op(op):
+    """A kernel, a fake, and an autograd formula or an explicit refusal."""
+    assert (
+        has(op, "CompositeImplicitAutograd")
+        or has(op, "CompositeExplicitAutograd")
+        or (has(op, "CPU") and has(op, "Meta"))
+    ), "no CPU kernel or no fake"
+    assert has(op, "CompositeImplicitAutograd") or has(op, "Autograd"), "no autograd formula"
+    overload = torch._C._jit_get_schemas_for_operator(op)
+    assert len(overload) == 1
+    packet = getattr(torch.ops.fused, op.removeprefix("fused::"))
+    assert torch.Tag.pt2_compliant_tag in packet.default.tags
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss(loss):
+    for suffix in ("forward", "backward", "with_grad", "with_grad_"):
+        assert f"fused::{loss}_{suffix}" in OPS
+    for path in (
+        f"csrc/losses/{loss}.h",
+        f"csrc/cpu/{loss}.cpp",
+        f"csrc/cuda/{loss}.cu",
+        f"compile_losses/ops/{loss}.py",
+        f"tests/specs/{loss}.py",
+    ):
+        assert (ROOT / path).is_file(), f"{path} is missing"
+    assert any(row.name == loss and row.convert for row in TABLE), "no row in the table of losses"
+    assert SPECS[loss].matches, "no spelling that must match"
+    assert SPECS[loss].near_misses, "no spelling that must not match"
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_public_schema_follows_torch(loss):
+    """Names, order and defaults are those of ATen's op; ours are keyword-only additions."""
+    aten = next(row.aten for row in TABLE if row.name == loss)
+    theirs = getattr(torch.ops.aten, aten).default._schema.arguments
+    ours = getattr(torch.ops.fused, loss).default._schema.arguments
+    expected = [("input" if a.name == "self" else a.name, a.default_value) for a in theirs]
+    assert [(a.name, a.default_value) for a in ours[: len(theirs)]] == expected
+    assert all(a.kwarg_only for a in ours[len(theirs) :])
+
+
+def test_kernel_sources_have_no_torch_headers():
+    for path in [
+        *(ROOT / "csrc").glob("*.h"),
+        *(ROOT / "csrc").glob("c*/*"),
+        *(ROOT / "csrc/losses").glob("*"),
+    ]:
+        assert "torch/" not in path.read_text(), f"{path} includes torch"
+
+
+def test_binding_does_no_arithmetic_per_device():
+    """The device is chosen by the build; only csrc/cuda knows CUDA's launch syntax."""
+    for path in (ROOT / "compile_losses").rglob("*.py"):
+        if path.parts[-2] in ("demo",) or path.name in ("library.py", "__main__.py"):
+            continue
+        assert '"cuda' not in path.read_text(), f"{path} hard-codes a device"

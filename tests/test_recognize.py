@@ -1,0 +1,305 @@
+"""Spellings that must match, near misses that must not, and graphs before and after."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+
+import compile_losses
+from compile_losses.recognize.guards import GUARDS
+from tests.specs import SPECS
+
+MATCHES = [(s.name, m) for s in SPECS.values() for m in s.matches]
+NEAR_MISSES = [(s.name, m) for s in SPECS.values() for m in s.near_misses]
+
+
+def spellings(cases):
+    return pytest.mark.parametrize(
+        ("name", "spelling"), cases, ids=[f"{name}: {m.name}" for name, m in cases]
+    )
+
+
+def run(function, inputs):
+    """The result and the gradients of the inputs' leaves."""
+    result = function(*inputs)
+    leaves = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not leaves or not result.requires_grad:
+        return result.detach(), ()
+    return result.detach(), torch.autograd.grad(result.sum(), leaves, allow_unused=True)
+
+
+def compile_with(function, inner, dynamic):
+    return torch.compile(
+        function,
+        backend="compile_losses",
+        fullgraph=True,
+        dynamic=dynamic,
+        options={"inner_backend": inner},
+    )
+
+
+@spellings(MATCHES)
+def test_match(name, spelling):
+    """One site, rewritten to this op; under three inner backends torch's loss and gradients."""
+    inputs = spelling.inputs()
+    report = compile_losses.explain(spelling.function, *inputs)
+    assert [(s.op, s.status) for s in report.sites] == [(name, "rewritten")], str(report)
+    assert report.sites[0].file.endswith(".py")
+    assert report.sites[0].line > 0
+    expected = run(spelling.function, inputs)
+    for inner, dynamic in (("eager", False), ("aot_eager", False), ("aot_eager", True)):
+        torch._dynamo.reset()
+        actual = run(compile_with(spelling.function, inner, dynamic), inputs)
+        narrow = any(t.dtype == torch.bfloat16 for t in inputs if isinstance(t, torch.Tensor))
+        tolerance = {"rtol": 1e-2, "atol": 1e-3} if narrow else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(actual, expected, **tolerance)
+
+
+@spellings(NEAR_MISSES)
+def test_near_miss(name, spelling):
+    """Nothing is rewritten, a reason is given where the loss was seen, and results are torch's."""
+    inputs = spelling.inputs()
+    report = compile_losses.explain(spelling.function, *inputs)
+    assert [s for s in report.sites if s.status != "declined"] == [], str(report)
+    if spelling.reason:
+        assert any(spelling.reason in s.reason for s in report.sites), str(report)
+    else:
+        assert report.sites == []
+    torch._dynamo.reset()
+    actual = run(compile_with(spelling.function, "aot_eager", False), inputs)
+    torch.testing.assert_close(actual, run(spelling.function, inputs), equal_nan=True)
+
+
+def captured(function, *inputs):
+    """The graph that Dynamo captures, and the same graph rewritten."""
+    graphs = []
+
+    def backend(gm, example_inputs):
+        graphs.append(gm.print_readable(print_output=False))
+        graphs.append(compile_losses.rewrite(gm).print_readable(print_output=False))
+        return gm.forward
+
+    torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    return [
+        "\n".join(
+            re.sub(r";  .*= None$", "", line.rstrip())  # when a value is last used
+            for line in graph.splitlines()
+            if "#" not in line and line.strip()
+        )
+        for graph in graphs
+    ]
+
+
+def test_snapshot_hand_written():
+    def loss(predictions, targets):
+        difference = predictions - targets
+        return (difference**2).mean(), difference
+
+    before, after = captured(loss, torch.rand(3, 4), torch.rand(3, 4))
+    assert "pow" in before
+    assert_expected_inline(
+        after,
+        """\
+class GraphModule(torch.nn.Module):
+    def forward(self, L_predictions_: "f32[3, 4]", L_targets_: "f32[3, 4]"):
+        l_predictions_ = L_predictions_
+        l_targets_ = L_targets_
+        difference: "f32[3, 4]" = l_predictions_ - l_targets_
+        mse_loss_default: "f32[]" = torch.ops.fused.mse_loss.default(l_predictions_, l_targets_, 1)
+        return (mse_loss_default, difference)""",
+    )
+
+
+def test_snapshot_absorbed():
+    def loss(predictions, targets):
+        return F.kl_div(torch.log(predictions.float()), targets, reduction="batchmean")
+
+    _, after = captured(loss, torch.rand(3, 4).bfloat16(), torch.rand(3, 4))
+    assert_expected_inline(
+        after,
+        """\
+class GraphModule(torch.nn.Module):
+    def forward(self, L_predictions_: "bf16[3, 4]", L_targets_: "f32[3, 4]"):
+        l_predictions_ = L_predictions_
+        l_targets_ = L_targets_
+        kl_div_default: "f32[]" = torch.ops.fused.kl_div.default(l_predictions_, l_targets_, 3, log_input = False)
+        return (kl_div_default,)""",
+    )
+
+
+def test_snapshot_module():
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+
+    def loss(logits, labels):
+        return criterion(logits.view(-1, 4), labels.view(-1))
+
+    _, after = captured(loss, torch.rand(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64))
+    assert_expected_inline(
+        after,
+        """\
+class GraphModule(torch.nn.Module):
+    def forward(self, L_logits_: "f32[2, 3, 4]", L_labels_: "i64[2, 3]"):
+        l_logits_ = L_logits_
+        l_labels_ = L_labels_
+        view: "f32[6, 4]" = l_logits_.view(-1, 4)
+        view_1: "i64[6]" = l_labels_.view(-1)
+        cross_entropy_default: "f32[]" = torch.ops.fused.cross_entropy.default(view, view_1, None, 1, -100, 0.1)
+        return (cross_entropy_default,)""",
+    )
+
+
+def test_rewriting_keeps_in_place_operations():
+    """Nodes without users may have effects; only the match's own nodes go away."""
+
+    def step(a, b, buffer):
+        buffer.add_(1)
+        loss = ((a - b) ** 2).mean()
+        buffer.mul_(2)
+        return loss
+
+    a, b = torch.rand(3), torch.rand(3)
+    buffers = [torch.zeros(3), torch.zeros(3)]
+    expected = step(a, b, buffers[0])
+    actual = compile_with(step, "aot_eager", False)(a, b, buffers[1])
+    torch.testing.assert_close((actual, buffers[1]), (expected, buffers[0]))
+
+
+def test_several_losses_in_one_graph():
+    def step(a, b, logits, classes):
+        difference = a - b
+        first = (difference * difference).sum() / difference.numel()
+        second = F.cross_entropy(logits, classes)
+        return first + 0.5 * second + F.smooth_l1_loss(a, b) + F.l1_loss(a, b)
+
+    inputs = (
+        torch.rand(3, 4, requires_grad=True),
+        torch.rand(3, 4),
+        torch.rand(5, 7, requires_grad=True),
+        torch.randint(7, (5,)),
+    )
+    report = compile_losses.explain(step, *inputs)
+    assert [(s.op, s.status) for s in report.sites] == [
+        ("mse_loss", "rewritten"),
+        ("cross_entropy", "rewritten"),
+        ("smooth_l1_loss", "rewritten"),
+        ("l1_loss", "declined"),
+    ]
+    torch.testing.assert_close(
+        run(compile_with(step, "aot_eager", None), inputs), run(step, inputs)
+    )
+
+
+def test_symbolic_sizes_are_compared_as_symbols():
+    """Under dynamic shapes only the right count makes a mean."""
+
+    def right(a, b):
+        return ((a - b) ** 2).sum() / (a.shape[0] * a.shape[1])
+
+    def wrong(a, b):
+        return ((a - b) ** 2).sum() / (a.shape[0] + a.shape[1])
+
+    for function, reduction in ((right, 1), (wrong, 2)):
+        arguments = []
+
+        def backend(gm, example_inputs, arguments=arguments):
+            compile_losses.rewrite(gm)
+            arguments += [
+                n.args[2] for n in gm.graph.nodes if n.target is torch.ops.fused.mse_loss.default
+            ]
+            return gm.forward
+
+        compiled = torch.compile(function, backend=backend, dynamic=True, fullgraph=True)
+        for shape in ((3, 4), (5, 6), (2, 2)):
+            a, b = torch.rand(shape), torch.rand(shape)
+            torch.testing.assert_close(compiled(a, b), function(a, b))
+        assert set(arguments) == {reduction}
+
+
+def test_autocast_region():
+    """Inside torch.autocast losses run in float32; the rewritten op says so itself."""
+
+    def step(a, b, weight):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.mse_loss(a @ weight, b) + ((a @ weight - b) ** 2).mean()
+
+    inputs = (torch.rand(4, 5), torch.rand(4, 3), torch.rand(5, 3, requires_grad=True))
+    for region in (False, True):
+
+        def function(*args, region=region):
+            return step(*args) if region else F.mse_loss(args[0] @ args[2], args[1])
+
+        with torch.autocast("cpu", torch.bfloat16, enabled=not region):
+            torch._dynamo.reset()
+            actual = run(compile_with(function, "aot_eager", False), inputs)
+            expected = run(function, inputs)
+        assert actual[0].dtype == expected[0].dtype == torch.float32
+        torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-3)
+
+
+def test_no_grad_and_inference():
+    def step(a, b):
+        with torch.no_grad():
+            validation = F.mse_loss(a, b)
+        return validation + ((a - b) ** 2).mean()
+
+    inputs = (torch.rand(3, requires_grad=True), torch.rand(3))
+    torch.testing.assert_close(
+        run(compile_with(step, "aot_eager", False), inputs), run(step, inputs)
+    )
+    with torch.inference_mode():
+        torch._dynamo.reset()
+        compiled = compile_with(step, "aot_eager", False)
+        torch.testing.assert_close(compiled(*inputs), step(*inputs))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_mutation_without_autograd(context):
+    """Versions count without gradients, too; where they don't exist nothing is assumed."""
+
+    def difference(a, b):
+        with context():
+            d = a * 2 - b
+            d.add_(1)
+            return (d * d).mean()
+
+    def absorbed(p, q):
+        with context():
+            log_p = (p * 2).log()
+            log_p.mul_(2)
+            return F.kl_div(log_p, q, reduction="sum")
+
+    inputs = (torch.rand(3), torch.rand(3))
+    for function in (difference, absorbed):
+        torch._dynamo.reset()
+        torch.testing.assert_close(
+            compile_with(function, "aot_eager", False)(*inputs), function(*inputs)
+        )
+        with context():
+            torch._dynamo.reset()
+            compiled = compile_with(function, "aot_eager", False)
+            torch.testing.assert_close(compiled(*inputs), function(*inputs))
+
+
+def test_functorch_inside_compiled_functions():
+    def loss(w, x, y):
+        return F.mse_loss(x @ w, y)
+
+    def step(w, x, y):
+        return torch.func.grad(loss)(w, x, y), torch.func.vmap(F.mse_loss)(x, x + 1)
+
+    inputs = (torch.rand(5, 3), torch.rand(4, 5), torch.rand(4, 3))
+    compiled = compile_with(step, "aot_eager", False)
+    torch.testing.assert_close(compiled(*inputs), step(*inputs))
+
+
+def test_guards_are_documented():
+    """A guard is a function of a match that returns its reason; each has a name that says what."""
+    assert len(GUARDS) == len({guard.__name__ for guard in GUARDS})
+    for guard in GUARDS:
+        assert list(inspect.signature(guard).parameters) == ["match"]
