@@ -1,0 +1,123 @@
+"""The demo's models: plain PyTorch, as anyone would write it. They know nothing of this package."""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+BYTES = 256
+MASK = 256
+IGNORED = -1
+
+
+class Block(nn.Module):
+    """A transformer block: causal self-attention and a feed-forward part, both residual."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.contract = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, width = x.shape
+        heads = self.qkv(self.norm_1(x)).view(batch, time, 3, self.heads, width // self.heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).reshape(batch, time, width))
+        return x + self.contract(F.gelu(self.expand(self.norm_2(x))))
+
+
+class GPT(nn.Module):
+    """A byte-level GPT; the loss is computed inside forward."""
+
+    def __init__(self, width: int = 128, layers: int = 2, heads: int = 4, time: int = 128) -> None:
+        super().__init__()
+        self.token_embedding = nn.Embedding(BYTES, width)
+        self.position_embedding = nn.Embedding(time, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, BYTES, bias=False)
+        nn.init.normal_(self.token_embedding.weight, std=0.02)
+        nn.init.normal_(self.position_embedding.weight, std=0.02)
+        nn.init.normal_(self.head.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
+
+
+class Forecaster(nn.Module):
+    """Continues a signal from its past; the mean squared error is written out by hand."""
+
+    def __init__(self, past: int, future: int, hidden: int = 128) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(past, hidden), nn.Tanh(), nn.Linear(hidden, future))
+
+    def forward(self, past: Tensor, targets: Tensor) -> Tensor:
+        predictions = self.layers(past)
+        return torch.mean((predictions - targets) ** 2)
+
+
+class Autoencoder(nn.Module):
+    """Squeezes histograms of bytes through a few hidden units; ``nn.MSELoss``."""
+
+    def __init__(self, bins: int = BYTES, hidden: int = 32) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(bins, hidden)
+        self.decoder = nn.Linear(hidden, bins)
+        self.loss = nn.MSELoss()
+
+    def forward(self, histograms: Tensor) -> Tensor:
+        reconstructed = self.decoder(torch.tanh(self.encoder(histograms)))
+        return self.loss(reconstructed, histograms)
+
+
+class NextByte(nn.Module):
+    """Predicts how the byte after a byte is distributed; the KL divergence to the real one."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(BYTES, width)
+        self.head = nn.Linear(width, BYTES)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        predictions = torch.softmax(self.head(self.embedding(tokens)), dim=-1)
+        return F.kl_div(torch.log(predictions), targets, reduction="batchmean")
+
+
+class MaskedBytes(nn.Module):
+    """Restores masked bytes from their neighbours; cross entropy that ignores all other places."""
+
+    def __init__(self, width: int = 64, reach: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(BYTES + 1, width)
+        self.mix = nn.Conv1d(width, width, 2 * reach + 1, padding=reach)
+        self.head = nn.Linear(width, BYTES)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens).transpose(1, 2)
+        logits = self.head(torch.tanh(self.mix(x)).transpose(1, 2))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+class RobustRegression(nn.Module):
+    """Fits many noisy readings at once, outliers among them; smooth L1."""
+
+    def __init__(self, inputs: int, outputs: int, hidden: int = 64, beta: float = 0.5) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs)
+        )
+        self.beta = beta
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.smooth_l1_loss(self.layers(inputs), targets, beta=self.beta)

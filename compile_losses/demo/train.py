@@ -1,0 +1,187 @@
+"""Trains one model twice, side by side: stock torch.compile and this package's backend."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from compile_losses.demo.data import Case
+
+STOCK = "inductor"
+OURS = "compile_losses"
+
+#: Steps at the start of which the first compiles and the next few still warm caches up: not timed.
+WARM_UP = 5
+
+# The two runs do the same arithmetic in another order, so they differ by rounding: 6e-8 (2^-24) for
+# each float32 operation, and some tens of that for the mean of half a million elements. Until the
+# weights have moved, that is all there is: the gradients of the first step must agree to
+# GRADIENT_BOUND and the losses of the first EARLY steps to EARLY_BOUND. After that training itself
+# amplifies every rounding (AdamW divides by a gradient's size, so the least change of one near zero
+# changes a whole step), and LATE_BOUND is loose. For comparison, stock torch.compile against eager
+# torch on two CPU cores: 2e-6 in the gradients, 3e-6 early and 1e-5 in the end.
+# The gradients are compared because curves do not show their scale: AdamW divides it out, and with
+# gradients 1% too large the autoencoder's first 12 losses still agreed to 3e-6.
+EARLY = 10
+GRADIENT_BOUND = 2e-5
+EARLY_BOUND = 2e-5
+LATE_BOUND = 1e-2
+
+
+@dataclass
+class Run:
+    """What one backend did with one model. Times in seconds, memory in bytes."""
+
+    losses: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    peak_memory: int = 0
+
+    @property
+    def first_step(self) -> float:
+        """The first step's time: nearly all of it is compilation."""
+        return self.times[0]
+
+    @property
+    def step(self) -> float:
+        """The median time of a step, without the warm-up."""
+        return statistics.median(self.times[WARM_UP:] or self.times)
+
+
+@dataclass
+class Result:
+    """Both runs of one case.
+
+    ``gradient_difference`` is |stock - ours| / |stock| of all gradients together in step 1.
+    """
+
+    case: Case
+    stock: Run
+    ours: Run
+    gradient_difference: float
+
+    @property
+    def differences(self) -> list[float]:
+        """|stock - ours| / |stock| at each step."""
+        pairs = zip(self.stock.losses, self.ours.losses, strict=True)
+        return [abs(a - b) / max(abs(a), 1e-12) for a, b in pairs]
+
+    @property
+    def disagreement(self) -> str:
+        """How the runs differ by more than rounding explains, or nothing."""
+        spans = (
+            ("the first gradients", [self.gradient_difference], GRADIENT_BOUND),
+            (f"the losses of the first {EARLY} steps", self.differences[:EARLY], EARLY_BOUND),
+            (f"the losses after {EARLY} steps", self.differences[EARLY:], LATE_BOUND),
+        )
+        for what, differences, bound in spans:
+            for difference in differences:
+                if not difference <= bound:  # not ">": a nan is a disagreement too
+                    return f"{what} differ by {difference:.1e}, more than {bound:.0e}"
+        return ""
+
+
+class Trainer:
+    """A model under one backend, with its optimiser."""
+
+    def __init__(self, model: nn.Module, backend: str, learning_rate: float) -> None:
+        self.run = Run()
+        self.parameters = list(model.parameters())
+        self.device = self.parameters[0].device
+        self.model = torch.compile(model, backend=backend)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, fused=True)
+
+    def step(self, batch: tuple[Tensor, ...]) -> Tensor:
+        self.optimizer.zero_grad()
+        loss: Tensor = self.model(*batch)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def train(self, batch: tuple[Tensor, ...]) -> None:
+        """One timed step."""
+        synchronize(self.device)
+        start = time.perf_counter()
+        loss = self.step(batch)
+        synchronize(self.device)
+        self.run.times.append(time.perf_counter() - start)
+        self.run.losses.append(loss.item())
+
+    def gradient(self) -> Tensor:
+        """All gradients of the last step, in double precision: one dimension."""
+        gradients = (parameter.grad for parameter in self.parameters)
+        return torch.cat([grad.double().flatten() for grad in gradients if grad is not None])
+
+    def measure_memory(self, batch: tuple[Tensor, ...]) -> None:
+        """One more step; keeps the most memory that its tensors held at once.
+
+        What is there before does not count: weights, the optimiser's state, the batch. The
+        gradients are cleared first.
+        """
+        self.optimizer.zero_grad()
+        self.run.peak_memory = peak_memory(lambda: self.step(batch), self.device)
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def peak_memory(function: Callable[[], object], device: torch.device) -> int:
+    """The highest total, in bytes, of what ``function`` allocates on ``device`` and has not freed.
+
+    On a CPU this follows torch's allocator through the profiler: the process's resident size would
+    mix both runs, the compiler, and whatever malloc has kept.
+    """
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+        torch.accelerator.memory.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory.memory_allocated(device)
+        function()
+        torch.accelerator.synchronize(device)
+        return torch.accelerator.memory.max_memory_allocated(device) - before
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
+        function()
+    recorded = profiler.profiler
+    assert recorded is not None
+    assert recorded.kineto_results is not None
+    events = [event for event in recorded.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def side_by_side(case: Case, device: torch.device, tick: Callable[[str], None]) -> Result:
+    """Trains ``case`` under both backends: same weights, same batches, step by step in turn.
+
+    The one that goes first changes with every step, so that neither profits from the order.
+    ``tick`` is called after each step with the two losses.
+    """
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = case.make().to(device)
+    stock = Trainer(copy.deepcopy(model), STOCK, case.learning_rate)
+    ours = Trainer(copy.deepcopy(model), OURS, case.learning_rate)
+    batch: tuple[Tensor, ...] = ()
+    gradient_difference = 0.0
+    for index, drawn in enumerate(case.batches(case.steps)):
+        batch = tuple(tensor.to(device) for tensor in drawn)
+        for trainer in (stock, ours) if index % 2 == 0 else (ours, stock):
+            trainer.train(batch)
+        if index == 0:
+            expected, found = stock.gradient(), ours.gradient()
+            gradient_difference = float((found - expected).norm() / expected.norm())
+        tick(f"{stock.run.losses[-1]:.4f} | {ours.run.losses[-1]:.4f}")
+    for trainer in (stock, ours):
+        trainer.measure_memory(batch)
+    return Result(case, stock.run, ours.run, gradient_difference)
