@@ -1,0 +1,10 @@
+"""Benchmarks of the fused losses against torch and others: ``python -m benchmarks --help``.
+
+``cases``       what is computed: inputs, the torch expression, the fused calls, bytes moved
+``contenders``  who computes it
+``accuracy``    every contender against float64, before it is timed
+``clock``       how one call is timed on a device, and the device's own bandwidth
+``measure``     all contenders of one problem, interleaved
+``report``      CSV and table
+``plots``       bars against the floor
+"""

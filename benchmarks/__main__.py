@@ -1,0 +1,130 @@
+"""``python -m benchmarks``: checks and times the fused losses against torch and other libraries.
+
+``python -m benchmarks plot FILE.csv`` draws an earlier run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks import plots, report
+from benchmarks.cases import CASES, PASSES, Size
+from benchmarks.clock import make_clock, measure_bandwidth
+from benchmarks.contenders import CONTENDERS
+from benchmarks.measure import make_problem, measure
+from benchmarks.progress import progress
+
+
+def _shape(text: str) -> tuple[int, int]:
+    rows, cols = text.split("x")
+    return int(rows), int(cols)
+
+
+def parser() -> argparse.ArgumentParser:
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    main = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, allow_abbrev=False
+    )
+    main.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), help="default: all")
+    main.add_argument(
+        "--contender", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="default: all"
+    )
+    main.add_argument("--device", choices=("cpu", "cuda"), default=default_device)
+    main.add_argument("--pass", dest="passes", nargs="+", choices=PASSES, default=list(PASSES))
+    main.add_argument("--size", choices=("reference", "small"), default="reference")
+    main.add_argument("--shape", type=_shape, nargs="+", help="ROWSxCOLS, instead of --size")
+    main.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of --shape"
+    )
+    main.add_argument(
+        "--budget", type=float, default=0.25, help="seconds of samples a contender (0.25)"
+    )
+    main.add_argument("--output", type=Path, help="CSV file (benchmarks/results/DEVICE.csv)")
+    main.add_argument(
+        "--append", action="store_true", help="keep what the file holds and was not measured again"
+    )
+    main.add_argument("--commit", help="the commit to record, where there is no git checkout")
+    main.add_argument("--no-plots", dest="plots", action="store_false")
+    commands = main.add_subparsers(dest="command", metavar="{plot}")
+    plot = commands.add_parser("plot", help="draw the PNG files of a CSV file")
+    plot.add_argument("file", type=Path)
+    return main
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures what was asked for; 1 if an op of this package is wrong or fails."""
+    device = torch.device(arguments.device)
+    output = arguments.output or report.default_output(device)
+    commit = arguments.commit or report.current_commit()
+    name = report.device_name(device)
+    rows: dict[tuple[str, ...], report.Row] = {}
+    if arguments.append and output.exists():
+        rows = {row.key: row for row in report.read(output)}
+    work = [(CASES[case], size) for case in arguments.case for size in _sizes(arguments, case)]
+    contenders = [CONTENDERS[contender] for contender in arguments.contender]
+    broken = False
+    with progress(len(work) * len(arguments.passes)) as bar:
+        bar.describe("measuring the memory's bandwidth")
+        clock = make_clock(device)
+        bandwidth = measure_bandwidth(clock)
+        bar.print(
+            f"{name}, torch {torch.__version__}, commit {commit}\n"
+            f"memory: read {bandwidth.read:.4g} TB/s (floor of fwd: bytes read over it), "
+            f"copy {bandwidth.copy:.4g} TB/s (floor of fwd_bwd: bytes read and written over it)"
+        )
+        for case, size in work:
+            bar.describe(f"{case.name}: float64 reference")
+            problem = make_problem(case, size, clock)
+            for which in arguments.passes:
+                results = measure(problem, which, contenders, clock, arguments.budget, bar.describe)
+                made = [
+                    report.make_row(problem, which, result, bandwidth, name, commit)
+                    for result in results
+                ]
+                bar.print(report.table(problem, which, made, results))
+                # Who does not run here has no line in the file; who is wrong has an empty one.
+                tried = [r for r, m in zip(made, results, strict=True) if not m.not_run]
+                rows |= {row.key: row for row in tried}
+                broken |= any(m.broken for m in results if m.contender.name.startswith("ours"))
+                report.write(output, rows.values())
+                bar.advance()
+            del problem
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    print(f"wrote {output}")
+    if arguments.plots:
+        draw(output)
+    return int(broken)
+
+
+def _sizes(arguments: argparse.Namespace, case: str) -> tuple[Size, ...]:
+    if arguments.shape:
+        dtype = getattr(torch, arguments.dtype)
+        return tuple((shape, dtype) for shape in arguments.shape)
+    return CASES[case].sizes(arguments.size, torch.device(arguments.device))
+
+
+def draw(file: Path) -> None:
+    try:
+        for path in plots.plot(report.read(file), file.parent, file.stem):
+            print(f"wrote {path}")
+    except ImportError:
+        print("no plots: matplotlib is not installed", file=sys.stderr)
+
+
+def main() -> int:
+    arguments = parser().parse_args()
+    if arguments.command == "plot":
+        draw(arguments.file)
+        return 0
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

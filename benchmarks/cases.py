@@ -1,0 +1,187 @@
+"""What is measured: one record a case, with its inputs, torch expression and fused calls.
+
+The first input is the prediction: gradients are taken with respect to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Pass = Literal["fwd", "fwd_bwd"]
+PASSES: tuple[Pass, ...] = ("fwd", "fwd_bwd")
+Size = tuple[tuple[int, int], torch.dtype]  # (rows, cols), dtype
+
+MEAN, BATCHMEAN = 1, 3  # values of the ops' reduction argument
+
+
+@dataclass(frozen=True)
+class Case:
+    """One loss as users write it, and how this package's ops are called for it.
+
+    Attributes:
+        name: what the case is called in results.
+        op: the stem of the fused op.
+        make_inputs: random inputs for (shape, dtype, device).
+        expression: the loss in torch's own words.
+        fused: the same through the public op.
+        options: what the op's leaves ``X_forward`` and ``X_with_grad`` take between the inputs and
+            the loss's dtype.
+        total: the unreduced loss summed, for the float64 reference, which is computed in blocks of
+            rows.
+        divisor: what the reduction divides that sum by, from the shape.
+        reference: the sizes of the published tables, by device type.
+        small: sizes for a quick look.
+    """
+
+    name: str
+    op: str
+    make_inputs: Callable[[tuple[int, int], torch.dtype, torch.device], tuple[Tensor, ...]]
+    expression: Callable[..., Tensor]
+    fused: Callable[..., Tensor]
+    options: tuple[Any, ...]
+    total: Callable[..., Tensor]
+    divisor: Callable[[tuple[int, int]], int]
+    reference: dict[str, tuple[Size, ...]]
+    small: tuple[Size, ...]
+
+    def sizes(self, size: str, device: torch.device) -> tuple[Size, ...]:
+        return self.small if size == "small" else self.reference[device.type]
+
+    def forward_kernel(self, *inputs: Tensor) -> Tensor:
+        """The loss by the op's leaf, which has no formula of autograd around it."""
+        leaf = getattr(torch.ops.fused, f"{self.op}_forward")
+        result = leaf(*inputs, *self.options, inputs[0].dtype)
+        return result[0] if isinstance(result, (tuple, list)) else result
+
+    def gradient_kernel(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss and the unit gradient of the first input, in one read."""
+        leaf = getattr(torch.ops.fused, f"{self.op}_with_grad")
+        return leaf(*inputs, *self.options, inputs[0].dtype)
+
+
+def bytes_moved(inputs: tuple[Tensor, ...], which: Pass) -> int:
+    """The fewest bytes: each input read once and, with the backward, the gradient written once."""
+    read = sum(tensor.nbytes for tensor in inputs)
+    return read + inputs[0].nbytes if which == "fwd_bwd" else read
+
+
+def _normal_pair(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
+
+
+def _probability_pair(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    return tuple(tensor.softmax(-1) for tensor in _normal_pair(shape, dtype, device))
+
+
+def _logits_and_classes(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    rows, cols = shape
+    logits = torch.randn(shape, dtype=dtype, device=device)
+    return logits, torch.randint(cols, (rows,), device=device)
+
+
+def _mse(predictions: Tensor, targets: Tensor) -> Tensor:
+    return torch.mean((predictions - targets) ** 2)
+
+
+def _kl_div(predictions: Tensor, targets: Tensor) -> Tensor:
+    return F.kl_div(torch.log(predictions), targets, reduction="batchmean")
+
+
+_MSE: dict[str, Any] = {
+    "op": "mse_loss",
+    "make_inputs": _normal_pair,
+    "fused": lambda input, target: torch.ops.fused.mse_loss(input, target),
+    "options": (MEAN,),
+    "total": lambda input, target: F.mse_loss(input, target, reduction="sum"),
+    "divisor": math.prod,
+    "reference": {
+        "cuda": (((32768, 32768), torch.float32),),
+        "cpu": (((8192, 8192), torch.float32),),
+    },
+    "small": (((1024, 1024), torch.float32),),
+}
+_SMOOTH_L1 = _MSE | {
+    "op": "smooth_l1_loss",
+    "fused": lambda input, target: torch.ops.fused.smooth_l1_loss(input, target),
+    "options": (MEAN, 1.0),
+    "total": lambda input, target: F.smooth_l1_loss(input, target, reduction="sum"),
+}
+_HUBER = _MSE | {
+    "op": "huber_loss",
+    "fused": lambda input, target: torch.ops.fused.huber_loss(input, target),
+    "options": (MEAN, 1.0),
+    "total": lambda input, target: F.huber_loss(input, target, reduction="sum"),
+}
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("mse", expression=_mse, **_MSE),
+        Case("mse_loss", expression=lambda input, target: F.mse_loss(input, target), **_MSE),
+        Case(
+            "smooth_l1_loss",
+            expression=lambda input, target: F.smooth_l1_loss(input, target),
+            **_SMOOTH_L1,
+        ),
+        Case(
+            "huber_loss",
+            expression=lambda input, target: F.huber_loss(input, target),
+            **_HUBER,
+        ),
+        Case(
+            "kl_div",
+            op="kl_div",
+            make_inputs=_probability_pair,
+            expression=_kl_div,
+            fused=lambda input, target: torch.ops.fused.kl_div(
+                input, target, BATCHMEAN, log_input=False
+            ),
+            options=(BATCHMEAN, False, False),  # log_target, log_input
+            total=lambda input, target: F.kl_div(input.log(), target, reduction="sum"),
+            divisor=lambda shape: shape[0],
+            reference={
+                "cuda": (((16384, 16384), torch.float32),),
+                "cpu": (((8192, 8192), torch.float32),),
+            },
+            small=(((1024, 1024), torch.float32),),
+        ),
+        Case(
+            "cross_entropy",
+            op="cross_entropy",
+            make_inputs=_logits_and_classes,
+            expression=lambda input, target: F.cross_entropy(input, target),
+            fused=lambda input, target: torch.ops.fused.cross_entropy(input, target),
+            options=(None, MEAN, -100, 0.0),  # weight, reduction, ignore_index, label_smoothing
+            total=lambda input, target: F.cross_entropy(input, target, reduction="sum"),
+            divisor=lambda shape: shape[0],
+            reference={
+                "cuda": (
+                    ((32768, 4096), torch.float32),
+                    ((16384, 32000), torch.bfloat16),
+                    ((8192, 128256), torch.bfloat16),
+                    ((4096, 151936), torch.bfloat16),
+                    ((131072, 1024), torch.bfloat16),
+                ),
+                "cpu": (
+                    ((8192, 4096), torch.float32),
+                    ((2048, 32000), torch.float32),
+                    ((1024, 128256), torch.bfloat16),
+                ),
+            },
+            small=(((512, 1000), torch.float32), ((256, 32000), torch.bfloat16)),
+        ),
+    )
+}

@@ -1,0 +1,144 @@
+"""How a call is timed, and what the device's memory can do.
+
+A sample is one call, right after an untimed call of the same step on other inputs. So a step pays
+for writing back its own gradient from the cache and not another contender's, and inputs are never
+found in the cache from the call before.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+NextCall = Callable[[], Call]
+
+
+class Clock(ABC):
+    """Times calls on one device. A ``next_call`` returns the next call of a step, made ready."""
+
+    def __init__(self, device: torch.device, cache_bytes: int, buffer_numel: int) -> None:
+        self.device = device
+        self.cache_bytes = cache_bytes
+        self.buffer_numel = buffer_numel  # of the bandwidth measurement, in float32
+
+    @abstractmethod
+    def sample(self, next_call: NextCall, lead_ms: float) -> float:
+        """Milliseconds of one call after an untimed one."""
+
+    def lead_ms(self, next_call: NextCall) -> float:
+        """How long the device is to be kept busy before a sample of this step."""
+        return 0.0
+
+    def peak_mib(self, call: Call) -> float | None:
+        """The most memory in use during ``call`` above what was in use before, in MiB."""
+        return None
+
+
+class CpuClock(Clock):
+    """Wall-clock time of the calling thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            cache = os.sysconf("SC_LEVEL3_CACHE_SIZE")
+        except (ValueError, OSError):
+            cache = 0
+        super().__init__(device, cache or 64 << 20, 1 << 26)
+
+    def sample(self, next_call: NextCall, lead_ms: float) -> float:
+        next_call()()
+        call = next_call()
+        start = time.perf_counter()
+        result = call()
+        elapsed = time.perf_counter() - start
+        del result  # freeing what was returned is not the step's
+        return elapsed * 1e3
+
+
+class CudaClock(Clock):
+    """Device time between two events.
+
+    The stream is kept busy before, so that the host has issued the whole step by the time its first
+    kernel starts, and launch latency stays out of the figure.
+    """
+
+    LONGEST_LEAD_MS = 4.0
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, torch.cuda.get_device_properties(device).L2_cache_size, 1 << 30)
+        self.start = torch.cuda.Event(enable_timing=True)
+        self.end = torch.cuda.Event(enable_timing=True)
+        spin = 20_000_000
+        self.cycles_per_ms = spin / min(
+            self._milliseconds(lambda: torch.cuda._sleep(spin)) for _ in range(3)
+        )
+
+    def _milliseconds(self, call: Call) -> float:
+        self.start.record()
+        call()
+        self.end.record()
+        self.end.synchronize()
+        return self.start.elapsed_time(self.end)
+
+    def lead_ms(self, next_call: NextCall) -> float:
+        host_ms = []  # to issue the step, not to run it
+        for _ in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            next_call()()
+            host_ms.append((time.perf_counter() - start) * 1e3)
+        torch.cuda.synchronize()
+        return min(3 * min(host_ms) + 0.1, self.LONGEST_LEAD_MS)  # a sample issues two calls
+
+    def sample(self, next_call: NextCall, lead_ms: float) -> float:
+        torch.cuda._sleep(int(lead_ms * self.cycles_per_ms))
+        next_call()()
+        return self._milliseconds(next_call())
+
+    def peak_mib(self, call: Call) -> float | None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / (1 << 20)
+
+
+def make_clock(device: torch.device) -> Clock:
+    return CudaClock(device) if device.type == "cuda" else CpuClock(device)
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """What memory can do, in TB/s: a pure read, and a copy counting bytes read and written.
+
+    A floor is the bytes of a case over ``read`` where nothing is written, over ``copy`` otherwise.
+    """
+
+    read: float
+    copy: float
+
+    def floor_ms(self, moved: int, *, writes: bool) -> float:
+        return moved / (self.copy if writes else self.read) / 1e9
+
+
+def measure_bandwidth(clock: Clock) -> Bandwidth:
+    """The best of torch's reductions and its copy, over buffers far larger than the cache."""
+    source = torch.randn(clock.buffer_numel, device=clock.device)
+    target = torch.randn_like(source)
+
+    def milliseconds(call: Call) -> float:
+        call()
+        lead_ms = clock.lead_ms(lambda: call)
+        return min(clock.sample(lambda: call, lead_ms) for _ in range(20))
+
+    compiled = torch.compile(torch.sum)
+    reads: tuple[Call, ...] = (source.sum, source.amax, lambda: compiled(source))
+    read = min(milliseconds(call) for call in reads)
+    copy = milliseconds(lambda: target.copy_(source))
+    return Bandwidth(source.nbytes / read / 1e9, 2 * source.nbytes / copy / 1e9)

@@ -1,0 +1,148 @@
+"""Who is measured. Each contender turns a case into a step: inputs in, loss and gradient out.
+
+Other libraries are imported only when a step of theirs is built. cut-cross-entropy starts from
+hidden states and a classifier's weight, so it has nothing to compute in these cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases import Case, Pass
+
+Step = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+class UnavailableError(Exception):
+    """A contender cannot run here, or does not have this loss; says why."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One implementation of the losses.
+
+    Attributes:
+        name: what it is called in results.
+        build: makes the step of a case and pass. ``fwd`` steps run without autograd; ``fwd_bwd``
+            steps expect the first input to require grad and to hold no gradient, and take
+            grad_output as 1. Raises ``UnavailableError`` or ``ImportError``.
+        distribution: the package whose version is reported.
+        overwrites_input: whether the backward destroys the first input, so that it needs its own.
+    """
+
+    name: str
+    build: Callable[[Case, Pass], Step]
+    distribution: str
+    overwrites_input: bool = False
+
+    @property
+    def version(self) -> str:
+        if self.distribution == "torch":
+            return torch.__version__
+        try:
+            return metadata.version(self.distribution)
+        except metadata.PackageNotFoundError:
+            return "not installed as a package"
+
+
+def _step(loss: Callable[..., Tensor], which: Pass) -> Step:
+    """A step of a loss that autograd differentiates."""
+
+    def forward(*inputs: Tensor) -> tuple[Tensor, None]:
+        with torch.no_grad():
+            return loss(*inputs), None
+
+    def forward_and_backward(*inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        result = loss(*inputs)
+        result.backward()
+        return result, inputs[0].grad
+
+    return forward if which == "fwd" else forward_and_backward
+
+
+def _eager(case: Case, which: Pass) -> Step:
+    return _step(case.expression, which)
+
+
+def _inductor(case: Case, which: Pass) -> Step:
+    return _step(torch.compile(case.expression), which)
+
+
+def _inductor_max_autotune(case: Case, which: Pass) -> Step:
+    return _step(torch.compile(case.expression, mode="max-autotune-no-cudagraphs"), which)
+
+
+def _ours_kernel(case: Case, which: Pass) -> Step:
+    import compile_losses.ops  # noqa: F401
+
+    def forward(*inputs: Tensor) -> tuple[Tensor, None]:
+        with torch.no_grad():
+            return case.forward_kernel(*inputs), None
+
+    factors: dict[torch.device, Tensor] = {}
+
+    def loss_and_gradient(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            loss, gradient = case.gradient_kernel(*inputs)
+            if loss.device not in factors:
+                factors[loss.device] = torch.ones_like(loss)
+            torch.ops.fused.scale_(gradient, factors[loss.device])
+            return loss, gradient
+
+    return forward if which == "fwd" else loss_and_gradient
+
+
+def _ours_eager(case: Case, which: Pass) -> Step:
+    import compile_losses.ops  # noqa: F401
+
+    return _step(case.fused, which)
+
+
+def _ours_compiled(case: Case, which: Pass) -> Step:
+    # By the function and not by name: a build in place has no entry point to find the name by.
+    from compile_losses.backend import compile_losses
+
+    return _step(torch.compile(case.expression, backend=compile_losses), which)
+
+
+def _quack(case: Case, which: Pass) -> Step:
+    if case.op != "cross_entropy":
+        raise UnavailableError(f"has no {case.op}")
+    if not torch.cuda.is_available():
+        raise UnavailableError("needs a CUDA device")
+    from quack.cross_entropy import cross_entropy
+
+    return _step(cross_entropy, which)
+
+
+def _liger(case: Case, which: Pass) -> Step:
+    if case.op not in ("cross_entropy", "kl_div"):
+        raise UnavailableError(f"has no {case.op}")
+    if not torch.cuda.is_available():
+        raise UnavailableError("needs a CUDA device")
+    from liger_kernel.transformers import functional
+
+    def kl_div(predictions: Tensor, targets: Tensor) -> Tensor:
+        return functional.liger_kl_div(torch.log(predictions), targets, reduction="batchmean")
+
+    return _step(functional.liger_cross_entropy if case.op == "cross_entropy" else kl_div, which)
+
+
+CONTENDERS = {
+    contender.name: contender
+    for contender in (
+        Contender("eager", _eager, "torch"),
+        Contender("inductor", _inductor, "torch"),
+        Contender("inductor_max_autotune", _inductor_max_autotune, "torch"),
+        Contender("ours_kernel", _ours_kernel, "compile_losses"),
+        Contender("ours_eager", _ours_eager, "compile_losses"),
+        Contender("ours_compiled", _ours_compiled, "compile_losses"),
+        Contender("quack", _quack, "quack-kernels"),
+        Contender("liger", _liger, "liger-kernel", overwrites_input=True),
+    )
+}

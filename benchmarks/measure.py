@@ -1,0 +1,164 @@
+"""All contenders of one problem: each is checked, then all are timed in turns."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks import accuracy
+from benchmarks.cases import Case, Pass, Size, bytes_moved
+from benchmarks.clock import Call, Clock
+from benchmarks.contenders import CONTENDERS, Contender, Step, UnavailableError
+
+FEWEST_ROUNDS, MOST_ROUNDS = 7, 200
+MOST_INPUT_SETS = 1024
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case at one size, with its inputs and reference.
+
+    ``input_sets`` are several copies of the inputs where one would stay in the cache.
+    """
+
+    case: Case
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    input_sets: list[tuple[Tensor, ...]]
+    reference: accuracy.Reference
+
+    def moved(self, which: Pass) -> int:
+        return bytes_moved(self.input_sets[0], which)
+
+    def __str__(self) -> str:
+        rows, cols = self.shape
+        return f"{self.case.name} {rows}x{cols} {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One contender's figures, or the reason why there are none."""
+
+    contender: Contender
+    ms: float | None
+    peak_mib: float | None = None
+    reason: str = ""
+    not_run: bool = False  # not for this device or loss, or not installed
+
+    @property
+    def broken(self) -> bool:
+        return self.ms is None and not self.not_run
+
+
+def make_problem(case: Case, size: Size, clock: Clock) -> Problem:
+    shape, dtype = size
+    torch.manual_seed(0)
+    inputs = case.make_inputs(shape, dtype, clock.device)
+    nbytes = sum(tensor.nbytes for tensor in inputs)
+    sets = min(MOST_INPUT_SETS, -(-32 * clock.cache_bytes // nbytes))
+    copies = [tuple(tensor.clone() for tensor in inputs) for _ in range(sets - 1)]
+    return Problem(case, shape, dtype, [inputs, *copies], accuracy.reference(case, inputs))
+
+
+def measure(
+    problem: Problem,
+    which: Pass,
+    contenders: Iterable[Contender],
+    clock: Clock,
+    budget_s: float,
+    report: Callable[[str], None],
+) -> list[Measurement]:
+    """Figures of the contenders, in their order.
+
+    Args:
+        budget_s: about how long to sample, for each contender.
+        report: told what is being done.
+    """
+    torch._dynamo.reset()
+    eager_errors = _eager_errors(problem, which)
+    ready: list[_Run] = []
+    results: dict[str, Measurement] = {}
+    for contender in contenders:
+        report(f"{problem} {which}: checking {contender.name}")
+        reason: str | None
+        not_run = False
+        try:
+            step = contender.build(problem.case, which)
+            result = step(*_prepare(problem.input_sets[0], which, contender))
+            first = problem.input_sets[0][0]
+            reason = accuracy.complaint(result, which, first, problem.reference, eager_errors)
+            del result
+        except (ImportError, UnavailableError) as error:
+            reason, not_run = str(error), True
+        except Exception as error:  # whatever it is, the others still count
+            reason = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        results[contender.name] = Measurement(contender, None, None, reason or "", not_run)
+        if reason is None:
+            sets = [_prepare(inputs, which, contender) for inputs in problem.input_sets]
+            ready.append(_Run(contender, step, sets))
+    report(f"{problem} {which}: timing {len(ready)} contenders")
+    for run, times in _interleave(ready, clock, budget_s):
+        peak = clock.peak_mib(run.next_call())
+        run.clear()
+        results[run.contender.name] = Measurement(run.contender, statistics.median(times), peak)
+    return list(results.values())
+
+
+class _Run:
+    """A step and the inputs that it takes in turn."""
+
+    def __init__(self, contender: Contender, step: Step, sets: list[tuple[Tensor, ...]]) -> None:
+        self.contender = contender
+        self.step = step
+        self.sets = itertools.cycle(sets)
+        self.inputs = sets[0]
+        self.lead_ms = 0.0
+
+    def clear(self) -> None:
+        self.inputs[0].grad = None
+
+    def next_call(self) -> Call:
+        """The step on its next inputs, with no gradient left over: clearing is not timed."""
+        self.clear()
+        self.inputs = next(self.sets)
+        return partial(self.step, *self.inputs)
+
+
+def _prepare(inputs: tuple[Tensor, ...], which: Pass, contender: Contender) -> tuple[Tensor, ...]:
+    """Inputs as a step takes them: aliases, or a copy of what the step overwrites."""
+    first, *rest = inputs
+    backward = which == "fwd_bwd"
+    first = first.clone() if contender.overwrites_input and backward else first.detach()
+    return (first.requires_grad_(backward), *rest)
+
+
+def _eager_errors(problem: Problem, which: Pass) -> accuracy.Errors:
+    eager = CONTENDERS["eager"]
+    step = eager.build(problem.case, which)
+    result = step(*_prepare(problem.input_sets[0], which, eager))
+    return accuracy.errors(result, problem.reference)
+
+
+def _interleave(runs: list[_Run], clock: Clock, budget_s: float) -> list[tuple[_Run, list[float]]]:
+    """Samples every run once a round, so that a change of the device's state meets all of them."""
+    if not runs:
+        return []
+    round_ms = 0.0
+    for run in runs:
+        run.next_call()()
+        run.lead_ms = clock.lead_ms(run.next_call)
+        round_ms += 2 * clock.sample(run.next_call, run.lead_ms) + run.lead_ms
+        run.clear()
+    rounds = int(budget_s * 1e3 * len(runs) / round_ms)
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(min(max(rounds, FEWEST_ROUNDS), MOST_ROUNDS)):
+        for run, samples in zip(runs, times, strict=True):
+            samples.append(clock.sample(run.next_call, run.lead_ms))
+            run.clear()
+    return list(zip(runs, times, strict=True))
