@@ -16,6 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 from compile_losses.library import fingerprint
+from compile_losses.lower import hoist, in_place
 from compile_losses.recognize import rewrite, rewrite_graph
 
 #: The option of the backend that names another backend to compile the rewritten graph.
@@ -55,6 +56,16 @@ class _RewritePass(_Pass):
             graph.owning_module.meta["compile_losses"] = report
 
 
+class _HoistPass(_Pass):
+    def run(self, graph: Graph) -> None:
+        hoist(graph)
+
+
+class _InPlacePass(_Pass):
+    def run(self, graph: Graph) -> None:
+        in_place(graph)
+
+
 def _as_tuple(passes: Any) -> tuple[Callable[[Graph], Any], ...]:
     if passes is None:
         return ()
@@ -85,8 +96,8 @@ def compile_losses(
             keywords["options"] = options  # type: ignore[assignment]
         return torch._dynamo.lookup_backend(inner)(gm, example_inputs, **keywords)
     inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic=None)
-    slot = "post_grad_custom_post_pass"
-    inductor.config[slot] = _Pass(inductor.config.get(slot, getattr(config, slot)))
+    for slot, kind in _LOWERING.items():
+        inductor.config[slot] = kind(inductor.config.get(slot, getattr(config, slot)))
     return inductor(gm, example_inputs)
 
 
@@ -105,10 +116,12 @@ class _Enabled:
         disable()
 
 
-_SLOTS: dict[str, type[_Pass]] = {
-    "pre_grad_custom_pass": _RewritePass,
-    "post_grad_custom_post_pass": _Pass,
+#: Inductor's slots and the passes that go there.
+_LOWERING: dict[str, type[_Pass]] = {
+    "joint_custom_pre_pass": _HoistPass,
+    "post_grad_custom_post_pass": _InPlacePass,
 }
+_SLOTS: dict[str, type[_Pass]] = {"pre_grad_custom_pass": _RewritePass, **_LOWERING}
 
 
 def enable() -> _Enabled:

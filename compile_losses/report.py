@@ -94,7 +94,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Runs ``function(*args, **kwargs)`` once under Dynamo and reports on every loss in it.
 
     Nothing that was compiled before is used or thrown away, so the answer is the same whatever is
-    cached. The function really runs (once, its graphs executed eagerly), with its side effects.
+    cached. The function really runs, once and with its side effects, its rewritten graphs
+    without a compiler.
 
     Args:
         function: any callable or module, compiled or not.

@@ -4,14 +4,14 @@
 label_smoothing=0.0, *, dtype=None)`` equals ``torch.nn.functional.cross_entropy`` with class
 indices: input [C], [N, C] or [N, C, d1, ...], target int64 or uint8 of the same shape less the
 classes, weight [C]. The logits are read once in the forward (an online softmax, the largest logit
-subtracted) and once in the backward; log-probabilities are never stored. ``dtype`` is the loss's:
+subtracted) and once in the backward, where the classes of a row lie side by side;
+log-probabilities are never stored. ``dtype`` is the loss's:
 the result is that of input cast to it first, without a copy.
 
 Raises:
     ValueError: input's and target's batch sizes differ; unknown reduction.
     IndexError: on the CPU, a target outside [0, C) that is not ignore_index. On CUDA the kernel
-    stops
-        with a device-side assertion.
+        stops with a device-side assertion.
     RuntimeError: other shapes and dtypes that torch refuses.
     NotImplementedError: class probabilities as target; logits that are not floating point.
 """
@@ -82,8 +82,8 @@ def check(
     checks.check_same_device(name, input, target=target, weight=weight)
     if target.is_floating_point():
         raise NotImplementedError(
-            f"{name}: target holds class probabilities ({checks.describe(target)}), which are not "
-            "supported yet: use torch.nn.functional.cross_entropy"
+            f"{name}: class probabilities as target ({checks.describe(target)}) are not supported "
+            "yet; torch.nn.functional.cross_entropy takes them"
         )
     if target.dtype not in (torch.int64, torch.uint8):
         raise NotImplementedError(

@@ -3,8 +3,8 @@
 ``fused::X``             public: checks, autocast and type promotion, then ``X_forward``
 ``fused::X_forward``     the loss
 ``fused::X_backward``    gradients of input and target, recomputed from them
-``fused::X_with_grad``   the loss and, in the same read, the gradient of input for a grad_output of
-1 ``fused::X_with_grad_``  the same, the gradient written over input
+``fused::X_with_grad``   the loss and, in the same read, input's gradient for a grad_output of 1
+``fused::X_with_grad_``  the same, the gradient written over input
 
 The last two are for compiled graphs only and are not differentiable.
 """

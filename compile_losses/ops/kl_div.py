@@ -1,4 +1,4 @@
-"""Kullback-Leibler divergence, pointwise.
+"""Kullback-Leibler divergence.
 
 ``torch.ops.fused.kl_div(input, target, reduction=1, *, log_target=False, log_input=True,
 dtype=None)`` equals ``torch.nn.functional.kl_div``: input holds log-probabilities, target

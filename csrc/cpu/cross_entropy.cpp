@@ -1,12 +1,14 @@
-// Cross entropy on the CPU: an online softmax over tiles of a row, so that the logits come from
-// memory once in the forward (with or without the gradient, as long as a row fits the L2 cache) and
-// once in the backward. log-probabilities are never written to memory.
-// Bytes moved per row: forward cols * sizeof(logit); backward and forward with gradient twice that.
+// Cross entropy on the CPU. Log-probabilities are never written to memory.
 //
 // Two ways through the logits:
-//   rows     a row's logits are worked off tile by tile (any stride between them);
+//   rows     an online softmax over the tiles of a row, any stride between its logits. They come
+//            from memory once in the forward, with or without the gradient as long as a row fits
+//            the L2 cache, and once in the backward. Bytes moved per row: forward cols *
+//            sizeof(logit); backward, and forward with gradient, twice that.
 //   columns  neighbouring rows lie side by side, as in [N, C, H, W] or a transposed matrix: a block
-//            of them advances through the classes together, one lane a row.
+//            of kLanes of them goes through the classes together, one lane a row, once for the
+//            largest and once for the sum. From memory that is one read while a block (kLanes *
+//            cols logits) fits the L2 cache, and two beyond.
 #include "../losses/cross_entropy.h"
 
 #include <limits>

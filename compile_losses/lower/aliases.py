@@ -1,0 +1,41 @@
+"""Which nodes of an ATen graph share memory, and which belong to the backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+
+def storage_of(node: Node) -> Any:
+    """The identity of a node's memory; the node itself where it is not a tensor."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return node
+    return value.untyped_storage()._cdata
+
+
+def graph_outputs(graph: Graph) -> list[Node]:
+    """The nodes that a graph returns."""
+    (output,) = graph.find_nodes(op="output")
+    return list(output.all_input_nodes)
+
+
+def depends_on_tangents(graph: Graph) -> set[Node]:
+    """The backward half of a joint graph."""
+    backward: set[Node] = set()
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and node.name.startswith("tangents")
+        if is_tangent or any(source in backward for source in node.all_input_nodes):
+            backward.add(node)
+    return backward
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node's result is another look at its argument's memory."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and any(
+        result.alias_info is not None for result in target._schema.returns
+    )

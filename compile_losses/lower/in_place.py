@@ -1,0 +1,122 @@
+"""Gradients over dead buffers.
+
+In a forward graph, ``X_with_grad`` may write its gradient over its input when nothing else reads
+it; in a backward graph, ``scale`` may work on the unit gradient itself, and then returns at once
+when its factor is 1. Where both happen, peak memory is that of a stock graph, which keeps the input
+for the backward.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+from torch.fx import Graph, Node
+
+from compile_losses.lower.aliases import graph_outputs, is_view, storage_of
+
+aten = torch.ops.aten
+fused = torch.ops.fused
+
+#: Producers that may be overwritten: extern kernels, whose result is surely a buffer of its own and
+#: has the layout that its fake has. Inductor may pad or recompute what it generates itself.
+_PRODUCERS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
+
+def in_place(graph: Graph) -> None:
+    """Replaces functional ops by in-place ones where the overwritten buffer is dead."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is fused.scale.default:
+            _scale(node)
+        elif str(node.target).startswith("fused.") and str(node.target).endswith(
+            "_with_grad.default"
+        ):
+            _gradient_over_input(node)
+
+
+def _gradient_over_input(node: Node) -> None:
+    input = node.args[0]
+    assert isinstance(input, Node)
+    if not _is_dead_after(input, node):
+        return
+    name = str(node.target).split(".")[1]
+    graph = node.graph
+    with graph.inserting_before(node):
+        loss = graph.call_function(getattr(fused, f"{name}_").default, node.args, node.kwargs)
+        loss.meta = {**node.meta, "val": node.meta["val"][0]}
+    for item in list(node.users):
+        assert item.target is operator.getitem
+        item.replace_all_uses_with(loss if item.args[1] == 0 else input)
+        graph.erase_node(item)
+    graph.erase_node(node)
+
+
+def _is_dead_after(input: Node, user: Node) -> bool:
+    """Whether nothing but ``user`` reads the buffer that ``input`` lies in, all of it."""
+    value = input.meta["val"]
+    node, reader = input, user
+    while list(node.users) == [reader]:
+        if not is_view(node) and node.target not in (
+            aten._unsafe_view.default,
+            aten.reshape.default,
+        ):
+            return (
+                node.target in _PRODUCERS
+                and node.meta["val"].numel() == value.numel()
+                and storage_of(node) not in map(storage_of, graph_outputs(node.graph))
+            )
+        reader, node = node, node.args[0]  # type: ignore[assignment]
+    return False
+
+
+def _scale(node: Node) -> None:
+    gradient, factor = node.args
+    assert isinstance(gradient, Node)
+    graph = node.graph
+    with graph.inserting_before(node):
+        if _may_be_overwritten(gradient) and not all(_is_pointwise(user) for user in node.users):
+            scaled = graph.call_function(fused.scale_.default, (gradient, factor))
+            scaled.meta = {**node.meta, "val": None}
+            node.replace_all_uses_with(gradient)
+        else:
+            node.replace_all_uses_with(_multiply(graph, node, gradient, factor))
+    graph.erase_node(node)
+
+
+def _multiply(graph: Graph, node: Node, gradient: Node, factor: Any) -> Node:
+    """A multiplication in ATen, which Inductor fuses into whatever reads it."""
+    value, number = node.meta["val"], factor.meta["val"]
+    if number.dtype != value.dtype:
+        factor = graph.call_function(
+            torch.ops.prims.convert_element_type.default, (factor, value.dtype)
+        )
+        factor.meta["val"] = number.to(value.dtype)
+    product = graph.call_function(aten.mul.Tensor, (gradient, factor))
+    product.meta = {k: v for k, v in node.meta.items() if k != "eager_input_vals"}
+    return product
+
+
+def _may_be_overwritten(gradient: Node) -> bool:
+    """Whether a saved gradient was given to this backward graph for good, and is read only once."""
+    if gradient.op != "placeholder" or len(gradient.users) != 1:
+        return False
+    placeholders = gradient.graph.find_nodes(op="placeholder")
+    donated = _donated_indices()
+    shared = [storage_of(n) for n in placeholders].count(storage_of(gradient)) > 1
+    return placeholders.index(gradient) in donated and not shared
+
+
+def _donated_indices() -> list[int]:
+    context = TracingContext.try_get()
+    if context is None or context.fw_metadata is None:
+        return []
+    return context.fw_metadata.bw_donated_idxs or []
+
+
+def _is_pointwise(node: Node) -> bool:
+    target: Any = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags

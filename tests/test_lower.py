@@ -1,0 +1,358 @@
+"""The passes on AOTAutograd's graphs: what they make of a step, and that it stays torch's."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from compile_losses import backend
+
+
+class Head(nn.Module):
+    """A linear layer and a loss of what it returns."""
+
+    def __init__(self, loss: Callable[..., torch.Tensor], prepare=lambda x: x):
+        super().__init__()
+        self.linear = nn.Linear(16, 12)
+        self.loss = loss
+        self.prepare = prepare
+
+    def forward(self, x, target):
+        return self.loss(self.prepare(self.linear(x)), target)
+
+
+def real(rows=8):
+    return torch.randn(rows, 16), torch.randn(rows, 12)
+
+
+def classes(rows=8):
+    return torch.randn(rows, 16), torch.randint(12, (rows,))
+
+
+def distributions(rows=8):
+    return torch.randn(rows, 16), torch.rand(rows, 12).softmax(-1)
+
+
+LOSSES = {
+    "mse": (F.mse_loss, real),
+    "hand-written mse": (lambda p, t: ((p - t) ** 2).sum(), real),
+    "smooth l1": (lambda p, t: F.smooth_l1_loss(p, t, beta=0.3), real),
+    "huber": (F.huber_loss, real),
+    "kl": (
+        lambda p, t: F.kl_div(p.softmax(-1).log(), t, reduction="batchmean"),
+        distributions,
+    ),
+    "cross entropy": (lambda p, t: F.cross_entropy(p, t, label_smoothing=0.1), classes),
+    "cross entropy sum": (lambda p, t: F.cross_entropy(p, t, reduction="sum"), classes),
+}
+HEADS = {
+    "linear": lambda x: x,
+    "view": lambda x: x.view(4, 2, 12).view(-1, 12),
+    "transposed twice": lambda x: x.t().contiguous().t(),
+    "gelu": F.gelu,
+    "scaled": lambda x: x * 0.5,
+    "layer norm": lambda x: F.layer_norm(x, (12,)),
+    "bfloat16": lambda x: x.bfloat16().float(),
+    "soft-cap": lambda x: torch.tanh(x / 30) * 30,
+    "sliced": lambda x: torch.cat([x, x])[:8],
+}
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The joint, forward and backward graphs after our passes, as text."""
+    found = {"joint": [], "post": []}
+
+    def listing(graph):
+        lines = (str(node.format_node()) for node in graph.nodes if node.op == "call_function")
+        return "\n".join(
+            re.sub(r" : \[.*?\]|: \"[^\"]*\"|\[num_users=\d+\]", "", line) for line in lines
+        )
+
+    def record(kind, function):
+        def wrapped(graph):
+            result = function(graph)
+            found[kind].append(listing(graph))
+            return result
+
+        return wrapped
+
+    monkeypatch.setattr(backend, "hoist", record("joint", backend.hoist))
+    monkeypatch.setattr(backend, "in_place", record("post", backend.in_place))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield found
+
+
+def step(model, function, inputs, factor=1.0):
+    model.zero_grad()
+    loss = function(*inputs)
+    (loss * factor).backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def compare(model, inputs, factors=(1.0, 3.0, -0.5), rtol=1e-4, **options):
+    compiled = torch.compile(copy.deepcopy(model), backend="compile_losses", **options)
+    for factor in factors:
+        expected = step(model, model, inputs, factor)
+        actual = step(compiled, compiled, inputs, factor)
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol / 100)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_hoisted(loss, graphs, device):
+    function, inputs = LOSSES[loss]
+    compare(Head(function).to(device), [t.to(device) for t in inputs()])
+    (joint,) = graphs["joint"]
+    assert "_with_grad" in joint
+    assert "fused.scale" in joint
+    assert "_backward.default" not in re.sub(r"aten\.\w+", "", joint)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("loss", ["mse", "cross entropy"])
+def test_heads(loss, head, graphs, device):
+    function, inputs = LOSSES[loss]
+    # Inductor itself leaves out a rounding to bfloat16 inside a kernel.
+    rtol = 5e-2 if head == "bfloat16" else 1e-4
+    compare(Head(function, HEADS[head]).to(device), [t.to(device) for t in inputs()], rtol=rtol)
+    assert "_with_grad" in graphs["joint"][0]
+
+
+def test_in_place_over_a_dead_product(graphs):
+    compare(Head(F.cross_entropy), classes(), factors=(1.0,))
+    forward, backward = graphs["post"]
+    assert_expected_inline(
+        forward,
+        """\
+%permute = call_function[target=torch.ops.aten.permute.default](args = (%primals_1, [1, 0]), kwargs = {})
+%addmm = call_function[target=torch.ops.aten.addmm.default](args = (%primals_2, %primals_3, %permute), kwargs = {})
+%cross_entropy_with_grad__default = call_function[target=torch.ops.fused.cross_entropy_with_grad_.default](args = (%addmm, %primals_4, None, 1, -100, 0.0, torch.float32), kwargs = {})""",
+    )
+    assert_expected_inline(
+        backward,
+        """\
+%scale__default = call_function[target=torch.ops.fused.scale_.default](args = (%getitem_4, %tangents_1), kwargs = {})
+%permute_1 = call_function[target=torch.ops.aten.permute.default](args = (%getitem_4, [1, 0]), kwargs = {})
+%mm = call_function[target=torch.ops.aten.mm.default](args = (%permute_1, %primals_3), kwargs = {})
+%sum_1 = call_function[target=torch.ops.aten.sum.dim_IntList](args = (%getitem_4, [0], True), kwargs = {})
+%view = call_function[target=torch.ops.aten.reshape.default](args = (%sum_1, [12]), kwargs = {})""",
+    )
+
+
+def test_not_over_a_buffer_that_is_returned(graphs):
+    """Logits that the caller gets are not overwritten, in the forward or in the backward."""
+
+    class WithLogits(Head):
+        def forward(self, x, target):
+            logits = self.linear(x)
+            return self.loss(logits.view(-1, 12), target), logits
+
+    model, inputs = WithLogits(F.cross_entropy), classes()
+    compiled = torch.compile(copy.deepcopy(model), backend="compile_losses")
+    results = []
+    for function in (model, compiled):
+        loss, logits = function(*inputs)
+        before = logits.detach().clone()
+        (loss * 2).backward()
+        torch.testing.assert_close(logits, before, rtol=0, atol=0)
+        results.append([loss.detach(), before, *(p.grad for p in function.parameters())])
+    torch.testing.assert_close(*results)
+    assert "_with_grad_." not in graphs["post"][0]
+
+
+def test_fused_into_a_pointwise_consumer(graphs):
+    """Where a pointwise op reads the gradient, the scale is a multiplication in its kernel."""
+    compare(Head(F.mse_loss, lambda x: x * 0.5), real(), factors=(1.0, 2.0))
+    assert "scale_" not in graphs["post"][1]
+    assert "aten.mul" in graphs["post"][1]
+
+
+def keeps_backward(graphs):
+    return "_with_grad" not in graphs["joint"][0] and "_backward.default" in graphs["joint"][0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda p, t: F.mse_loss(p, t, reduction="none")[:, 0].sum(),
+        lambda p, t: F.mse_loss(p[:, :1], t),
+    ],
+    ids=["not reduced", "broadcast"],
+)
+def test_not_hoisted(function, graphs):
+    compare(Head(function), real(), factors=(1.0, 2.0))
+    assert keeps_backward(graphs)
+
+
+def test_target_with_gradient(graphs):
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 12), nn.Linear(16, 12)
+
+        def forward(self, x):
+            return F.smooth_l1_loss(self.a(x), self.b(x))
+
+    compare(TwoHeads(), (torch.randn(8, 16),))
+    assert keeps_backward(graphs)
+
+
+def test_float16_is_not_hoisted(graphs):
+    """1/N underflows in float16 before a GradScaler's factor arrives."""
+
+    class Half(Head):
+        def forward(self, x, target):
+            return F.mse_loss(self.linear(x).half(), target.half()).float()
+
+    model, inputs = Half(None), real(4096)
+    compiled = torch.compile(copy.deepcopy(model), backend="compile_losses")
+    expected = step(model, model, inputs, 1024.0)
+    actual = step(compiled, compiled, inputs, 1024.0)
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=1e-2)
+    assert actual[1][0].abs().min() > 0
+    assert keeps_backward(graphs)
+
+
+def test_loss_used_twice(graphs):
+    compare(Head(lambda p, t: F.mse_loss(p, t) + F.mse_loss(p, t) ** 2), real())
+
+
+def test_two_losses_of_one_input(graphs):
+    compare(Head(lambda p, t: F.mse_loss(p, t) + 0.3 * F.smooth_l1_loss(p, t)), real())
+    assert graphs["joint"][0].count("_with_grad.default]") == 2
+    assert "_with_grad_." not in graphs["post"][0]
+
+
+def test_checkpoint(graphs, device):
+    class Checkpointed(Head):
+        def forward(self, x, target):
+            return checkpoint(super().forward, x, target, use_reentrant=False)
+
+    model = Checkpointed(F.cross_entropy, F.gelu).to(device)
+    compare(model, [t.to(device) for t in classes()])
+
+
+def test_gradient_accumulation_and_dynamic_shapes(device):
+    model = Head(F.cross_entropy).to(device)
+    compiled = torch.compile(copy.deepcopy(model), backend="compile_losses", dynamic=True)
+    batches = [[t.to(device) for t in classes(rows)] for rows in (8, 5, 13)]
+    for function in (model, compiled):
+        function.zero_grad()
+        for batch in batches:
+            (function(*batch) / len(batches)).backward()
+    torch.testing.assert_close(
+        [p.grad for p in compiled.parameters()], [p.grad for p in model.parameters()]
+    )
+
+
+def outcome(function, inputs, **keywords):
+    """The gradients of two backward calls, or the error of the second."""
+    leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
+    loss = function(*leaves)
+    loss.backward(**keywords)
+    first = leaves[0].grad.clone()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return first, str(error)[:60]
+    return first, leaves[0].grad.clone()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        F.mse_loss,
+        lambda p, t: F.mse_loss(p * 2, t),
+        lambda p, t: F.mse_loss(F.gelu(p), t),
+        lambda p, t: F.mse_loss(p @ torch.ones(12, 12), t),
+    ],
+    ids=["leaf", "scaled", "gelu", "product"],
+)
+def test_retain_graph_is_stock(function):
+    """Whatever stock torch.compile allows or refuses, ours does."""
+    inputs = torch.randn(8, 12), torch.randn(8, 12)
+    results = []
+    for name in ("inductor", "compile_losses"):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend=name)
+        try:
+            results.append(outcome(compiled, inputs, retain_graph=True))
+        except RuntimeError as error:
+            results.append(str(error)[:60])
+    assert type(results[0]) is type(results[1]), results
+    if isinstance(results[0], str):
+        assert results[0] == results[1]
+    else:
+        torch.testing.assert_close(*results)
+
+
+def test_create_graph_is_stock():
+    def penalty(function):
+        x = torch.randn(8, 12, requires_grad=True)
+        (gradient,) = torch.autograd.grad(function(x, torch.zeros(8, 12)), x, create_graph=True)
+        gradient.sum().backward()
+
+    errors = []
+    for name in ("inductor", "compile_losses"):
+        torch._dynamo.reset()
+        with pytest.raises(RuntimeError) as error:
+            penalty(torch.compile(F.mse_loss, backend=name))
+        errors.append(str(error.value)[:80])
+    assert errors[0] == errors[1]
+
+
+def test_stale_formula_misses_the_cache(monkeypatch, tmp_path):
+    """A changed formula or kernel changes the fingerprint, and with it every key."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    a, b = torch.rand(5, requires_grad=True), torch.rand(5)
+
+    def misses():
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(F.huber_loss, backend="compile_losses")(a, b).backward()
+        return counters["aot_autograd"]["autograd_cache_miss"]
+
+    assert misses() == 1
+    assert misses() == 0
+    monkeypatch.setattr(backend, "fingerprint", lambda: "of other sources")
+    assert misses() == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_curve(dtype, device):
+    """A hundred steps with and without: the same curve."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64))
+    models = [copy.deepcopy(model).to(device, dtype) for _ in range(2)]
+    data = torch.randint(64, (100, 16, 33), device=device)
+    curves = []
+    for net, name in zip(models, ("inductor", "compile_losses"), strict=True):
+        torch._dynamo.reset()
+
+        def loss_of(tokens, net=net):
+            logits = net(tokens[:, :-1]).view(-1, 64)
+            return F.cross_entropy(logits.float(), tokens[:, 1:].reshape(-1))
+
+        compiled = torch.compile(loss_of, backend=name)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
+        curve = []
+        for tokens in data:
+            optimizer.zero_grad()
+            loss = compiled(tokens)
+            loss.backward()
+            optimizer.step()
+            curve.append(loss.item())
+        curves.append(torch.tensor(curve))
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(curves[1], curves[0], rtol=tolerance, atol=0)
