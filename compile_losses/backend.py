@@ -16,7 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 from compile_losses.library import fingerprint
-from compile_losses.lower import hoist, in_place
+from compile_losses.lower import hoist, in_place, inline
 from compile_losses.recognize import rewrite, rewrite_graph
 
 #: The option of the backend that names another backend to compile the rewritten graph.
@@ -56,8 +56,9 @@ class _RewritePass(_Pass):
             graph.owning_module.meta["compile_losses"] = report
 
 
-class _HoistPass(_Pass):
+class _PlanPass(_Pass):
     def run(self, graph: Graph) -> None:
+        inline(graph)
         hoist(graph)
 
 
@@ -118,7 +119,7 @@ class _Enabled:
 
 #: Inductor's slots and the passes that go there.
 _LOWERING: dict[str, type[_Pass]] = {
-    "joint_custom_pre_pass": _HoistPass,
+    "joint_custom_pre_pass": _PlanPass,
     "post_grad_custom_post_pass": _InPlacePass,
 }
 _SLOTS: dict[str, type[_Pass]] = {"pre_grad_custom_pass": _RewritePass, **_LOWERING}

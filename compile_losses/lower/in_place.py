@@ -12,8 +12,12 @@ import operator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from compile_losses.lower.aliases import graph_outputs, is_view, storage_of
 
@@ -30,12 +34,34 @@ def in_place(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
+        name = str(node.target)
+        if name.startswith("fused."):
+            _accept_layouts(node)
         if node.target is fused.scale.default:
             _scale(node)
-        elif str(node.target).startswith("fused.") and str(node.target).endswith(
-            "_with_grad.default"
-        ):
+        elif name.startswith("fused.") and name.endswith("_with_grad.default"):
             _gradient_over_input(node)
+
+
+def _accept_layouts(node: Node) -> None:
+    """Lets a call take its arguments in the layout that they have by now.
+
+    Inductor gives a custom op the strides that its arguments had in eager mode, by a copy where it
+    has laid them out otherwise, such as a matrix product with padded rows. The kernels take any
+    strides: only those of their results must stay.
+    """
+    if "eager_input_vals" not in node.meta:
+        return
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    (first, *_) = (value for value in args if isinstance(value, FakeTensor))
+    with first.fake_mode:
+        value = node.target(*args, **kwargs)  # type: ignore[operator]
+    results, expected = (
+        [t.stride() for t in tree_leaves(tree) if isinstance(t, Tensor)]
+        for tree in (value, node.meta["val"])
+    )
+    if all(isinstance(s, int) for s in tree_leaves((results, expected))) and results == expected:
+        node.meta["eager_input_vals"] = (args, kwargs)
 
 
 def _gradient_over_input(node: Node) -> None:

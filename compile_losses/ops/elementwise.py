@@ -22,6 +22,9 @@ from compile_losses import library
 from compile_losses.ops import checks
 from compile_losses.ops.transforms import double_backward, needs_torch
 
+#: Each loss in torch's own ops, called as ``reference(input, target, reduction, *parameters)``.
+REFERENCES: dict[str, Callable[..., Tensor]] = {}
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -54,13 +57,14 @@ def declare(
 
     Args:
         name: the loss's name in ``torch.nn.functional``.
-        reference: the loss in torch's own ops, called as ``reference(input, target, reduction,
-            *parameters)``; used inside functorch and for second derivatives.
+        reference: the loss in torch's own ops, see REFERENCES; used inside functorch, for second
+            derivatives, and where Inductor is to fuse the loss with what feeds it.
         parameters: the loss's own arguments.
         check: raises for bad values of the parameters; called with them.
         batchmean: whether ``reduction=3`` is allowed.
         like_target: whether an unreduced loss follows target's strides instead of input's.
     """
+    REFERENCES[name] = reference
     positional = [p for p in parameters if not p.keyword_only]
     keyword = [p for p in parameters if p.keyword_only]
     public_arguments = ", ".join(
