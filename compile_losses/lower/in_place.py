@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from compile_losses.lower.aliases import graph_outputs, is_view, storage_of
+from compile_losses.lower.aliases import graph_outputs, storage_of
 
 aten = torch.ops.aten
 fused = torch.ops.fused
@@ -27,6 +27,18 @@ fused = torch.ops.fused
 #: Producers that may be overwritten: extern kernels, whose result is surely a buffer of its own and
 #: has the layout that its fake has. Inductor may pad or recompute what it generates itself.
 _PRODUCERS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
+#: Other looks at a buffer in which no element occurs twice. A slice is what is left of a product
+#: whose rows Inductor has padded.
+_ROW_VIEWS = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+    aten.slice.Tensor,
+)
+_VIEWS = (*_ROW_VIEWS, aten.permute.default, aten.transpose.int, aten.t.default)
 
 
 def in_place(graph: Graph) -> None:
@@ -44,11 +56,11 @@ def in_place(graph: Graph) -> None:
 
 
 def _accept_layouts(node: Node) -> None:
-    """Lets a call take its arguments in the layout that they have by now.
+    """Lets a call take its arguments in the layout that Inductor gives them.
 
-    Inductor gives a custom op the strides that its arguments had in eager mode, by a copy where it
-    has laid them out otherwise, such as a matrix product with padded rows. The kernels take any
-    strides: only those of their results must stay.
+    Inductor brings the arguments of a custom op to the strides that they had in eager mode, by a
+    copy where it laid them out otherwise, as it pads the rows of matrix products. The kernels take
+    any strides, and gaps between rows leave the strides of their results as they are.
     """
     if "eager_input_vals" not in node.meta:
         return
@@ -60,8 +72,17 @@ def _accept_layouts(node: Node) -> None:
         [t.stride() for t in tree_leaves(tree) if isinstance(t, Tensor)]
         for tree in (value, node.meta["val"])
     )
-    if all(isinstance(s, int) for s in tree_leaves((results, expected))) and results == expected:
-        node.meta["eager_input_vals"] = (args, kwargs)
+    if not all(isinstance(s, int) for s in tree_leaves((results, expected))):
+        return
+    if results == expected and all(map(_has_rows, node.all_input_nodes)):
+        del node.meta["eager_input_vals"]
+
+
+def _has_rows(node: Node) -> bool:
+    """Whether a tensor has its layout already, or rows that Inductor may pad but not permute."""
+    while node.target in _ROW_VIEWS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node.op == "placeholder" or node.target in _PRODUCERS
 
 
 def _gradient_over_input(node: Node) -> None:
@@ -82,19 +103,12 @@ def _gradient_over_input(node: Node) -> None:
 
 
 def _is_dead_after(input: Node, user: Node) -> bool:
-    """Whether nothing but ``user`` reads the buffer that ``input`` lies in, all of it."""
-    value = input.meta["val"]
+    """Whether nothing but ``user`` reads any of the buffer that ``input`` lies in."""
     node, reader = input, user
     while list(node.users) == [reader]:
-        if not is_view(node) and node.target not in (
-            aten._unsafe_view.default,
-            aten.reshape.default,
-        ):
-            return (
-                node.target in _PRODUCERS
-                and node.meta["val"].numel() == value.numel()
-                and storage_of(node) not in map(storage_of, graph_outputs(node.graph))
-            )
+        if node.target not in _VIEWS:
+            returned = map(storage_of, graph_outputs(node.graph))
+            return node.target in _PRODUCERS and storage_of(node) not in returned
         reader, node = node, node.args[0]  # type: ignore[assignment]
     return False
 
@@ -104,7 +118,7 @@ def _scale(node: Node) -> None:
     assert isinstance(gradient, Node)
     graph = node.graph
     with graph.inserting_before(node):
-        if _may_be_overwritten(gradient) and not all(_is_pointwise(user) for user in node.users):
+        if _may_be_overwritten(gradient) and not _is_fused(node):
             scaled = graph.call_function(fused.scale_.default, (gradient, factor))
             scaled.meta = {**node.meta, "val": None}
             node.replace_all_uses_with(gradient)
@@ -143,6 +157,15 @@ def _donated_indices() -> list[int]:
     return context.fw_metadata.bw_donated_idxs or []
 
 
-def _is_pointwise(node: Node) -> bool:
+def _is_fused(node: Node) -> bool:
+    """Whether all that read a value, through views, are ops that Inductor generates itself."""
+    return all(
+        _is_fused(user) if user.target in _VIEWS else _is_generated(user) for user in node.users
+    )
+
+
+def _is_generated(node: Node) -> bool:
     target: Any = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return target is aten.constant_pad_nd.default or (
+        isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    )

@@ -1,7 +1,8 @@
 """What is left of a backward pass when the gradient was computed with the loss.
 
-``torch.ops.fused.scale_(grad, factor)`` multiplies a dense gradient in place by a number that lies
-on its device, and returns without touching it when the number is 1, as after ``loss.backward()``.
+``torch.ops.fused.scale_(grad, factor)`` multiplies a gradient in place by a number that lies
+on its device, and returns without touching it when the number is 1, as after ``loss.backward()``
+(unless its elements have gaps between them).
 ``torch.ops.fused.scale(grad, factor)`` returns a new tensor: in a graph it marks where the
 gradient of the loss is scaled, for the passes that choose how.
 """

@@ -189,10 +189,13 @@ void scale(const Tensor& grad, const Tensor& factor) {
   if (factor.numel() != 1)
     throw std::runtime_error("scale_: expected factor to hold one number, got shape " +
                              to_string(sizes_of(factor)));
-  if (!is_dense(grad))
-    throw std::runtime_error("scale_: expected grad to be dense, got shape " +
-                             to_string(sizes_of(grad)) + " with strides " +
-                             to_string(strides_of(grad)));
+  if (!is_dense(grad)) {
+    StableIValue stack[2] = {torch::stable::detail::from(grad),
+                             torch::stable::detail::from(factor)};
+    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mul_", "Tensor", stack, TORCH_ABI_VERSION));
+    torch::stable::detail::to<Tensor>(stack[0]);  // the same tensor; takes its reference back
+    return;
+  }
   const Launch launch(grad);
   scale_(grad.data_ptr(), dtype, grad.numel(), factor.data_ptr(), factor_dtype, launch.stream());
 }
