@@ -303,18 +303,22 @@ def outcome(function, inputs, **keywords):
 
 
 @pytest.mark.parametrize(
-    "function",
+    ("function", "inputs"),
     [
-        F.mse_loss,
-        lambda p, t: F.mse_loss(p * 2, t),
-        lambda p, t: F.mse_loss(F.gelu(p), t),
-        lambda p, t: F.mse_loss(p @ torch.ones(12, 12), t),
+        (F.mse_loss, real),
+        (lambda p, t: F.mse_loss(p[:, :12] * 2, t), real),
+        (lambda p, t: F.mse_loss(F.gelu(p[:, :12]), t), real),
+        (lambda p, t: F.mse_loss(p @ torch.ones(16, 12), t), real),
+        (F.cross_entropy, classes),
+        (lambda p, t: F.cross_entropy(p * 2, t), classes),
     ],
-    ids=["leaf", "scaled", "gelu", "product"],
+    ids=["leaf", "scaled", "gelu", "product", "cross entropy", "scaled cross entropy"],
 )
-def test_retain_graph_is_stock(function):
+def test_retain_graph_is_stock(function, inputs):
     """Whatever stock torch.compile allows or refuses, ours does."""
-    inputs = torch.randn(8, 12), torch.randn(8, 12)
+    inputs = inputs()
+    if function is F.mse_loss:
+        inputs = inputs[0], torch.randn(8, 16)
     results = []
     for name in ("inductor", "compile_losses"):
         torch._dynamo.reset()
@@ -328,6 +332,29 @@ def test_retain_graph_is_stock(function):
         assert results[0] == results[1]
     else:
         torch.testing.assert_close(*results)
+
+
+def test_leaf_gradient_in_place(graphs):
+    """The unit gradient of a graph input becomes its gradient, without a second buffer."""
+    logits = torch.randn(8, 12, requires_grad=True)
+    labels = torch.randint(12, (8,))
+    compiled = torch.compile(F.cross_entropy, backend="compile_losses")
+    for factor in (1.0, 3.0):
+        results = []
+        for function in (compiled, F.cross_entropy):
+            loss = function(logits, labels)
+            results.append(torch.autograd.grad(loss * factor, logits)[0])
+        torch.testing.assert_close(*results)
+    assert "scale_" in graphs["post"][1]
+
+
+def test_over_a_product_with_gaps(graphs):
+    """A slice of a product, as of one that Inductor padded, holds the gradient of its own columns."""
+    compare(
+        Head(F.cross_entropy, lambda x: x[:, :10]),
+        (torch.randn(8, 16), torch.randint(10, (8,))),
+    )
+    assert "_with_grad_." in graphs["post"][0]
 
 
 def test_create_graph_is_stock():

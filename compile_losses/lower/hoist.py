@@ -194,15 +194,23 @@ def _overwrites_buffers_anyway(pair: Pair) -> bool:
     return False
 
 
+def _like(fake: Any) -> Tensor:
+    with fake.fake_mode:
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+
+
 def replace(pair: Pair) -> None:
     graph = pair.forward.graph
     with graph.inserting_before(pair.forward):
         both = graph.call_function(pair.with_grad, pair.forward.args, pair.forward.kwargs)
-        both.meta = {**pair.forward.meta, "val": (pair.loss.meta["val"], pair.gradient.meta["val"])}
+        # A tensor of its own: AOTAutograd would take one that shares memory with the backward's
+        # result for an alias of it, and not donate it.
+        value = _like(pair.gradient.meta["val"])
+        both.meta = {**pair.forward.meta, "val": (pair.loss.meta["val"], value)}
         loss = graph.call_function(operator.getitem, (both, 0))
         loss.meta = dict(pair.loss.meta)
         unit = graph.call_function(operator.getitem, (both, 1))
-        unit.meta = {**pair.loss.meta, "val": pair.gradient.meta["val"]}
+        unit.meta = {**pair.loss.meta, "val": value}
     # Where the gradient was computed, and so after its grad_output.
     grad_output: Node = pair.backward.args[0]  # type: ignore[assignment]
     with graph.inserting_before(pair.backward):
