@@ -9,19 +9,21 @@ namespace fused {
 template <typename acc_t>
 struct SmoothL1Loss {
   acc_t beta;
+  acc_t slope;  // of the gradient around 0: 1 / beta, and 1 where there is no such part
 
   FUSED_HOST_DEVICE explicit SmoothL1Loss(const double* parameters)
-      : beta(static_cast<acc_t>(parameters[0])) {}
+      : beta(static_cast<acc_t>(parameters[0])),
+        slope(beta > acc_t(0) ? acc_t(1) / beta : acc_t(1)) {}
 
   FUSED_HOST_DEVICE acc_t value(acc_t input, acc_t target) const {
     const acc_t distance = math::absolute(input - target);
-    return distance < beta ? acc_t(0.5) * distance * distance / beta : distance - acc_t(0.5) * beta;
+    return distance < beta ? acc_t(0.5) * slope * distance * distance
+                           : distance - acc_t(0.5) * beta;
   }
   // The comparisons are ordered so that nan reaches the last branch, and so does 0 when beta is 0.
   FUSED_HOST_DEVICE acc_t grad_input(acc_t input, acc_t target) const {
     const acc_t difference = input - target;
-    const acc_t inner = beta > acc_t(0) ? difference / beta : difference;
-    return difference > beta ? acc_t(1) : difference < -beta ? acc_t(-1) : inner;
+    return difference > beta ? acc_t(1) : difference < -beta ? acc_t(-1) : slope * difference;
   }
   FUSED_HOST_DEVICE acc_t grad_target(acc_t input, acc_t target) const {
     return -grad_input(input, target);
