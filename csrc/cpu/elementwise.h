@@ -53,6 +53,9 @@ class Tile {
 
   explicit operator bool() const { return operand_.data != nullptr; }
 
+  // Whether the operand is one number for all elements.
+  bool is_constant() const { return constant_; }
+
   const acc_t* read(int64_t begin, int64_t count) {
     if (direct_) return static_cast<const acc_t*>(operand_.data) + begin;
     if (constant_ && filled_ >= count) return buffer_;
@@ -93,7 +96,9 @@ double elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t 
   Tile<acc_t> input(args, args.input), target(args, args.target);
   Tile<acc_t> grad_output(args, args.grad_output), losses(args, args.losses);
   Tile<acc_t> grad_input(args, args.grad_input), grad_target(args, args.grad_target);
-  const acc_t scale = static_cast<acc_t>(1 / args.divisor);
+  acc_t scale = static_cast<acc_t>(1 / args.divisor);
+  const bool one_grad_output = grad_output && grad_output.is_constant();
+  if (one_grad_output) scale *= *grad_output.read(begin, 1);
   double sum = 0;
 
   for (int64_t first = begin; first < end; first += kTile) {
@@ -115,7 +120,8 @@ double elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t 
     if (!grad_input && !grad_target) continue;
 
     // grad_target is written first: grad_input may lie over input.
-    const acc_t* g = grad_output ? grad_output.read(first, count) : nullptr;
+    const bool each = grad_output && !one_grad_output;
+    const acc_t* g = each ? grad_output.read(first, count) : nullptr;
     const auto differentiate = [&](Tile<acc_t>& grad, auto&& derivative) {
       acc_t* out = grad.write_pointer(first);
       if (g) {
