@@ -92,9 +92,7 @@ def compile_losses(
     inner = options.pop(INNER_BACKEND, "inductor")
     rewrite(gm)
     if inner != "inductor":
-        keywords = {"mode": mode} if mode else {}
-        if options:
-            keywords["options"] = options  # type: ignore[assignment]
+        keywords = {k: v for k, v in (("mode", mode), ("options", options)) if v}
         return torch._dynamo.lookup_backend(inner)(gm, example_inputs, **keywords)
     inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic=None)
     for slot, kind in _LOWERING.items():

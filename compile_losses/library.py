@@ -28,7 +28,7 @@ def define(schema: str) -> torch._ops.OpOverload[..., Any]:
 
 
 def register_fake(op: torch._ops.OpOverload[..., Any], fake: Callable[..., Any]) -> None:
-    torch.library.register_fake(op.name().removesuffix(".default"), fake, lib=LIBRARY)
+    torch.library.register_fake(op.name(), fake, lib=LIBRARY)
 
 
 def register_autograd(
@@ -36,9 +36,7 @@ def register_autograd(
     backward: Callable[..., Any],
     setup_context: Callable[..., Any],
 ) -> None:
-    torch.library.register_autograd(
-        op.name().removesuffix(".default"), backward, setup_context=setup_context, lib=LIBRARY
-    )
+    torch.library.register_autograd(op.name(), backward, setup_context=setup_context, lib=LIBRARY)
 
 
 def register_not_differentiable(op: torch._ops.OpOverload[..., Any]) -> None:
@@ -58,7 +56,7 @@ def register_not_differentiable(op: torch._ops.OpOverload[..., Any]) -> None:
 
 
 def implement(op: torch._ops.OpOverload[..., Any], kernel: Callable[..., Any], key: str) -> None:
-    LIBRARY.impl(op.name().removesuffix(".default"), kernel, key)
+    LIBRARY.impl(op.name(), kernel, key)
 
 
 def implement_public(op: torch._ops.OpOverload[..., Any], kernel: Callable[..., Any]) -> None:

@@ -25,6 +25,7 @@ from torch._functorch.partitioners import get_default_op_list
 from torch.fx import Graph, Node
 
 from compile_losses.lower.aliases import depends_on_tangents, graph_outputs, storage_of
+from compile_losses.lower.calls import fused_call, fused_op
 from compile_losses.ops.checks import REDUCTIONS
 
 fused = torch.ops.fused
@@ -35,23 +36,20 @@ class Pair:
     """A loss in a joint graph, with its gradient.
 
     Attributes:
+        name: of the loss.
         forward, backward: the calls of ``X_forward`` and ``X_backward``.
         loss, gradient: the nodes that hold their results.
         reduction: of the loss.
         only_input: whether no gradient but input's is asked for.
     """
 
+    name: str
     forward: Node
     backward: Node
     loss: Node
     gradient: Node
     reduction: int
     only_input: bool
-
-    @property
-    def with_grad(self) -> torch._ops.OpOverload[..., Any]:
-        name = self.forward.target._schema.name.removesuffix("_forward")  # type: ignore[union-attr]
-        return getattr(fused, f"{name.removeprefix('fused::')}_with_grad").default
 
     @property
     def input(self) -> Node:
@@ -65,8 +63,10 @@ def hoist(graph: Graph) -> list[tuple[Node, str]]:
         The forward nodes that were left alone, with the reasons.
     """
     kept = []
-    for pair in find_pairs(graph):
-        reason = refusal(pair)
+    pairs = find_pairs(graph)
+    overwrites = bool(pairs) and overwrites_buffers(graph)
+    for pair in pairs:
+        reason = refusal(pair, overwrites)
         if reason is None:
             replace(pair)
         else:
@@ -77,10 +77,11 @@ def hoist(graph: Graph) -> list[tuple[Node, str]]:
 def find_pairs(graph: Graph) -> list[Pair]:
     """Losses with exactly one gradient call of the same arguments."""
     pairs = []
-    for forward in list(graph.nodes):
-        backward_op = _backward_of(forward)
-        if backward_op is None:
+    for forward in graph.nodes:
+        loss, part = fused_call(forward) or ("", "")
+        if part != "forward":
             continue
+        backward_op = fused_op(loss, "backward")
         calls = [
             node
             for node in graph.find_nodes(op="call_function", target=backward_op)
@@ -93,22 +94,10 @@ def find_pairs(graph: Graph) -> list[Pair]:
         ]
         if len(calls) != 1 or len(forwards) != 1:
             continue
-        pair = _pair(forward, calls[0])
+        pair = _pair(loss, forward, calls[0])
         if pair is not None:
             pairs.append(pair)
     return pairs
-
-
-def _backward_of(node: Node) -> torch._ops.OpOverload[..., Any] | None:
-    target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
-        return None
-    name = target._schema.name
-    if not name.startswith("fused::") or not name.endswith("_forward"):
-        return None
-    return getattr(
-        fused, name.removeprefix("fused::").removesuffix("_forward") + "_backward"
-    ).default
 
 
 def _same_loss(forward: Node, backward: Node) -> bool:
@@ -126,7 +115,7 @@ def _same_loss(forward: Node, backward: Node) -> bool:
     }
 
 
-def _pair(forward: Node, backward: Node) -> Pair | None:
+def _pair(name: str, forward: Node, backward: Node) -> Pair | None:
     schema = forward.target._schema  # type: ignore[union-attr]
     reduction = forward.args[[a.name for a in schema.arguments].index("reduction")]
     loss: Node | None = forward
@@ -140,7 +129,7 @@ def _pair(forward: Node, backward: Node) -> Pair | None:
         gradient = _item(backward, 0)
     if loss is None or gradient is None or not isinstance(reduction, int):
         return None
-    return Pair(forward, backward, loss, gradient, reduction, only_input)
+    return Pair(name, forward, backward, loss, gradient, reduction, only_input)
 
 
 def _item(node: Node, index: int) -> Node | None:
@@ -148,8 +137,8 @@ def _item(node: Node, index: int) -> Node | None:
     return items[0] if len(items) == 1 else None
 
 
-def refusal(pair: Pair) -> str | None:
-    """Why a gradient stays in the backward, or None."""
+def refusal(pair: Pair, overwrites: bool) -> str | None:
+    """Why a gradient stays in the backward, or None; see overwrites_buffers."""
     input: Tensor = pair.input.meta["val"]
     gradient: Tensor = pair.gradient.meta["val"]
     if pair.reduction == REDUCTIONS["none"]:
@@ -162,19 +151,18 @@ def refusal(pair: Pair) -> str | None:
         return "a unit gradient would underflow in float16 before the loss scale reaches it"
     if any(n.meta.get("recompute") is not None for n in (pair.forward, pair.input)):
         return "inside a checkpointed region, which runs its forward twice"
-    if not _overwrites_buffers_anyway(pair):
+    if not overwrites:
         return "the backward could no longer run twice (retain_graph) over these inputs"
     return None
 
 
-def _overwrites_buffers_anyway(pair: Pair) -> bool:
-    """Whether the backward is given intermediates of the forward to overwrite even without us.
+def overwrites_buffers(graph: Graph) -> bool:
+    """Whether a joint graph's backward is given intermediates to overwrite even without us.
 
     AOTAutograd gives it those that only it still needs ("donated buffers"), and such a backward
     refuses retain_graph. The unit gradient is one more of them; it must not be the only one, or a
     graph of the loss alone would refuse what torch allows.
     """
-    graph = pair.forward.graph
     backward = depends_on_tangents(graph)
     kept = {storage_of(n) for n in [*graph.find_nodes(op="placeholder"), *graph_outputs(graph)]}
     ops = get_default_op_list()
@@ -202,7 +190,8 @@ def _like(fake: Any) -> Tensor:
 def replace(pair: Pair) -> None:
     graph = pair.forward.graph
     with graph.inserting_before(pair.forward):
-        both = graph.call_function(pair.with_grad, pair.forward.args, pair.forward.kwargs)
+        with_grad = fused_op(pair.name, "with_grad")
+        both = graph.call_function(with_grad, pair.forward.args, pair.forward.kwargs)
         # A tensor of its own: AOTAutograd would take one that shares memory with the backward's
         # result for an alias of it, and not donate it.
         value = _like(pair.gradient.meta["val"])

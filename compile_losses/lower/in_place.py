@@ -20,12 +20,13 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from compile_losses.lower.aliases import graph_outputs, storage_of
+from compile_losses.lower.calls import fused_call, fused_op
 
 aten = torch.ops.aten
 fused = torch.ops.fused
 
-#: Producers that may be overwritten: extern kernels, whose result is surely a buffer of its own and
-#: has the layout that its fake has. Inductor may pad or recompute what it generates itself.
+#: Producers that may be overwritten: extern kernels, whose result is surely a buffer of its own.
+#: What Inductor generates itself it may hand over as a copy, which would be overwritten in vain.
 _PRODUCERS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 #: Other looks at a buffer in which no element occurs twice. A slice is what is left of a product
@@ -44,15 +45,13 @@ _VIEWS = (*_ROW_VIEWS, aten.permute.default, aten.transpose.int, aten.t.default)
 def in_place(graph: Graph) -> None:
     """Replaces functional ops by in-place ones where the overwritten buffer is dead."""
     for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        name = str(node.target)
-        if name.startswith("fused."):
+        loss, part = fused_call(node) or ("", "")
+        if part or node.target is fused.scale.default:
             _accept_layouts(node)
         if node.target is fused.scale.default:
             _scale(node)
-        elif name.startswith("fused.") and name.endswith("_with_grad.default"):
-            _gradient_over_input(node)
+        elif part == "with_grad":
+            _gradient_over_input(node, loss)
 
 
 def _accept_layouts(node: Node) -> None:
@@ -85,15 +84,14 @@ def _has_rows(node: Node) -> bool:
     return node.op == "placeholder" or node.target in _PRODUCERS
 
 
-def _gradient_over_input(node: Node) -> None:
+def _gradient_over_input(node: Node, name: str) -> None:
     input = node.args[0]
     assert isinstance(input, Node)
     if not _is_dead_after(input, node):
         return
-    name = str(node.target).split(".")[1]
     graph = node.graph
     with graph.inserting_before(node):
-        loss = graph.call_function(getattr(fused, f"{name}_").default, node.args, node.kwargs)
+        loss = graph.call_function(fused_op(name, "with_grad_"), node.args, node.kwargs)
         loss.meta = {**node.meta, "val": node.meta["val"][0]}
     for item in list(node.users):
         assert item.target is operator.getitem

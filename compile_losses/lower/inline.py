@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.partitioners import get_default_op_list
+from torch._functorch.partitioners import OpTypes, get_default_op_list
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compile_losses.lower.aliases import is_view
+from compile_losses.lower.calls import fused_call
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.elementwise import REFERENCES
 
@@ -32,12 +33,13 @@ def inline(graph: Graph) -> list[tuple[Node, str]]:
         The producers, or the losses, that decided it, with the reason in words.
     """
     reasons = []
+    ops = get_default_op_list()
     for node in list(graph.nodes):
-        call = _elementwise_call(node)
-        if call is None:
+        loss, part = fused_call(node) or ("", "")
+        if loss not in REFERENCES or part not in ("forward", "backward"):
             continue
-        loss, is_forward = call
-        reason = _fusible(node, is_forward)
+        is_forward = part == "forward"
+        reason = _fusible(node, is_forward, ops)
         if reason is None:
             continue
         function = _forward(loss, node) if is_forward else _backward(loss, node)
@@ -46,22 +48,10 @@ def inline(graph: Graph) -> list[tuple[Node, str]]:
     return reasons
 
 
-def _elementwise_call(node: Node) -> tuple[str, bool] | None:
-    """The loss that a node computes or differentiates, and which of the two."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    namespace, _, name = node.target._schema.name.partition("::")
-    loss, _, part = name.rpartition("_")
-    if namespace != "fused" or loss not in REFERENCES or part not in ("forward", "backward"):
-        return None
-    return loss, part == "forward"
-
-
-def _fusible(node: Node, is_forward: bool) -> tuple[Node, str] | None:
+def _fusible(node: Node, is_forward: bool, ops: OpTypes) -> tuple[Node, str] | None:
     first = 0 if is_forward else 1
     if node.args[first + 2] == REDUCTIONS["none"]:
         return node, "an unreduced loss is pointwise"
-    ops = get_default_op_list()
     for argument in node.args[first : first + 2]:
         producer = argument
         while isinstance(producer, Node) and (

@@ -18,10 +18,14 @@ def describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
 
 
+def reduction_name(reduction: int) -> str:
+    return next(name for name, value in REDUCTIONS.items() if value == reduction)
+
+
 def check_reduction(op: str, reduction: int, *, batchmean: bool = False) -> None:
-    allowed = {n: v for n, v in REDUCTIONS.items() if batchmean or n != "batchmean"}
-    if reduction not in allowed.values():
-        expected = ", ".join(f"{value} ({name})" for name, value in allowed.items())
+    last = REDUCTIONS["batchmean" if batchmean else "sum"]
+    if not 0 <= reduction <= last:
+        expected = ", ".join(f"{value} ({reduction_name(value)})" for value in range(last + 1))
         raise ValueError(f"{op}: expected reduction to be one of {expected}, got {reduction!r}")
 
 

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from compile_losses import library
 from compile_losses.ops import checks
-from compile_losses.ops.elementwise import reduction_name
 from compile_losses.ops.transforms import double_backward, needs_torch
 
 OPTIONS = "int reduction, int ignore_index, float label_smoothing"
@@ -64,7 +63,7 @@ def reference(
         target,
         weight,
         ignore_index=ignore_index,
-        reduction=reduction_name(reduction),
+        reduction=checks.reduction_name(reduction),
         label_smoothing=label_smoothing,
     )
 

@@ -188,7 +188,3 @@ def declare(
 
 def _value(literal: str) -> Any:
     return {"True": True, "False": False}.get(literal) if literal.isalpha() else float(literal)
-
-
-def reduction_name(reduction: int) -> str:
-    return next(name for name, value in checks.REDUCTIONS.items() if value == reduction)

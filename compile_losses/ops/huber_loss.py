@@ -8,7 +8,8 @@ for d = input - target; a delta that is not positive raises RuntimeError.
 import torch.nn.functional as F
 from torch import Tensor
 
-from compile_losses.ops.elementwise import Parameter, declare, reduction_name
+from compile_losses.ops.checks import reduction_name
+from compile_losses.ops.elementwise import Parameter, declare
 
 
 def reference(input: Tensor, target: Tensor, reduction: int, delta: float) -> Tensor:

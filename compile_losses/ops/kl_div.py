@@ -11,7 +11,8 @@ memory.
 import torch.nn.functional as F
 from torch import Tensor
 
-from compile_losses.ops.elementwise import Parameter, declare, reduction_name
+from compile_losses.ops.checks import reduction_name
+from compile_losses.ops.elementwise import Parameter, declare
 
 
 def reference(

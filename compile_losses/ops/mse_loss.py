@@ -9,7 +9,8 @@ input and target cast to it first, without a copy of either.
 import torch.nn.functional as F
 from torch import Tensor
 
-from compile_losses.ops.elementwise import declare, reduction_name
+from compile_losses.ops.checks import reduction_name
+from compile_losses.ops.elementwise import declare
 
 
 def reference(input: Tensor, target: Tensor, reduction: int) -> Tensor:

@@ -9,7 +9,8 @@ difference is never stored: backward computes it again.
 import torch.nn.functional as F
 from torch import Tensor
 
-from compile_losses.ops.elementwise import Parameter, declare, reduction_name
+from compile_losses.ops.checks import reduction_name
+from compile_losses.ops.elementwise import Parameter, declare
 
 
 def reference(input: Tensor, target: Tensor, reduction: int, beta: float) -> Tensor:

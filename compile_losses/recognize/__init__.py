@@ -33,8 +33,7 @@ def rewrite(gm: GraphModule) -> GraphModule:
 
 def rewrite_graph(graph: Graph) -> Report:
     """As :func:`rewrite`, for the graph alone."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    sites: list[tuple[int, Site]] = []
+    sites: list[Site] = []
     taken: set[Node] = set()
     shadow = Shadow()
     # From the end: the outermost spelling of a loss claims the nodes inside it.
@@ -45,13 +44,12 @@ def rewrite_graph(graph: Graph) -> Report:
         if found is None:
             continue
         reason = found.reason if isinstance(found, Decline) else refusal(found)
-        sites.append((order[node], _site(found, reason)))
+        sites.append(_site(found, reason))
         if isinstance(found, Match):
             taken.update(found.interior)
             if reason is None:
                 found.replace()
-    sites.sort(key=lambda pair: pair[0])
-    return Report([site for _, site in sites], graphs=1)
+    return Report(sites[::-1], graphs=1)
 
 
 def _site(found: Match | Decline, reason: str | None) -> Site:

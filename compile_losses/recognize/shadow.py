@@ -7,6 +7,7 @@ takes, so that a recogniser has one spelling to look for. Nodes are replayed onl
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,13 +95,10 @@ class Shadow:
         args, kwargs = map_arg((node.args, node.kwargs), example)
         fake_mode = example(inputs[0]).fake_mode
         shape_env = fake_mode.shape_env
+        no_new_symbols = shape_env.ignore_fresh_unbacked_symbols() if shape_env else nullcontext()
         try:
-            with fake_mode, torch.no_grad(), _Recorder(values, node):
-                if shape_env is not None:
-                    with shape_env.ignore_fresh_unbacked_symbols():
-                        result = _call(node, args, kwargs)
-                else:
-                    result = _call(node, args, kwargs)
+            with fake_mode, torch.no_grad(), no_new_symbols, _Recorder(values, node):
+                result = _call(node, args, kwargs)
         except Exception:  # whatever can't be replayed is opaque, and nothing more
             return leaf
         value = values.get(id(result)) if isinstance(result, Tensor) else None

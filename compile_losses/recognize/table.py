@@ -7,7 +7,6 @@ the fused op. Losses without an op yet are rows as well, so that the report can 
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,9 +82,7 @@ def reduction_of(arguments: Arguments) -> int:
     if size_average is not None or reduce is not None:
         if value == "batchmean":
             raise UnsupportedError("size_average or reduce together with reduction='batchmean'")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            value = _reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+        value = _reduction.legacy_get_string(size_average, reduce, emit_warning=False)
     if isinstance(value, int):
         return value
     if value not in REDUCTIONS:
