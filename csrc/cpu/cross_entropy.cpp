@@ -36,13 +36,12 @@ int64_t row_offset(const RowLayout& layout, int64_t row) {
   return offset;
 }
 
-int64_t checked_target(const CrossEntropyArgs& args, int64_t row) {
+void check_target(const CrossEntropyArgs& args, int64_t row) {
   const int64_t target = args.target[row];
   if (target != args.ignore_index && (target < 0 || target >= args.cols))
     throw std::out_of_range("cross_entropy: target " + std::to_string(target) +
                             " is out of bounds for " + std::to_string(args.cols) +
                             " classes (ignore_index is " + std::to_string(args.ignore_index) + ")");
-  return target;
 }
 
 // What one row's loss and gradient need besides its statistics.
@@ -290,7 +289,7 @@ template <typename acc_t>
 void forward(const CrossEntropyArgs& args) {
   double weights = 0;
   for (int64_t row = 0; row < args.rows; ++row) {
-    checked_target(args, row);
+    check_target(args, row);
     weights += RowTarget<acc_t>(args, row).weight;
   }
   const acc_t total_weight = static_cast<acc_t>(weights);
@@ -321,7 +320,7 @@ void cross_entropy_forward(const CrossEntropyArgs& args, void* /*stream*/) {
 }
 
 void cross_entropy_backward(const CrossEntropyArgs& args, void* /*stream*/) {
-  for (int64_t row = 0; row < args.rows; ++row) cpu::checked_target(args, row);
+  for (int64_t row = 0; row < args.rows; ++row) cpu::check_target(args, row);
   if (args.dtype == DType::kFloat64)
     return cpu::gradients<double>(args, *static_cast<const double*>(args.total_weight));
   cpu::gradients<float>(args, *static_cast<const float*>(args.total_weight));
