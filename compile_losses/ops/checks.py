@@ -47,6 +47,17 @@ def check_same_device(op: str, input: Tensor, **others: Tensor | None) -> None:
             )
 
 
+def check_factor(op: str, input: Tensor, grad_output: Tensor | None) -> None:
+    if grad_output is None:
+        return
+    if grad_output.numel() != 1:
+        raise RuntimeError(
+            f"{op}: expected grad_output to hold one number, got shape {list(grad_output.shape)}"
+        )
+    check_floating(op, grad_output=grad_output)
+    check_same_device(op, input, grad_output=grad_output)
+
+
 def broadcast_shape(op: str, input: Tensor, target: Tensor) -> torch.Size:
     if input.shape == target.shape:
         return input.shape
