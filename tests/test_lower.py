@@ -87,9 +87,8 @@ def graphs(monkeypatch):
 
         return wrapped
 
-    # Hoisting comes last on a joint graph.
-    monkeypatch.setattr(backend, "hoist", record("joint", backend.hoist))
-    monkeypatch.setattr(backend, "in_place", record("post", backend.in_place))
+    for kind, lowering in (("joint", backend._PlanPass), ("post", backend._InPlacePass)):
+        monkeypatch.setattr(lowering, "lower", record(kind, lowering.lower))
     with torch._inductor.config.patch(force_disable_caches=True):
         yield found
 
