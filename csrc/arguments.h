@@ -79,7 +79,9 @@ struct CrossEntropyArgs {
   void* loss = nullptr;          // one element of loss_dtype; null with reduction none
   void* total_weight = nullptr;  // acc_t, one element: sum of row_weights
   DType loss_dtype = DType::kFloat32;
-  const void* grad_output = nullptr;  // loss_dtype [rows] with grad_output_stride, or one element
+  // [rows] with grad_output_stride, or one element; null: 1
+  const void* grad_output = nullptr;
+  DType grad_output_dtype = DType::kFloat32;
   int64_t grad_output_stride = 0;
   void* grad_input = nullptr;  // addressed by grad_layout
   RowLayout grad_layout;       // the same sizes as input_layout

@@ -183,6 +183,44 @@ def test_with_grad(spec, dtype, device):
     assert ran > 5
 
 
+@specs
+@dtypes
+def test_with_grad_and_grad_output(spec, dtype, device):
+    """The gradient that comes with a loss, for a grad_output that lies on the device."""
+    with_grad = getattr(torch.ops.fused, f"{spec.name}_with_grad")
+    with_grad_ = getattr(torch.ops.fused, f"{spec.name}_with_grad_")
+    if "grad_output" not in [a.name for a in with_grad.default._schema.arguments]:
+        pytest.skip(reason=f"{spec.name}_with_grad takes no grad_output yet")
+    ran = 0
+    for sample in spec.samples(device, dtype):
+        (_, args, _), *_ = record_leaf_calls(lambda s=sample: s.call(spec.op))
+        if sample.options["reduction"] == 0:
+            continue
+        value = torch.tensor(-2.75, dtype=torch.float64)
+        results = [
+            loss_and_gradients(spec.torch_loss, sample, tensors, value)
+            for tensors in (
+                sample.tensors,
+                [t.double().cpu() if t.is_floating_point() else t.cpu() for t in sample.tensors],
+            )
+        ]
+        (eager, (eager_gradient, *_)), (exact, (exact_gradient, *_)) = results
+        grad_output = value.to(device, DTYPES[ran % len(DTYPES)]).expand(() if ran % 3 else (1,))
+        loss, gradient = with_grad(*args, grad_output)
+        overwritten = torch.empty_like(args[0]).copy_(args[0])
+        with_grad_(overwritten, *args[1:], grad_output)
+        assert_accurate(loss, eager, exact, sample.name)
+        for result in (gradient, overwritten):
+            assert_accurate(result, eager_gradient, exact_gradient, f"{sample.name}, gradient")
+        if ran == 0:
+            opcheck(with_grad.default, (*args, grad_output), {}, sample.name)
+            opcheck(with_grad_.default, (overwritten, *args[1:], grad_output), {}, sample.name)
+            with pytest.raises(RuntimeError, match="grad_output"):
+                with_grad(*args, grad_output.expand(2))
+        ran += 1
+    assert ran > 5
+
+
 @pytest.mark.parametrize("factor", [1.0, 3.0, -0.5, 0.0, float("inf"), float("nan")])
 @dtypes
 def test_scale(factor, dtype, device):
