@@ -53,7 +53,7 @@ LOSSES = {
     "cross entropy": (lambda p, t: F.cross_entropy(p, t, label_smoothing=0.1), classes),
     "cross entropy sum": (lambda p, t: F.cross_entropy(p, t, reduction="sum"), classes),
 }
-#: Heads whose last op Inductor computes in the same kernel as an elementwise loss.
+#: Heads whose last op Inductor computes in the same kernel as the loss.
 FUSIBLE = {"gelu", "scaled", "layer norm", "soft-cap", "bfloat16", "sliced", "transposed twice"}
 HEADS = {
     "linear": lambda x: x,
@@ -125,7 +125,7 @@ def test_heads(loss, head, graphs, device):
     # Inductor itself leaves out a rounding to bfloat16 inside a kernel.
     rtol = 5e-2 if head == "bfloat16" else 1e-4
     compare(Head(function, HEADS[head]).to(device), [t.to(device) for t in inputs()], rtol=rtol)
-    if loss == "mse" and head in FUSIBLE:
+    if head in FUSIBLE:
         assert "fused" not in graphs["joint"][0]
     else:
         assert "_with_grad" in graphs["joint"][0]
@@ -175,7 +175,9 @@ def test_not_over_a_buffer_that_is_returned(graphs):
 
 def test_fused_into_a_pointwise_consumer(graphs):
     """Where a pointwise op reads the gradient, the scale is a multiplication in its kernel."""
-    compare(Head(F.cross_entropy, lambda x: x * 0.5), classes(), factors=(1.0, 2.0))
+    inputs = torch.randn(8, 16), torch.randint(10, (8,))
+    compare(Head(F.cross_entropy, lambda x: x[:, :10]), inputs, factors=(1.0, 2.0))
+    assert "_with_grad" in graphs["joint"][0]
     assert "scale_" not in graphs["post"][1]
     assert "aten.mul" in graphs["post"][1]
 
@@ -261,9 +263,9 @@ def test_loss_used_twice(graphs):
 
 
 def test_two_losses_of_one_input(graphs):
+    """Their gradients are added up: as kernels they would hold one more buffer than torch's ops."""
     compare(Head(lambda p, t: F.mse_loss(p, t) + 0.3 * F.smooth_l1_loss(p, t)), real())
-    assert graphs["joint"][0].count("_with_grad.default]") == 2
-    assert "_with_grad_." not in graphs["post"][0]
+    assert "fused" not in graphs["joint"][0]
 
 
 def test_checkpoint(graphs, device):
