@@ -9,6 +9,9 @@ only its scaling, which costs nothing when grad_output is 1::
 
     loss, unit = X_with_grad(input, target, ...)         grad = scale(unit, grad_output)
 
+Where grad_output is the tangent of the whole times what the forward knows, ``factor`` puts that
+into X_with_grad, and the tangent alone is left for the scaling.
+
 With a grad_output that is no power of two a bfloat16 gradient is then rounded twice, which stays
 within the accuracy rule of the tests; float16 is left alone, see ``refusal``.
 """
@@ -21,11 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.partitioners import get_default_op_list
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from compile_losses.lower.aliases import depends_on_tangents, graph_outputs, storage_of
 from compile_losses.lower.calls import Loss, find_losses, fused_op, named_arguments
 from compile_losses.lower.decision import Decision, site_of
+from compile_losses.lower.factor import emit, factor_of, move_before
 from compile_losses.ops.checks import REDUCTIONS
 
 fused = torch.ops.fused
@@ -36,12 +40,16 @@ def hoist(graph: Graph) -> list[Decision]:
     decisions = []
     losses = [loss for loss in find_losses(graph) if loss.backwards]
     overwrites = bool(losses) and overwrites_buffers(graph)
+    backward = depends_on_tangents(graph)
     for loss in losses:
         reason = refusal(loss, overwrites)
-        choice = "hoisted" if reason is None else "not hoisted"
-        decisions.append(Decision(site_of(loss.forward), loss.name, choice, reason or ""))
-        if reason is None:
-            replace(loss)
+        site = site_of(loss.forward)
+        if reason is not None:
+            decisions.append(Decision(site, loss.name, "not hoisted", reason))
+        elif replace(loss, backward):
+            decisions.append(Decision(site, loss.name, "hoisted with its factor"))
+        else:
+            decisions.append(Decision(site, loss.name, "hoisted"))
     return decisions
 
 
@@ -103,32 +111,48 @@ def _like(fake: Any) -> Tensor:
         return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
 
-def replace(loss: Loss) -> None:
+def replace(loss: Loss, backward_nodes: set[Node]) -> bool:
+    """Hoists a gradient; True if a factor of its grad_output went with it."""
     (backward,) = loss.backwards
     (gradient,) = loss.gradients()
     value = loss.value
     assert value is not None
     graph = loss.forward.graph
+    with_grad = fused_op(loss.name, "with_grad")
+    # The whole of what scales the gradient in the backward, or what is left of it.
+    scaling: Any = backward.args[0]
+    factor = factor_of(scaling, backward_nodes)
+    if factor is not None and not move_before(factor.nodes, loss.forward):
+        factor = None
+    kwargs = dict(loss.forward.kwargs)
+    meta = dict(loss.forward.meta)
     with graph.inserting_before(loss.forward):
-        with_grad = fused_op(loss.name, "with_grad")
-        both = graph.call_function(with_grad, loss.forward.args, loss.forward.kwargs)
+        if factor is not None:
+            scaling = factor.tangent
+            number = emit(factor, value.meta["val"].dtype, loss.input.meta["val"], graph)
+            kwargs["grad_output"] = number
+            if "eager_input_vals" in meta:
+                args_vals, kwargs_vals = meta["eager_input_vals"]
+                kwargs_vals = {**kwargs_vals, "grad_output": number.meta["val"]}
+                meta["eager_input_vals"] = args_vals, kwargs_vals
+        both = graph.call_function(with_grad, loss.forward.args, kwargs)
         # A tensor of its own: AOTAutograd would take one that shares memory with the backward's
         # result for an alias of it, and not donate it.
         unit_value = _like(gradient.meta["val"])
-        both.meta = {**loss.forward.meta, "val": (value.meta["val"], unit_value)}
+        both.meta = {**meta, "val": (value.meta["val"], unit_value)}
         first = graph.call_function(operator.getitem, (both, 0))
         first.meta = dict(value.meta)
         unit = graph.call_function(operator.getitem, (both, 1))
         unit.meta = {**value.meta, "val": unit_value}
     # Where the gradient was computed, and so after its grad_output.
-    grad_output: Any = backward.args[0]
     with graph.inserting_before(backward):
-        scaled = graph.call_function(fused.scale.default, (unit, grad_output))
+        scaled = graph.call_function(fused.scale.default, (unit, scaling))
         scaled.meta = {**backward.meta, "val": gradient.meta["val"]}
         # What Inductor holds the arguments' strides to; with_grad has those of forward.
-        scaled.meta["eager_input_vals"] = ((unit.meta["val"], grad_output.meta["val"]), {})
+        scaled.meta["eager_input_vals"] = ((unit.meta["val"], scaling.meta["val"]), {})
     value.replace_all_uses_with(first)
     gradient.replace_all_uses_with(scaled)
     for node in (*backward.users, backward, *loss.forward.users, loss.forward):
         if not node.users:
             graph.erase_node(node)
+    return factor is not None
