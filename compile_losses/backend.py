@@ -67,17 +67,17 @@ class _LoweringPass(_Pass):
         self.decisions = decisions
 
     def run(self, graph: Graph) -> None:
-        found = type(self).lower(graph)
+        found = self.lower(graph)
         if self.decisions is not None:
             self.decisions += found
 
 
 class _PlanPass(_LoweringPass):
-    lower = plan
+    lower = staticmethod(plan)
 
 
 class _InPlacePass(_LoweringPass):
-    lower = in_place
+    lower = staticmethod(in_place)
 
 
 class _Stop(BaseException):

@@ -14,7 +14,8 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem;
   color: #222; background: #fff; }
 table { border-collapse: collapse; width: 100%; }
-th, td { text-align: left; vertical-align: top; padding: .4rem .7rem; border-bottom: 1px solid #ddd; }
+th, td { text-align: left; vertical-align: top; padding: .4rem .7rem;
+  border-bottom: 1px solid #ddd; }
 td.number { white-space: nowrap; text-align: right; }
 code { font: 13px/1.5 ui-monospace, monospace; }
 .rewritten { color: #17643a; } .declined { color: #8a4b08; }

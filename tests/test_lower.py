@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,32 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from compile_losses import backend
-
-
-class Head(nn.Module):
-    """A linear layer and a loss of what it returns."""
-
-    def __init__(self, loss: Callable[..., torch.Tensor], prepare=lambda x: x):
-        super().__init__()
-        self.linear = nn.Linear(16, 12)
-        self.loss = loss
-        self.prepare = prepare
-
-    def forward(self, x, target):
-        return self.loss(self.prepare(self.linear(x)), target)
-
-
-def real(rows=8):
-    return torch.randn(rows, 16), torch.randn(rows, 12)
-
-
-def classes(rows=8):
-    return torch.randn(rows, 16), torch.randint(12, (rows,))
-
-
-def distributions(rows=8):
-    return torch.randn(rows, 16), torch.rand(rows, 12).softmax(-1)
-
+from tests.graphs import Head, classes, compare, distributions, real, step
 
 LOSSES = {
     "mse": (F.mse_loss, real),
@@ -66,46 +40,6 @@ HEADS = {
     "soft-cap": lambda x: torch.tanh(x / 30) * 30,
     "sliced": lambda x: torch.cat([x, x])[:8],
 }
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """The joint, forward and backward graphs after our passes, as text."""
-    found = {"joint": [], "post": []}
-
-    def listing(graph):
-        lines = (str(node.format_node()) for node in graph.nodes if node.op == "call_function")
-        return "\n".join(
-            re.sub(r" : \[.*?\]|: \"[^\"]*\"|\[num_users=\d+\]", "", line) for line in lines
-        )
-
-    def record(kind, function):
-        def wrapped(graph):
-            result = function(graph)
-            found[kind].append(listing(graph))
-            return result
-
-        return wrapped
-
-    for kind, lowering in (("joint", backend._PlanPass), ("post", backend._InPlacePass)):
-        monkeypatch.setattr(lowering, "lower", record(kind, lowering.lower))
-    with torch._inductor.config.patch(force_disable_caches=True):
-        yield found
-
-
-def step(model, function, inputs, factor=1.0):
-    model.zero_grad()
-    loss = function(*inputs)
-    (loss * factor).backward()
-    return loss.detach(), [p.grad.clone() for p in model.parameters()]
-
-
-def compare(model, inputs, factors=(1.0, 3.0, -0.5), rtol=1e-4, **options):
-    compiled = torch.compile(copy.deepcopy(model), backend="compile_losses", **options)
-    for factor in factors:
-        expected = step(model, model, inputs, factor)
-        actual = step(compiled, compiled, inputs, factor)
-        torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol / 100)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -263,7 +197,7 @@ def test_loss_used_twice(graphs):
 
 
 def test_two_losses_of_one_input(graphs):
-    """Their gradients are added up: as kernels they would hold one more buffer than torch's ops."""
+    """Their gradients are added up: as kernels they would hold one more buffer."""
     compare(Head(lambda p, t: F.mse_loss(p, t) + 0.3 * F.smooth_l1_loss(p, t)), real())
     assert "fused" not in graphs["joint"][0]
 

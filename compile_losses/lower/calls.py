@@ -102,6 +102,6 @@ def find_losses(graph: Graph) -> list[Loss]:
 
 
 def _same(forward: Node, backward: Node) -> bool:
-    """Whether a forward and a backward have the same arguments, but for what each has of its own."""
+    """Whether two ops have the same arguments, but for what each has of its own."""
     left, right = named_arguments(forward), named_arguments(backward)
     return all(right[k] == v for k, v in left.items() if k in right)

@@ -77,7 +77,7 @@ def megabytes(nbytes: int) -> str:
 
 
 def nbytes_of(value: Any) -> int:
-    """The size of a fake tensor's distinct elements, symbols by their hints; 0 for anything else."""
+    """The bytes of a fake tensor's distinct elements, symbols by their hints; else 0."""
     if not isinstance(value, Tensor):
         return 0
     numel = 1

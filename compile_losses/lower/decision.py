@@ -14,8 +14,8 @@ from compile_losses.lower.cost import Cost
 #: ``TORCH_LOGS="+compile_losses"`` shows what is sent here, and so does Python's ``logging``.
 log = logging.getLogger("compile_losses")
 
-#: Tracing copies ``meta["custom"]`` from a Dynamo node to all nodes that it becomes, and AOTAutograd
-#: from a forward node to its backward; this is our entry there.
+#: Tracing copies ``meta["custom"]`` from a Dynamo node to all nodes that it becomes, and
+#: AOTAutograd from a forward node to its backward; this is our entry there.
 _SITE = "compile_losses"
 _numbers = itertools.count()
 

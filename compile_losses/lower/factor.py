@@ -21,6 +21,8 @@ from compile_losses.lower.aliases import is_view
 aten = torch.ops.aten
 
 _CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+_PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
+_QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
 _COPIES = (aten.clone.default, aten.alias.default, aten._unsafe_view.default)
 
 
@@ -60,7 +62,7 @@ def factor_of(grad_output: Any, backward: set[Node]) -> Factor | None:
         elif target is aten.neg.default:
             factor.constant = -factor.constant
             factor.tangent = node.args[0]  # type: ignore[assignment]
-        elif target in (aten.mul.Tensor, aten.div.Tensor) and not node.kwargs:
+        elif target in (*_PRODUCTS, *_QUOTIENTS) and not node.kwargs:
             if not _peel(factor, node, backward):
                 return None
         else:
@@ -83,7 +85,7 @@ def _is_one_number(node: Node) -> bool:
 
 def _peel(factor: Factor, node: Node, backward: set[Node]) -> bool:
     left, right = node.args
-    divides = node.target is aten.div.Tensor
+    divides = node.target in _QUOTIENTS
     if not divides and right in backward:
         left, right = right, left
     if left not in backward or right in backward:

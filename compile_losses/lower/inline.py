@@ -110,9 +110,7 @@ def _backward(reference: Callable[..., Tensor], named: dict[str, Any], options: 
         value = reference(*(_cast(argument, grad_output.dtype) for argument in arguments))
         wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
         found = iter(torch.autograd.grad(value, wanted, grad_output))
-    results = [
-        next(found) if leaf.requires_grad else leaf.new_empty(0) for leaf in leaves.values()
-    ]
+    results = [next(found) if leaf.requires_grad else leaf.new_empty(0) for leaf in leaves.values()]
     return tuple(results) if needs else results[0]
 
 
