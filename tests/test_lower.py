@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import math
 import re
 
 import pytest
@@ -107,7 +109,13 @@ def test_not_over_a_buffer_that_is_returned(graphs):
     assert "_with_grad_." not in graphs["post"][0]
 
 
-def test_fused_into_a_pointwise_consumer(graphs):
+@pytest.fixture
+def kernels_at_any_cost(monkeypatch):
+    module = importlib.import_module("compile_losses.lower.plan")
+    monkeypatch.setattr(module, "_MARGIN", math.inf)
+
+
+def test_fused_into_a_pointwise_consumer(graphs, kernels_at_any_cost):
     """Where a pointwise op reads the gradient, the scale is a multiplication in its kernel."""
     inputs = torch.randn(8, 16), torch.randint(10, (8,))
     compare(Head(F.cross_entropy, lambda x: x[:, :10]), inputs, factors=(1.0, 2.0))
@@ -283,7 +291,7 @@ def test_leaf_gradient_in_place(graphs):
     assert "scale_" in graphs["post"][1]
 
 
-def test_over_a_product_with_gaps(graphs):
+def test_over_a_product_with_gaps(graphs, kernels_at_any_cost):
     """A slice of a product, as of one that Inductor padded, holds the gradient of its own columns."""
     compare(
         Head(F.cross_entropy, lambda x: x[:, :10]),

@@ -28,6 +28,8 @@ _MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.
 _CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 #: What a symbolic size without a hint counts as, Inductor's own assumption.
 _UNKNOWN_SIZE = 8192
+#: A backward reads an argument that takes so many times its size to compute again.
+_SAVED = 1.5
 
 
 @dataclass(frozen=True)
@@ -175,8 +177,8 @@ def kernel_cost(
         moved += read
     moved += sum(g.nbytes * (2 if g.fused else 1) for g in gradients)
     held = sum(feed.buffer for feed in feeds if feed.stored)
-    if not in_place:
-        held += sum(g.nbytes for g in gradients)
+    # What reads the gradient writes its own result into a new buffer, or over the gradient.
+    held += sum(g.nbytes for g in gradients if g.fused or not in_place)
     return Cost(moved, held)
 
 
@@ -192,7 +194,7 @@ def inline_cost(feeds: Sequence[Feed], gradients: Sequence[Gradient], passes: in
         source = feed.nbytes if feed.source is None else feed.source
         moved += passes * source
         # A backward computes its argument again, or reads it where that is cheaper.
-        saved = feed.source is not None and source > feed.nbytes
+        saved = feed.source is not None and source > _SAVED * feed.nbytes
         if gradients:
             moved += 2 * feed.nbytes if saved else source
         if feed.stored and (feed.source is None or (gradients and saved)):
