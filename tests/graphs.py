@@ -40,7 +40,8 @@ def distributions(rows=8):
 
 
 def listing(graph: torch.fx.Graph) -> str:
-    lines = (str(node.format_node()) for node in graph.nodes if node.op == "call_function")
+    calls = (node for node in graph.nodes if node.op in ("call_function", "call_method"))
+    lines = (str(node.format_node()) for node in calls)
     return "\n".join(
         re.sub(r" : \[.*?\]|: \"[^\"]*\"|\[num_users=\d+\]", "", line) for line in lines
     )
