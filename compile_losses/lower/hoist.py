@@ -66,7 +66,7 @@ def refusal(loss: Loss, overwrites: bool) -> str | None:
     if reduction == REDUCTIONS["none"]:
         return "the loss is not reduced"
     if any(v is not (k == "needs_grad_input") for k, v in needs.items()):
-        return "target needs a gradient as well"
+        return "another argument than input needs a gradient"
     input: Tensor = loss.input.meta["val"]
     gradient: Tensor = gradients[0].meta["val"]
     if gradient.shape != input.shape:

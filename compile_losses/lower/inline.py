@@ -97,13 +97,12 @@ def _forward(reference: Callable[..., Tensor], named: dict[str, Any], options: l
 def _backward(reference: Callable[..., Tensor], named: dict[str, Any], options: list[str]) -> Any:
     grad_output = named["grad_output"]
     needs = {k.removeprefix("needs_grad_"): v for k, v in named.items() if k.startswith("needs_")}
+    given = {k: v for k, v in needs.items() if named[k] is not None} or {"input": True}
     # The elementwise losses give their gradients before the sum over what was broadcast.
-    shape = torch.broadcast_shapes(*(named[name].shape for name in needs)) if needs else None
+    shape = torch.broadcast_shapes(*(named[k].shape for k in given if k != "weight"))
     leaves = {
-        name: (named[name] if shape is None else named[name].expand(shape))
-        .detach()
-        .requires_grad_(bool(needed))
-        for name, needed in (needs or {"input": True}).items()
+        name: named[name].expand(shape).detach().requires_grad_(bool(needed))
+        for name, needed in given.items()
     }
     with torch.enable_grad():
         arguments = ({**named, **leaves}[name] for name in options)
