@@ -24,5 +24,9 @@ def fused_call(node: Node) -> tuple[str, str] | None:
     return None
 
 
+def has_part(loss: str, part: str) -> bool:
+    return hasattr(torch.ops.fused, f"{loss}_{part}")
+
+
 def fused_op(loss: str, part: str) -> OpOverload[..., Any]:
     return getattr(torch.ops.fused, f"{loss}_{part}").default

@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from compile_losses.lower.aliases import graph_outputs, storage_of
-from compile_losses.lower.calls import fused_call, fused_op
+from compile_losses.lower.calls import fused_call, fused_op, has_part
 
 aten = torch.ops.aten
 fused = torch.ops.fused
@@ -50,7 +50,7 @@ def in_place(graph: Graph) -> None:
             _accept_layouts(node)
         if node.target is fused.scale.default:
             _scale(node)
-        elif part == "with_grad":
+        elif part == "with_grad" and has_part(loss, "with_grad_"):
             _gradient_over_input(node, loss)
 
 

@@ -4,6 +4,7 @@ from compile_losses.ops import (  # noqa: F401
     cross_entropy,
     huber_loss,
     kl_div,
+    linear_cross_entropy,
     mse_loss,
     scale,
     smooth_l1_loss,
