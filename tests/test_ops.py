@@ -144,6 +144,9 @@ def test_opcheck_leaves(spec, device):
             calls.append((with_grad, tuple(detached), {}))
             in_place = getattr(torch.ops.fused, f"{spec.name}_with_grad_").default
             calls.append((in_place, (detached[0].clone(), *detached[1:]), {}))
+            factor = torch.full((), 0.3, device=device)
+            calls.append((with_grad, (*detached, factor), {}))
+            calls.append((in_place, (detached[0].clone(), *detached[1:]), {"grad_output": factor}))
         for op, args, kwargs in calls:
             seen.add(op.name().removeprefix("fused::"))
             opcheck(op, args, kwargs, sample.name)
@@ -152,10 +155,11 @@ def test_opcheck_leaves(spec, device):
 
 @specs
 @dtypes
-def test_with_grad(spec, dtype, device):
-    """One pass gives the loss and its gradient for a grad_output of 1, also over the input."""
+@pytest.mark.parametrize("factor", [None, -3.75], ids=["unit", "factor"])
+def test_with_grad(spec, factor, dtype, device):
+    """One pass gives the loss and its gradient for one grad_output, also over the input."""
     ran = 0
-    one = torch.ones((), dtype=torch.float64)
+    grad_output = torch.tensor(factor or 1.0, dtype=torch.float64)
     for sample in spec.samples(device, dtype):
         (_, args, _), *_ = record_leaf_calls(lambda s=sample: s.call(spec.op))
         shapes = [t.shape for t in args[:2]]
@@ -167,56 +171,23 @@ def test_with_grad(spec, dtype, device):
             t.double().cpu() if t.is_floating_point() else t.cpu() for t in sample.tensors
         ]
         eager, (eager_gradient, *_) = loss_and_gradients(
-            spec.torch_loss, sample, sample.tensors, one
+            spec.torch_loss, sample, sample.tensors, grad_output
         )
         exact, (exact_gradient, *_) = loss_and_gradients(
-            spec.torch_loss, sample, exact_tensors, one
+            spec.torch_loss, sample, exact_tensors, grad_output
         )
-        loss, gradient = getattr(torch.ops.fused, f"{spec.name}_with_grad")(*args)
+        # In the dtypes that a factor may have, and in any shape that holds one number.
+        kind, shape = [(dtype, ()), (torch.float32, (1,)), (torch.float64, (1, 1, 1))][ran % 3]
+        given = () if factor is None else (grad_output.to(device, kind).reshape(shape),)
+        loss, gradient = getattr(torch.ops.fused, f"{spec.name}_with_grad")(*args, *given)
         overwritten = torch.empty_like(args[0]).copy_(args[0])
-        in_place = getattr(torch.ops.fused, f"{spec.name}_with_grad_")(overwritten, *args[1:])
+        in_place = getattr(torch.ops.fused, f"{spec.name}_with_grad_")(
+            overwritten, *args[1:], *given
+        )
         for result in (loss, in_place):
             assert_accurate(result, eager, exact, sample.name)
         for result in (gradient, overwritten):
             assert_accurate(result, eager_gradient, exact_gradient, f"{sample.name}, gradient")
-        ran += 1
-    assert ran > 5
-
-
-@specs
-@dtypes
-def test_with_grad_and_grad_output(spec, dtype, device):
-    """The gradient that comes with a loss, for a grad_output that lies on the device."""
-    with_grad = getattr(torch.ops.fused, f"{spec.name}_with_grad")
-    with_grad_ = getattr(torch.ops.fused, f"{spec.name}_with_grad_")
-    if "grad_output" not in [a.name for a in with_grad.default._schema.arguments]:
-        pytest.skip(reason=f"{spec.name}_with_grad takes no grad_output yet")
-    ran = 0
-    for sample in spec.samples(device, dtype):
-        (_, args, _), *_ = record_leaf_calls(lambda s=sample: s.call(spec.op))
-        if sample.options["reduction"] == 0:
-            continue
-        value = torch.tensor(-2.75, dtype=torch.float64)
-        results = [
-            loss_and_gradients(spec.torch_loss, sample, tensors, value)
-            for tensors in (
-                sample.tensors,
-                [t.double().cpu() if t.is_floating_point() else t.cpu() for t in sample.tensors],
-            )
-        ]
-        (eager, (eager_gradient, *_)), (exact, (exact_gradient, *_)) = results
-        grad_output = value.to(device, DTYPES[ran % len(DTYPES)]).expand(() if ran % 3 else (1,))
-        loss, gradient = with_grad(*args, grad_output)
-        overwritten = torch.empty_like(args[0]).copy_(args[0])
-        with_grad_(overwritten, *args[1:], grad_output)
-        assert_accurate(loss, eager, exact, sample.name)
-        for result in (gradient, overwritten):
-            assert_accurate(result, eager_gradient, exact_gradient, f"{sample.name}, gradient")
-        if ran == 0:
-            opcheck(with_grad.default, (*args, grad_output), {}, sample.name)
-            opcheck(with_grad_.default, (overwritten, *args[1:], grad_output), {}, sample.name)
-            with pytest.raises(RuntimeError, match="grad_output"):
-                with_grad(*args, grad_output.expand(2))
         ran += 1
     assert ran > 5
 
