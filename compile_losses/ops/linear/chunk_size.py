@@ -26,7 +26,7 @@ def chunk_rows(
     *,
     buffers: int = 1,
     sums_weight: bool = False,
-    budget: int = LOGITS_BYTES,
+    budget: int | None = None,
 ) -> int:
     """How many rows of logits to compute at a time.
 
@@ -40,13 +40,13 @@ def chunk_rows(
         dtype: of the logits.
         buffers: tensors of the logits' size that the loss needs.
         sums_weight: whether the gradient of the weight, [classes, hidden], is computed.
-        budget: bytes that the buffers may take.
+        budget: bytes that the buffers may take; LOGITS_BYTES by default.
 
     Returns:
         The rows of every chunk but the last, which has what is left.
     """
     row_bytes = max(1, classes * dtype.itemsize * buffers)
-    fitting = _whole(budget // row_bytes)
+    fitting = _whole((LOGITS_BYTES if budget is None else budget) // row_bytes)
     if sums_weight and sums_in_float32(rows, fitting, dtype):
         fitting = max(fitting, _whole(hidden // buffers))
     return max(1, min(rows, fitting))
