@@ -22,7 +22,8 @@ ARGUMENTS = (
     "ScalarType dtype"
 )
 NEEDS = "bool needs_grad_input, bool needs_grad_linear_weight, bool needs_grad_linear_bias"
-#: How many of ARGUMENTS are tensors; the rest are options.
+ARGUMENT_COUNT = 11
+#: How many of them are tensors; the rest are options.
 TENSORS = 5
 
 #: The leaves take input [rows, hidden] and target [rows]. Gradients that are not needed are empty.
@@ -64,7 +65,7 @@ def backward_fake(grad_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def with_grad_fake(*rest: Any) -> tuple[Tensor, ...]:
-    arguments, needs = rest[: TENSORS + 6], rest[TENSORS + 6 : TENSORS + 9]
+    arguments, needs = rest[:ARGUMENT_COUNT], rest[ARGUMENT_COUNT : ARGUMENT_COUNT + 3]
     return forward_fake(*arguments), *gradients_fake(arguments, needs)
 
 
@@ -74,6 +75,7 @@ library.register_fake(with_grad, with_grad_fake)
 
 
 def _save(ctx: Any, arguments: tuple[Any, ...], *more: Tensor) -> None:
+    ctx.set_materialize_grads(False)  # for outputs without one they would be as large as weights
     ctx.options = arguments[TENSORS:]
     ctx.save_for_backward(*arguments[:TENSORS], *more)
 
@@ -90,7 +92,9 @@ def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _save(ctx, inputs)
 
 
-def forward_vjp(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+def forward_vjp(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad_output is None:
+        return (None,) * ARGUMENT_COUNT
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
     gradients = backward(grad_output, *ctx.saved_tensors, *ctx.options, *needs)
     return _in_place_of_arguments(gradients, needs)
@@ -111,7 +115,9 @@ def setup_with_grad(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     _save(ctx, tuple(arguments), *gradients)
 
 
-def with_grad_vjp(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def with_grad_vjp(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if grad_output is None:
+        return (None,) * (ARGUMENT_COUNT + 4)
     # Unpacking compares versions: the inputs must not have changed since the gradients were made.
     *tensors, grad_input, grad_weight, grad_bias = ctx.saved_tensors
     gradients: Any = (grad_input, grad_weight, grad_bias)
@@ -156,7 +162,9 @@ def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     _save(ctx, tuple(arguments), grad_output)
 
 
-def backward_vjp(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+def backward_vjp(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    if all(cotangent is None for cotangent in cotangents):
+        return (None,) * (ARGUMENT_COUNT + 4)
     input, linear_weight, target, linear_bias, weight, grad_output = ctx.saved_tensors
     needs = ctx.needs
     inputs = [input, linear_weight] + ([] if linear_bias is None else [linear_bias])

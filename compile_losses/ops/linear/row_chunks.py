@@ -157,10 +157,9 @@ def _with_gradients(
         problem = Problem(arguments, grad_output)
         input, weight, losses = problem.input, problem.linear_weight, problem.losses
         chunk = problem.chunk(buffers=losses.buffers(gradient=True), sums_weight=needs_weight)
-        empty = input.new_empty(0)
-        grad_input = input.new_empty((problem.rows, input.shape[1])) if needs_input else empty
+        grad_input = input.new_empty((problem.rows, input.shape[1]) if needs_input else 0)
         grad_weight = WeightGradient(weight, problem.rows, chunk) if needs_weight else None
-        grad_bias = weight.new_zeros(len(weight), dtype=losses.dtype) if needs_bias else empty
+        grad_bias = weight.new_zeros(len(weight) if needs_bias else 0, dtype=losses.dtype)
         for rows, inputs, logits in problem.logits(chunk):
             gradient = losses.gradient(rows, logits)
             if needs_input:
@@ -171,7 +170,7 @@ def _with_gradients(
                 grad_bias += gradient.sum(0)
         return (
             losses.reduced().to(problem.dtype),
-            problem.for_all_rows(grad_input) if needs_input else empty,
-            empty if grad_weight is None else grad_weight.result(),
+            problem.for_all_rows(grad_input) if needs_input else grad_input,
+            input.new_empty(0) if grad_weight is None else grad_weight.result(),
             grad_bias.to(weight.dtype),
         )
