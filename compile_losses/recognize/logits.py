@@ -162,20 +162,22 @@ class _Walk:
         self._end_factor()
         if self.logits.softcap is not None:
             raise NotAbsorbedError("the logits are scaled after their soft-cap")
-        if self.logits.cast is not None and not _is_power_of_two(divisor):
-            raise NotAbsorbedError("the logits are scaled in float32 after a narrower product")
         self.divisor = divisor
 
     def _end_factor(self) -> None:
-        if self.divisor is not None:
-            self.logits.factor /= self.divisor
-            self.divisor = None
+        if self.divisor is None:
+            return
+        # Input is scaled instead, which rounds it to its own dtype.
+        if self.logits.cast is not None and not _is_power_of_two(self.divisor):
+            raise NotAbsorbedError("the logits are scaled in float32 after a narrower product")
+        self.logits.factor /= self.divisor
+        self.divisor = None
 
     def _tanh(self, step: Value) -> None:
+        if self.logits.cast is not None:
+            raise NotAbsorbedError("tanh or a soft-cap in float32 of logits in a narrower dtype")
         if self.divisor is None or self.tanh or self.logits.softcap is not None:
             raise NotAbsorbedError("tanh without the factors of a soft-cap")
-        if self.logits.cast is not None:
-            raise NotAbsorbedError("a soft-cap in float32 of logits in a narrower dtype")
         self.tanh = True
 
     def _copy(self, step: Value) -> None:
@@ -186,6 +188,7 @@ class _Walk:
             return
         if (before, after) not in {(narrow, torch.float32) for narrow in _NARROW} or self.tanh:
             raise NotAbsorbedError(f"a cast of the logits from {before} to {after}")
+        self._end_factor()
         self.logits.cast = after
 
     def _move(self, step: Value) -> None:
