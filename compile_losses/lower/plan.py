@@ -31,6 +31,7 @@ from compile_losses.lower.decision import Decision, log, site_of
 from compile_losses.lower.hoist import hoist, overwrites_buffers, refusal
 from compile_losses.lower.in_place import overwritable
 from compile_losses.lower.inline import inline, inline_backward
+from compile_losses.lower.linear import plan_linear
 from compile_losses.ops.checks import REDUCTIONS
 
 #: A kernel may cost this much more by the estimate, which is not so exact.
@@ -55,7 +56,7 @@ def plan(graph: Graph) -> list[Decision]:
             feeds = [feed_of(n, ops) for n in node.all_input_nodes[1:3] if _is_tensor(n)]
             if any(feed.source is not None for feed in feeds):
                 inline_backward(node)
-    decisions = [*decisions, *hoist(graph)]
+    decisions = [*decisions, *hoist(graph), *plan_linear(graph)]
     for decision in decisions:
         log.debug("%s", decision)
     return decisions
