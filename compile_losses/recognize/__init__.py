@@ -7,9 +7,7 @@ from torch.fx import Graph, GraphModule, Node
 import compile_losses.ops  # noqa: F401  declares what the graphs will call
 from compile_losses.recognize.guards import refusal
 from compile_losses.recognize.match import Decline, Match
-from compile_losses.recognize.shadow import Shadow
-from compile_losses.recognize.squared_error import recognize_squared_error
-from compile_losses.recognize.table import recognize_call
+from compile_losses.recognize.written import Recognizer
 from compile_losses.report import Report, Site, source_of
 
 __all__ = ["rewrite", "rewrite_graph"]
@@ -35,20 +33,25 @@ def rewrite_graph(graph: Graph) -> Report:
     """As :func:`rewrite`, for the graph alone."""
     sites: list[Site] = []
     taken: set[Node] = set()
-    shadow = Shadow()
+    recognizer = Recognizer(graph)
     # From the end: the outermost spelling of a loss claims the nodes inside it.
     for node in reversed(graph.nodes):
         if node in taken:
             continue
-        found = recognize_call(node) or recognize_squared_error(node, shadow)
-        if found is None:
-            continue
-        reason = found.reason if isinstance(found, Decline) else refusal(found)
-        sites.append(_site(found, reason))
-        if isinstance(found, Match):
-            taken.update(found.interior)
+        refused: tuple[Match | Decline, str] | None = None
+        for found in recognizer.candidates(node):
+            reason = found.reason if isinstance(found, Decline) else refusal(found)
             if reason is None:
-                found.replace()
+                assert isinstance(found, Match)
+                sites.append(_site(found, None))
+                taken.update(found.replace())
+                break
+            refused = refused or (found, reason)
+        else:
+            if refused is not None:
+                found, reason = refused
+                sites.append(_site(found, reason))
+                taken.update(found.interior if isinstance(found, Match) else ())
     return Report(sites[::-1], graphs=1)
 
 
