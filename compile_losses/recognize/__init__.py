@@ -7,30 +7,35 @@ from torch.fx import Graph, GraphModule, Node
 import compile_losses.ops  # noqa: F401  declares what the graphs will call
 from compile_losses.recognize.guards import refusal
 from compile_losses.recognize.match import Decline, Match
+from compile_losses.recognize.verify import verify as compare
+from compile_losses.recognize.verify import verify_by_default
 from compile_losses.recognize.written import Recognizer
 from compile_losses.report import Report, Site, source_of
 
 __all__ = ["rewrite", "rewrite_graph"]
 
 
-def rewrite(gm: GraphModule) -> GraphModule:
+def rewrite(gm: GraphModule, *, verify: bool | None = None) -> GraphModule:
     """Replaces the losses in a Dynamo graph by ``torch.ops.fused.*``.
 
     Args:
         gm: a graph module as Dynamo hands it to a backend; changed in place.
+        verify: whether to evaluate every loss and its rewrite on random numbers first, and to
+            leave alone what differs; by default if COMPILE_LOSSES_VERIFY=1 is in the environment.
 
     Returns:
         ``gm``, recompiled, with a :class:`compile_losses.report.Report` in
         ``gm.meta["compile_losses"]``. Whatever is not certain to be the same is left alone.
     """
-    gm.meta["compile_losses"] = rewrite_graph(gm.graph)
+    gm.meta["compile_losses"] = rewrite_graph(gm.graph, verify=verify)
     gm.graph.lint()
     gm.recompile()
     return gm
 
 
-def rewrite_graph(graph: Graph) -> Report:
+def rewrite_graph(graph: Graph, *, verify: bool | None = None) -> Report:
     """As :func:`rewrite`, for the graph alone."""
+    verify = verify_by_default() if verify is None else verify
     sites: list[Site] = []
     taken: set[Node] = set()
     recognizer = Recognizer(graph)
@@ -41,6 +46,10 @@ def rewrite_graph(graph: Graph) -> Report:
         refused: tuple[Match | Decline, str] | None = None
         for found in recognizer.candidates(node):
             reason = found.reason if isinstance(found, Decline) else refusal(found)
+            if verify and reason is None:
+                assert isinstance(found, Match)
+                reason, remark = compare(found)
+                found.remarks += [remark] if remark else []
             if reason is None:
                 assert isinstance(found, Match)
                 sites.append(_site(found, None))
@@ -61,5 +70,5 @@ def _site(found: Match | Decline, reason: str | None) -> Site:
         name = found.op if isinstance(found, Match) else found.name
         return Site(name, "declined", reason, file, line)
     assert isinstance(found, Match)
-    notes = f"absorbed {' and '.join(found.absorbed)}" if found.absorbed else ""
-    return Site(found.op, "rewritten", notes, file, line)
+    notes = [f"absorbed {' and '.join(found.absorbed)}"] if found.absorbed else []
+    return Site(found.op, "rewritten", "; ".join([*notes, *found.remarks]), file, line)
