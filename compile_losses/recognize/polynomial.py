@@ -151,9 +151,12 @@ def picked(polynomial: Polynomial, target: Hashable, dim: int) -> Polynomial:
     for monomial, coefficient in polynomial.items():
         term = number(coefficient)
         for found, power in monomial:
-            if power != 1:
+            if found[0] in ("lse", "sumexp") and found[2] == dim:
+                term = term * Polynomial({frozenset({(found, power)}): 1.0})
+            elif power == 1:
+                term = term * _picked_atom(found, target, dim)
+            else:
                 raise OpaqueError
-            term = term * _picked_atom(found, target, dim)
         result = result + term
     return result
 
@@ -161,8 +164,6 @@ def picked(polynomial: Polynomial, target: Hashable, dim: int) -> Polynomial:
 def _picked_atom(found: Atom, target: Hashable, dim: int) -> Polynomial:
     if found[0] == "leaf":
         return atom(("pick", found[1], target, dim))
-    if found[0] == "lse" and found[2] == dim:
-        return atom(found)
     if found[0] == "exp":
         return exp(picked(found[1], target, dim))
     raise OpaqueError

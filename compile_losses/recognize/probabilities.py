@@ -148,9 +148,12 @@ def _soft_cross_entropy(
             continue
         for q in named_values(form.body, terms.shadow):
             try:
-                scale = polynomial.ratio(terms.of(q) * log_softmax(key, dim) * -1.0)
+                weights = terms.of(q)
+                scale = polynomial.ratio(weights * log_softmax(key, dim) * -1.0)
             except OpaqueError:
                 continue
+            if exp(log_softmax(key, dim)).atoms() & weights.atoms():
+                continue  # an entropy: one softmax is all it needs
             moved = _classes_second(x, dim, terms.shadow)
             target = _classes_second(q, dim, terms.shadow)
             if scale is None or moved is None or target is None:
@@ -217,8 +220,10 @@ def _divergence(form: NormalForm, polynomial: Polynomial, terms: Terms) -> Itera
     """q * (log(q) - log(p)), with either argument as it is or as a logarithm."""
     if form.root.fake.dim() > 0 or form.body.fake.dim() == 0:
         return
-    kinds = {found[0] for found in polynomial.atoms()}
-    if not kinds & {"log", "exp"}:
+    atoms = polynomial.atoms()
+    if not {found[0] for found in atoms} & {"log", "exp"}:
+        return
+    if any(_guarded(terms.values[found[1]]) for found in atoms if found[0] == "log"):
         return
     named = named_values(form.body, terms.shadow)
     shape = form.body.fake.shape
@@ -239,6 +244,19 @@ def _divergence(form: NormalForm, polynomial: Polynomial, terms: Terms) -> Itera
             form=replace(form, constant=form.constant * scale),
             counts={"batchmean": shape[0], "mean": math.prod(shape)},
         )
+
+
+def _guarded(p: Value) -> bool:
+    """Whether a logarithm is kept from 0, by a number added to its argument or by a bound.
+
+    The loss would still be that of the tensor with the number added; but it would have to be
+    computed, and Inductor has better ways to do it.
+    """
+    if p.op is None:
+        return False
+    packet, rest = p.op._overloadpacket, p.args[1:]
+    plus = packet in (aten.add, aten.sub) and not isinstance(rest[0], Value)
+    return plus or packet in (aten.clamp, aten.clamp_min, aten.maximum)
 
 
 def _divergences(p: Value, q: Value, terms: Terms) -> Iterator[tuple[dict[str, Any], Polynomial]]:

@@ -125,16 +125,25 @@ def pushed_under_softmax(value: Value, shadow: Shadow) -> Value | None:
         return None
     arguments = list(value.args[1:])
     if value.op in (aten.view.default, aten._unsafe_view.default):
-        symbols = [i for i, size in enumerate(arguments[0]) if not isinstance(size, int)]
-        if len(symbols) > 1:
+        arguments[0] = [_without_symbol(size, x) for size in arguments[0]]
+        if arguments[0].count(-1) > 1:
             return None
-        arguments[0] = [-1 if i in symbols else size for i, size in enumerate(arguments[0])]
     op = aten.view.default if value.op is aten._unsafe_view.default else value.op
     assert op is not None
     moved = compute(op, x, *arguments)  # None if x has other strides and no such view
     if moved is None:
         return None
     return Value(value.fake, value.node, inner.op, (moved, place, inner.args[2]))
+
+
+def _without_symbol(size: Any, x: Value) -> Any:
+    """A size as a rewrite may say it: a number, that of a tensor in the graph, or what is left."""
+    if isinstance(size, int):
+        return size
+    for dim, candidate in enumerate(x.fake.shape if x.whole else ()):
+        if statically_known_true(candidate == size):
+            return Size(x.node, dim)
+    return -1
 
 
 _VIEWS = {aten.slice, aten.select, aten.permute, aten.transpose, aten.t, aten.view}

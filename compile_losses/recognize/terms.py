@@ -154,7 +154,10 @@ class Terms:
             return number(argument)
         if argument.fake.dim() != value.fake.dim():
             raise OpaqueError
-        one_hot = as_one_hot(self.shadow.resolve(argument), self.shadow)
+        resolved = self.shadow.resolve(argument)
+        one_hot = as_one_hot(resolved, self.shadow)
+        if resolved.op is aten.neg.default and not resolved.fake.is_floating_point():
+            return self._operand(resolved.args[0], value, depth) * -1.0
         if one_hot is not None:  # an integer tensor times a floating one
             return atom(("one_hot", self.leaf(one_hot), value.fake.dim() - 1))
         return self.of(argument, depth)

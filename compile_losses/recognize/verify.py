@@ -208,8 +208,9 @@ def _draws(nodes: list[Node]) -> Iterator[tuple[str, Callable[..., Tensor]]]:
         for argument in tree_leaves((_plain(node.args), _plain(node.kwargs)))
         if isinstance(argument, int | float) and not isinstance(argument, bool)
     }
+    # Normal numbers of these sizes lie on both sides of anything from 0.01 to 20.
     scales = {1.0, 0.03, 20.0}
-    scales |= {number * f for number in numbers if 1e-30 < number < 1e8 for f in (0.3, 4.0)}
+    scales |= {n * f for n in numbers if 1e-30 < n < 0.01 or 20 < n < 1e8 for f in (0.3, 4.0)}
 
     def uniform(shape: list[int], generator: torch.Generator) -> Tensor:
         return torch.rand(shape, generator=generator, dtype=torch.float64)

@@ -128,9 +128,11 @@ class Recognizer:
                 continue
             reduction, steps = scaled
             args = (*args, REDUCTIONS[reduction], *own)
-            matches.append(self._match(node, one.family.op, args, keywords, steps))
+            preference = len(steps), one.scale != 1
+            matches.append((preference, self._match(node, one.family.op, args, keywords, steps)))
         # The Huber and smooth L1 losses are multiples of each other.
-        yield from sorted(matches, key=lambda match: len(match.steps))
+        for _, match in sorted(matches, key=lambda candidate: candidate[0]):
+            yield match
 
     def _probabilities(self, node: Node, written: Written) -> Iterator[Match]:
         counts = {"none": 1} if written.each else written.counts

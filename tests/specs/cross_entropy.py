@@ -10,6 +10,7 @@ from torch import nn
 
 from compile_losses.ops.cross_entropy import reference
 from tests.specs.spec import Sample, Spec, Spelling
+from tests.specs.written import cross_entropy as written
 
 
 def torch_loss(input, target, weight=None, reduction=1, ignore_index=-100, label_smoothing=0.0):
@@ -162,6 +163,6 @@ SPEC = Spec(
         torch.randn(rows, cols, dtype=dtype),
         torch.randint(cols, (rows,)),
     ),
-    matches=MATCHES,
-    near_misses=NEAR_MISSES,
+    matches=[*MATCHES, *written.MATCHES],
+    near_misses=[*NEAR_MISSES, *written.NEAR_MISSES],
 )

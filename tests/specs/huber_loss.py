@@ -9,6 +9,7 @@ from torch import nn
 from compile_losses.ops.huber_loss import reference
 from tests.specs.mse_loss import half_pair, pair
 from tests.specs.spec import Spec, Spelling, elementwise_samples, normal
+from tests.specs.written import huber_loss as written
 
 MATCHES = [
     Spelling("F.huber_loss", F.huber_loss, pair),
@@ -35,6 +36,6 @@ SPEC = Spec(
         torch.randn(shape, dtype=dtype),
         torch.randn(shape, dtype=dtype),
     ),
-    matches=MATCHES,
-    near_misses=NEAR_MISSES,
+    matches=[*MATCHES, *written.MATCHES],
+    near_misses=[*NEAR_MISSES, *written.NEAR_MISSES],
 )

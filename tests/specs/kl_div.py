@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from compile_losses.ops.kl_div import reference
 from tests.specs.spec import Spec, Spelling, elementwise_samples
+from tests.specs.written import kl_div as written
 
 
 def probabilities(shape, generator: torch.Generator) -> Tensor:
@@ -110,6 +111,6 @@ SPEC = Spec(
         torch.rand(shape, dtype=dtype) + 0.1,
         torch.rand(shape, dtype=dtype) + 0.1,
     ),
-    matches=MATCHES,
-    near_misses=NEAR_MISSES,
+    matches=[*MATCHES, *written.MATCHES],
+    near_misses=[*NEAR_MISSES, *written.NEAR_MISSES],
 )

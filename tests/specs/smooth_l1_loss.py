@@ -9,6 +9,7 @@ from torch import nn
 from compile_losses.ops.smooth_l1_loss import reference
 from tests.specs.mse_loss import half_pair, pair
 from tests.specs.spec import Spec, Spelling, elementwise_samples, normal
+from tests.specs.written import smooth_l1_loss as written
 
 
 def gathered(a, b):
@@ -44,6 +45,6 @@ SPEC = Spec(
         torch.randn(shape, dtype=dtype),
         torch.randn(shape, dtype=dtype),
     ),
-    matches=MATCHES,
-    near_misses=NEAR_MISSES,
+    matches=[*MATCHES, *written.MATCHES],
+    near_misses=[*NEAR_MISSES, *written.NEAR_MISSES],
 )
