@@ -14,6 +14,7 @@ from torch import nn
 import compile_losses
 from compile_losses.recognize.guards import GUARDS
 from tests.specs import SPECS
+from tests.specs.written.cross_entropy import OTHER_LIKELIHOODS
 
 MATCHES = [(s.name, m) for s in SPECS.values() for m in s.matches]
 NEAR_MISSES = [(s.name, m) for s in SPECS.values() for m in s.near_misses]
@@ -109,6 +110,14 @@ def test_near_miss(name, spelling):
     torch._dynamo.reset()
     actual = run(compile_with(spelling.function, "aot_eager", False), inputs)
     torch.testing.assert_close(actual, run(spelling.function, inputs), equal_nan=True)
+
+
+@pytest.mark.parametrize("spelling", OTHER_LIKELIHOODS, ids=lambda spelling: spelling.name)
+def test_other_likelihoods(spelling):
+    inputs = spelling.inputs()
+    report = compile_losses.explain(spelling.function, *inputs)
+    assert [site.op for site in report.sites] == ["nll_loss"]
+    check_result(spelling, inputs, "aot_eager", False)
 
 
 def captured(function, *inputs):
@@ -223,7 +232,7 @@ def test_several_losses_in_one_graph():
         ("mse_loss", "rewritten"),
         ("cross_entropy", "rewritten"),
         ("smooth_l1_loss", "rewritten"),
-        ("l1_loss", "declined"),
+        ("l1_loss", "rewritten"),
     ]
     torch.testing.assert_close(
         run(compile_with(step, "aot_eager", None), inputs), run(step, inputs)

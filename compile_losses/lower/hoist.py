@@ -102,7 +102,8 @@ def find_pairs(graph: Graph) -> list[Pair]:
 
 def _same_loss(forward: Node, backward: Node) -> bool:
     """Arguments are compared by name: the two ops share all but what each has of its own."""
-    own = {"dtype", "grad_output", "stats", "total_weight", "needs_grad_input", "needs_grad_target"}
+    own = {"dtype", "grad_output", "stats", "total_weight"}
+    own |= {"needs_grad_input", "needs_grad_target", "needs_grad_weight"}
 
     def named(node: Node) -> dict[str, Any]:
         schema = node.target._schema  # type: ignore[union-attr]
@@ -123,9 +124,10 @@ def _pair(name: str, forward: Node, backward: Node) -> Pair | None:
         loss = _item(forward, 0)
     gradient: Node | None = backward
     only_input = True
-    if len(backward.target._schema.returns) > 1:  # type: ignore[union-attr]
-        *_, needs_input, needs_target = backward.args
-        only_input = needs_input is True and needs_target is False
+    results = len(backward.target._schema.returns)  # type: ignore[union-attr]
+    if results > 1:
+        needs_input, *needs_others = backward.args[-results:]
+        only_input = needs_input is True and not any(needs_others)
         gradient = _item(backward, 0)
     if loss is None or gradient is None or not isinstance(reduction, int):
         return None
@@ -144,7 +146,7 @@ def refusal(pair: Pair, overwrites: bool) -> str | None:
     if pair.reduction == REDUCTIONS["none"]:
         return "the loss is not reduced"
     if not pair.only_input:
-        return "target needs a gradient as well"
+        return "another argument than input needs a gradient"
     if gradient.shape != input.shape:
         return "input is broadcast"
     if gradient.dtype == torch.float16:

@@ -8,7 +8,8 @@ its gradient are replaced by what torch itself would have put into the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -49,10 +50,11 @@ def inline(graph: Graph) -> list[tuple[Node, str]]:
 
 
 def _fusible(node: Node, is_forward: bool, ops: OpTypes) -> tuple[Node, str] | None:
-    first = 0 if is_forward else 1
-    if node.args[first + 2] == REDUCTIONS["none"]:
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    reduction = names.index("reduction")
+    if node.args[reduction] == REDUCTIONS["none"]:
         return node, "an unreduced loss is pointwise"
-    for argument in node.args[first : first + 2]:
+    for argument in node.args[names.index("input") : reduction]:
         producer = argument
         while isinstance(producer, Node) and (
             is_view(producer) or producer.target is aten._unsafe_view.default
@@ -66,35 +68,46 @@ def _fusible(node: Node, is_forward: bool, ops: OpTypes) -> tuple[Node, str] | N
 
 
 def _forward(loss: str, node: Node) -> Callable[..., Any]:
-    options: list[Any] = list(node.args[2:])
-    dtype: torch.dtype = options.pop()
+    arguments: list[Any] = list(node.args)
+    dtype: torch.dtype = arguments.pop()
 
-    def forward(input: Tensor, target: Tensor) -> Tensor:
-        return REFERENCES[loss](input.to(dtype), target.to(dtype), *options)
+    def forward(*tensors: Tensor) -> Tensor:
+        return REFERENCES[loss](*_put(arguments, [tensor.to(dtype) for tensor in tensors]))
 
     return forward
 
 
 def _backward(loss: str, node: Node) -> Callable[..., Any]:
-    *options, needs_input, needs_target = node.args[3:]
+    results = len(node.target._schema.returns)  # type: ignore[union-attr]
+    arguments, needs = node.args[1:-results], node.args[-results:]
 
-    def backward(grad_output: Tensor, input: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        shape = torch.broadcast_shapes(input.shape, target.shape)
-        needs = (needs_input, needs_target)
+    def backward(grad_output: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        shape = torch.broadcast_shapes(tensors[0].shape, tensors[1].shape)
         leaves = [
             tensor.expand(shape).detach().requires_grad_(bool(needed))
-            for tensor, needed in zip((input, target), needs, strict=True)
+            for tensor, needed in zip(tensors, needs, strict=False)
         ]
         with torch.enable_grad():
-            result = REFERENCES[loss](*(leaf.to(grad_output.dtype) for leaf in leaves), *options)
+            all_tensors = [*leaves, *tensors[len(leaves) :]]
+            cast = [tensor.to(grad_output.dtype) for tensor in all_tensors]
+            result = REFERENCES[loss](*_put(arguments, cast))
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             found = iter(torch.autograd.grad(result, wanted, grad_output))
         return tuple(
-            next(found) if needed else leaf.new_empty(0)
-            for leaf, needed in zip(leaves, needs, strict=True)
+            next(found) if leaf is not None and leaf.requires_grad else grad_output.new_empty(0)
+            for leaf, _ in zip_longest(leaves, needs)
         )
 
     return backward
+
+
+def _put(arguments: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    """A call's arguments with tensors in the places of its tensor nodes."""
+    following = iter(tensors)
+    return [
+        next(following) if isinstance(a, Node) and isinstance(a.meta["val"], Tensor) else a
+        for a in arguments
+    ]
 
 
 def _splice(graph: Graph, node: Node, function: Callable[..., Any]) -> bool:

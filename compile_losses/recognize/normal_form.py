@@ -117,7 +117,7 @@ def _peel(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
         movable = whole and (form.reduced or value.fake.numel() == 1)
         if not movable or value.kwargs.get("memory_format") not in (None, torch.contiguous_format):
             return []
-        return _view(form, value.args[0], shadow)
+        return _view(form, value.args[0])
     if value.op in SCALINGS:
         return _scaling(form, shadow)
     if value.op is aten.pow.Tensor_Scalar and _is_two(value.args[1]) and not form.reduced:
@@ -158,34 +158,40 @@ def _reduction(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
     ]
 
 
-def _view(form: NormalForm, inner: Value, shadow: Shadow) -> list[NormalForm]:
-    """Weights must be viewed the other way round; only those with one row for each row can be."""
-    weights: list[Value] = []
-    after, before = form.body.fake.shape, inner.fake.shape
-    if form.body.op is aten.clone.default:
-        weights = list(form.weights)
-    else:
-        for weight in form.weights:
-            shape = _unviewed(tuple(weight.fake.shape), tuple(after), tuple(before))
-            aligned = shape and compute(aten.view.default, weight, shape)
-            if not aligned or form.body.op not in (aten.view.default, aten._unsafe_view.default):
-                return []
-            weights.append(aligned)
+def _view(form: NormalForm, inner: Value) -> list[NormalForm]:
+    """Weights must be viewed the other way round."""
+    weights = []
+    for weight in form.weights:
+        aligned = _unviewed(weight, form.body, inner)
+        if aligned is None:
+            return []
+        weights.append(aligned)
     return [replace(form, body=inner, weights=tuple(weights), views=True)]
 
 
-def _unviewed(weight: Any, after: Any, before: Any) -> list[Any] | None:
-    """The shape of a weight before a view that only merges or splits trailing dimensions."""
-    if same_sizes(weight, after) and len(weight) > 0:
-        return list(before)
+def _unviewed(weight: Value, after: Value, before: Value) -> Value | None:
+    """A weight from before a view, where that is known: the view merged or split dimensions along
+    which the weight is the same."""
+    if after.op is aten.clone.default:
+        return weight
+    if after.op not in (aten.view.default, aten._unsafe_view.default):
+        return None
+    shape = weight.fake.shape
+    if same_sizes(shape, after.fake.shape):
+        return compute(aten.view.default, weight, list(before.fake.shape))
     rows = 0
-    while rows < len(weight) and not statically_known_true(weight[rows] == 1):
+    while rows < len(shape) and not statically_known_true(shape[rows] == 1):
         rows += 1
-    if len(weight) != len(after) or not all(statically_known_true(s == 1) for s in weight[rows:]):
+    if not all(statically_known_true(size == 1) for size in shape[rows:]):
         return None
-    if not same_sizes(after[:rows], before[:rows]) or not same_sizes(weight[:rows], after[:rows]):
+    if not same_sizes(after.fake.shape[:rows], before.fake.shape[:rows]):
         return None
-    return [*weight[:rows], *(1 for _ in before[rows:])]
+    aligned: Value | None = weight
+    while aligned and aligned.fake.dim() > before.fake.dim():
+        aligned = compute(aten.squeeze.dim, aligned, -1)
+    while aligned and aligned.fake.dim() < before.fake.dim():
+        aligned = compute(aten.unsqueeze.default, aligned, -1)
+    return aligned
 
 
 def _scaling(form: NormalForm, shadow: Shadow) -> list[NormalForm]:

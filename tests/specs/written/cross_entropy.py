@@ -13,7 +13,6 @@ from tests.specs.inputs import (
     half_tokens,
     masked_tokens,
     pixels,
-    soft_targets,
     square_classes,
     tokens,
 )
@@ -259,22 +258,6 @@ def label_smoothing_in_place(x, t):
 
 
 NEAR_MISSES = [
-    Spelling("nll of probabilities", lambda x, t: F.nll_loss(x.softmax(1), t), classes, "nll_loss"),
-    Spelling(
-        "nll over rows", lambda x, t: F.nll_loss(x.log_softmax(0), t), square_classes, "nll_loss"
-    ),
-    Spelling(
-        "nll of clamped",
-        lambda x, t: F.nll_loss(x.log_softmax(1).clamp(-5), t),
-        classes,
-        "nll_loss",
-    ),
-    Spelling(
-        "nll of log(softmax + eps)",
-        lambda x, t: F.nll_loss(torch.log(x.softmax(1) + 1e-8), t),
-        classes,
-        "nll_loss",
-    ),
     Spelling(
         "gather over rows",
         lambda x, t: -x.log_softmax(0).gather(1, t[:, None]).mean(),
@@ -338,7 +321,6 @@ NEAR_MISSES = [
         classes,
     ),
     Spelling("some rows", lambda x, t: -x.log_softmax(1).gather(1, t[:4, None]).mean(), classes),
-    Spelling("permute for transpose", permuted, cubes, "nll_loss"),
     Spelling("changed log-probabilities", changed_log_probabilities, classes, "changed in place"),
     Spelling("changed logits", changed_logits, classes),
     Spelling("gradient cut", cut_log_probabilities, classes, "without gradients"),
@@ -348,10 +330,14 @@ NEAR_MISSES = [
         classes,
     ),
     Spelling("label smoothing in place", label_smoothing_in_place, classes, "changed in place"),
-    Spelling(
-        "binary",
-        F.binary_cross_entropy,
-        lambda: tuple(v.sigmoid() for v in soft_targets()),
-        "no fused op",
-    ),
+]
+
+#: nll_loss of something else than a log_softmax of the classes stays an nll_loss.
+OTHER_LIKELIHOODS = [
+    Spelling("of probabilities", lambda x, t: F.nll_loss(x.softmax(1), t), classes),
+    Spelling("over rows", lambda x, t: F.nll_loss(x.log_softmax(0), t), square_classes),
+    Spelling("clamped", lambda x, t: F.nll_loss(x.log_softmax(1).clamp(-5), t), classes),
+    Spelling("eps", lambda x, t: F.nll_loss(torch.log(x.softmax(1) + 1e-8), t), classes),
+    Spelling("as it is", F.nll_loss, classes),
+    Spelling("permute for transpose", permuted, cubes),
 ]
