@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from compile_losses.recognize.shadow import Shadow, aten, compute, same_sizes
+from compile_losses.recognize.shadow import Shadow, aten, compute, equal_sizes, same_sizes
 from compile_losses.recognize.values import Size, Value, example
 
 _SOFTMAXES = (aten._log_softmax.default, aten._softmax.default)
@@ -26,7 +26,7 @@ def target_of_gather(value: Value, shadow: Shadow) -> tuple[Value, int]:
     if not expected:
         raise RowIndexError
     expected[dim] = 1
-    if not same_sizes(index.fake.shape, expected):
+    if not equal_sizes(index.fake.shape, expected):
         raise RowIndexError
     rows = expected[:dim] + expected[dim + 1 :]
     resolved = shadow.resolve(index)
@@ -53,7 +53,7 @@ def target_of_index(value: Value, shadow: Shadow) -> tuple[Value, int]:
     classes = source.fake.shape[-1]
     if not isinstance(target, Value) or target.fake.dtype != torch.int64:
         raise RowIndexError
-    if not same_sizes(target.fake.shape, rows):
+    if not equal_sizes(target.fake.shape, rows):
         raise RowIndexError
     if not isinstance(classes, int):
         base = shadow.resolve(source)
@@ -77,7 +77,7 @@ def _is_arange(position: Value, dim: int, rows: list[Any], shadow: Shadow) -> bo
     """Whether an index counts along one dimension of the rows, and lies along it."""
     shape = [1] * (len(rows) - position.fake.dim()) + list(position.fake.shape)
     expected = [size if i == dim else 1 for i, size in enumerate(rows)]
-    if not same_sizes(shape, expected):
+    if not equal_sizes(shape, expected):
         return False
     base = shadow.resolve(position)
     while base.op in (aten.unsqueeze.default, aten.view.default):

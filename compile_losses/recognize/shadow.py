@@ -190,3 +190,18 @@ def same_sizes(left: Any, right: Any) -> bool:
     return len(left) == len(right) and all(
         statically_known_true(a == b) for a, b in zip(left, right, strict=True)
     )
+
+
+def equal_sizes(left: Any, right: Any) -> bool:
+    """Whether two shapes are equal, if need be by a guard that they stay so.
+
+    For what torch does not require but a loss does: gather takes an index of fewer rows.
+    """
+    if len(left) != len(right):
+        return False
+    pairs = [pair for pair in zip(left, right, strict=True) if not same_sizes(*zip(pair))]
+    symbols = [size for pair in pairs for size in pair if isinstance(size, torch.SymInt)]
+    if any(size.node.hint is None for size in symbols):
+        return False
+    hints = [[getattr(getattr(s, "node", None), "hint", s) for s in pair] for pair in pairs]
+    return all(a == b for a, b in hints) and all(bool(a == b) for a, b in pairs)
