@@ -89,10 +89,13 @@ def _choose(loss: Loss, ops: OpTypes, overwrites: bool) -> Decision:
 
 
 def feeds_of(loss: Loss, ops: OpTypes) -> list[Feed]:
-    """Of the arguments as large as input; class indices and weights of classes don't count."""
+    """Of the arguments laid out like input; class indices and weights of classes don't count."""
     named = loss.arguments
-    tensors = [named[name] for name in ("input", "target") if isinstance(named.get(name), Node)]
-    return [feed_of(t, ops) for t in tensors if t.meta["val"].is_floating_point()]
+    names = ("input", "target", "weight", "pos_weight")
+    tensors = [named[name] for name in names if isinstance(named.get(name), Node)]
+    dim = loss.input.meta["val"].dim()
+    values = [(tensor, tensor.meta["val"]) for tensor in tensors]
+    return [feed_of(t, ops) for t, v in values if v.is_floating_point() and v.dim() == dim]
 
 
 def costs(loss: Loss, feeds: Sequence[Feed], hoisted: bool) -> tuple[Cost, Cost]:
