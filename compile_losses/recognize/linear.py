@@ -41,6 +41,8 @@ def through_linear(match: Match, shadow: Shadow) -> Match:
             return found
     except NotAbsorbedError as error:
         reason = str(error)
+    except RuntimeError as error:  # an op does not take what was traced
+        reason = " ".join(str(error).split())
     for node in reversed(added):
         node.graph.erase_node(node)
     match.notes.append(f"without its linear layer: {reason}")
