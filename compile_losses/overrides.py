@@ -1,0 +1,58 @@
+"""Which calls of a loss the ops take, and which are torch's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function
+from torch.utils._device import DeviceContext
+
+from compile_losses import library
+from compile_losses.ops.checks import FLOATING
+
+#: Devices that the ops compute on; ``meta`` is answered by their fakes.
+DEVICES = frozenset(
+    {"meta"} | {d for d, built in library.kernels.items() if isinstance(built, Path)}
+)
+
+DISABLED: Any = torch._C._disabled_torch_function_impl
+DEFAULT: Any = Tensor.__torch_function__
+
+
+def fusible(*operands: Any) -> bool:
+    """Whether the ops take these operands, and nothing overrides torch's functions for them.
+
+    ``None`` stands for an operand that is not given.
+    """
+    if has_torch_function(operands) and _overridden(operands):
+        return False
+    return all(
+        operand is None
+        or (
+            isinstance(operand, Tensor)
+            and operand.dtype in FLOATING
+            and operand.layout == torch.strided
+            and operand.device.type in DEVICES
+            and not operand.is_nested
+        )
+        for operand in operands
+    )
+
+
+def _overridden(operands: tuple[Any, ...]) -> bool:
+    """Whether a class or an active mode has a ``__torch_function__`` of its own.
+
+    That of torch.Tensor only gives results the class of the operands, which it does for ops as
+    well. That of torch.device contexts is for functions that create tensors.
+    """
+    modes = torch.overrides._get_current_function_mode_stack()
+    if not all(isinstance(mode, DeviceContext) for mode in modes):
+        return True
+    for operand in operands:
+        override = getattr(type(operand), "__torch_function__", None)
+        if getattr(override, "__func__", override) not in (None, DISABLED, DEFAULT.__func__):
+            return True
+    return False
