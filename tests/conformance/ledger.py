@@ -36,7 +36,14 @@ OPTIONS = {
     "smooth_l1_loss": (*REDUCTIONS, "legacy reduction", "beta", *PAIRS, *LAYOUTS),
     "huber_loss": (*REDUCTIONS, "delta", "weight", *PAIRS, *LAYOUTS),
     "kl_div": (*REDUCTIONS, "batchmean", "legacy reduction", "log_target", *PAIRS, *LAYOUTS),
-    "nll_loss": (*REDUCTIONS, "legacy reduction", "weight", "ignore_index", "[N, C, ...]", *LAYOUTS),
+    "nll_loss": (
+        *REDUCTIONS,
+        "legacy reduction",
+        "weight",
+        "ignore_index",
+        "[N, C, ...]",
+        *LAYOUTS,
+    ),
     "cross_entropy": (
         *REDUCTIONS,
         "legacy reduction",
