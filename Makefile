@@ -36,7 +36,7 @@ $(STAMP): $(BUILT_FROM)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -c constraints.txt torch setuptools wheel ninja
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) -c constraints.txt --no-build-isolation \
-		-e ".[demo,test,lint]"
+		-e ".[demo,test,lint,models]"
 	touch $@
 else
 # PYTHON may itself be in a virtual environment, whose packages --system-site-packages would not find:

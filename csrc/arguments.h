@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 namespace fused {
 
@@ -31,19 +32,27 @@ struct Operand {
 //   losses                     the loss of each element (reduction none)
 //   total                      their sum over `divisor`, one number
 //   grad_input, grad_target    (grad_output or 1) * derivative / divisor
-// Arithmetic is in double when any operand is float64, in float otherwise.
+// Arithmetic is in double when an argument or the loss is float64, in float otherwise.
 struct ElementwiseArgs {
   int ndim = 0;
   int64_t numel = 0;
   int64_t sizes[kMaxDims] = {};  // innermost first, dimensions of size 1 removed
   Operand input, target;
-  Operand grad_output;  // absent: 1
+  Operand grad_output;  // one element where there is a total; absent: 1
   Operand losses, grad_input, grad_target;
   Operand total;              // one element
   double divisor = 1;         // mean: numel; batchmean: input.size(0); sum and none: 1
   double parameters[2] = {};  // the loss's own: beta, delta, flags
   void* workspace = nullptr;  // device scratch of kWorkspaceBytes; CPU kernels need none
 };
+
+// A grad_output counts only where it stands for the loss's dtype: beside a total it is a factor.
+inline bool uses_double(const ElementwiseArgs& args) {
+  const Operand& loss = args.total.data ? args.total : args.grad_output;
+  for (const Operand* operand : {&args.input, &args.target, &args.losses, &loss})
+    if (operand->data && operand->dtype == DType::kFloat64) return true;
+  return false;
+}
 
 // Room for one double per block of the largest grid that a CUDA reduction launches.
 constexpr int64_t kWorkspaceBlocks = 4096;
@@ -79,7 +88,9 @@ struct CrossEntropyArgs {
   void* loss = nullptr;          // one element of loss_dtype; null with reduction none
   void* total_weight = nullptr;  // acc_t, one element: sum of row_weights
   DType loss_dtype = DType::kFloat32;
-  const void* grad_output = nullptr;  // loss_dtype [rows] with grad_output_stride, or one element
+  // [rows] with grad_output_stride, or one element; null: 1
+  const void* grad_output = nullptr;
+  DType grad_output_dtype = DType::kFloat32;
   int64_t grad_output_stride = 0;
   void* grad_input = nullptr;  // addressed by grad_layout
   RowLayout grad_layout;       // the same sizes as input_layout

@@ -13,7 +13,7 @@ void huber_loss(const ElementwiseArgs& args, void* stream);
 void kl_div(const ElementwiseArgs& args, void* stream);
 
 // Writes stats, row_losses, row_weights, total_weight and, unless the reduction is none, loss; with
-// grad_input also the gradient for a grad_output of 1, in the same pass over the logits.
+// grad_input also the gradient, in the same pass over the logits.
 void cross_entropy_forward(const CrossEntropyArgs& args, void* stream);
 // Writes grad_input from stats and total_weight.
 void cross_entropy_backward(const CrossEntropyArgs& args, void* stream);

@@ -177,6 +177,17 @@ def test_leaf_ops_check_for_themselves():
         fused.mse_loss_with_grad(a[:1], a, 1, torch.float32)
     with pytest.raises(RuntimeError, match="reduction"):
         fused.mse_loss_with_grad(a, a, 0, torch.float32)
+    with pytest.raises(RuntimeError, match=r"grad_output to hold one number, got shape \[3, 4\]"):
+        fused.mse_loss_with_grad(a, a, 1, torch.float32, a)
+    with pytest.raises(RuntimeError, match="grad_output to be float64, float32"):
+        fused.mse_loss_with_grad_(a, a, 1, torch.float32, torch.tensor(1))
+    meta = a.to("meta")
+    with pytest.raises(RuntimeError, match=r"grad_output to hold one number, got .*\[3, 4\]"):
+        fused.mse_loss_with_grad(meta, meta, 1, torch.float32, grad_output=meta)
+    with pytest.raises(NotImplementedError, match="grad_output to be float64, float32"):
+        fused.mse_loss_with_grad_(meta, meta, 1, torch.float32, torch.tensor(1, device="meta"))
+    with pytest.raises(RuntimeError, match="grad_output to be on input's device"):
+        fused.mse_loss_with_grad(meta, meta, 1, torch.float32, torch.tensor(1.0))
     t = torch.zeros(3, dtype=torch.int64)
     loss, stats, total = fused.cross_entropy_forward(a, t, None, 1, -100, 0.0, torch.float32)
     with pytest.raises(RuntimeError, match="stats"):

@@ -144,6 +144,9 @@ def test_opcheck_leaves(spec, device):
             calls.append((with_grad, tuple(detached), {}))
             in_place = getattr(torch.ops.fused, f"{spec.name}_with_grad_").default
             calls.append((in_place, (detached[0].clone(), *detached[1:]), {}))
+            factor = torch.full((), 0.3, device=device)
+            calls.append((with_grad, (*detached, factor), {}))
+            calls.append((in_place, (detached[0].clone(), *detached[1:]), {"grad_output": factor}))
         for op, args, kwargs in calls:
             seen.add(op.name().removeprefix("fused::"))
             opcheck(op, args, kwargs, sample.name)
@@ -152,10 +155,11 @@ def test_opcheck_leaves(spec, device):
 
 @specs
 @dtypes
-def test_with_grad(spec, dtype, device):
-    """One pass gives the loss and its gradient for a grad_output of 1, also over the input."""
+@pytest.mark.parametrize("factor", [None, -3.75], ids=["unit", "factor"])
+def test_with_grad(spec, factor, dtype, device):
+    """One pass gives the loss and its gradient for one grad_output, also over the input."""
     ran = 0
-    one = torch.ones((), dtype=torch.float64)
+    grad_output = torch.tensor(factor or 1.0, dtype=torch.float64)
     for sample in spec.samples(device, dtype):
         (_, args, _), *_ = record_leaf_calls(lambda s=sample: s.call(spec.op))
         shapes = [t.shape for t in args[:2]]
@@ -167,14 +171,19 @@ def test_with_grad(spec, dtype, device):
             t.double().cpu() if t.is_floating_point() else t.cpu() for t in sample.tensors
         ]
         eager, (eager_gradient, *_) = loss_and_gradients(
-            spec.torch_loss, sample, sample.tensors, one
+            spec.torch_loss, sample, sample.tensors, grad_output
         )
         exact, (exact_gradient, *_) = loss_and_gradients(
-            spec.torch_loss, sample, exact_tensors, one
+            spec.torch_loss, sample, exact_tensors, grad_output
         )
-        loss, gradient = getattr(torch.ops.fused, f"{spec.name}_with_grad")(*args)
+        # In the dtypes that a factor may have, and in any shape that holds one number.
+        kind, shape = [(dtype, ()), (torch.float32, (1,)), (torch.float64, (1, 1, 1))][ran % 3]
+        given = () if factor is None else (grad_output.to(device, kind).reshape(shape),)
+        loss, gradient = getattr(torch.ops.fused, f"{spec.name}_with_grad")(*args, *given)
         overwritten = torch.empty_like(args[0]).copy_(args[0])
-        in_place = getattr(torch.ops.fused, f"{spec.name}_with_grad_")(overwritten, *args[1:])
+        in_place = getattr(torch.ops.fused, f"{spec.name}_with_grad_")(
+            overwritten, *args[1:], *given
+        )
         for result in (loss, in_place):
             assert_accurate(result, eager, exact, sample.name)
         for result in (gradient, overwritten):

@@ -45,9 +45,12 @@ backward = library.define(
     f"Tensor stats, Tensor total_weight, {OPTIONS}) -> Tensor"
 )
 with_grad = library.define(
-    f"cross_entropy_with_grad(Tensor input, {ARGUMENTS}) -> (Tensor, Tensor)"
+    f"cross_entropy_with_grad(Tensor input, {ARGUMENTS}, Tensor? grad_output=None) "
+    "-> (Tensor, Tensor)"
 )
-with_grad_ = library.define(f"cross_entropy_with_grad_(Tensor(a!) input, {ARGUMENTS}) -> Tensor")
+with_grad_ = library.define(
+    f"cross_entropy_with_grad_(Tensor(a!) input, {ARGUMENTS}, Tensor? grad_output=None) -> Tensor"
+)
 
 
 def reference(
@@ -189,12 +192,26 @@ def backward_fake(
 library.register_fake(backward, backward_fake)
 
 
+def with_grad_in_place_fake(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    dtype: torch.dtype,
+    grad_output: Tensor | None = None,
+) -> Tensor:
+    checks.check_grad_output("cross_entropy", input, grad_output)
+    return forward_fake(input, target, weight, reduction, ignore_index, label_smoothing, dtype)[0]
+
+
 def with_grad_fake(input: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return forward_fake(input, *rest)[0], torch.empty_like(input)
+    return with_grad_in_place_fake(input, *rest), torch.empty_like(input)
 
 
 library.register_fake(with_grad, with_grad_fake)
-library.register_fake(with_grad_, lambda *arguments: forward_fake(*arguments)[0])
+library.register_fake(with_grad_, with_grad_in_place_fake)
 library.register_not_differentiable(with_grad)
 library.register_not_differentiable(with_grad_)
 

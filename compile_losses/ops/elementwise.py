@@ -3,7 +3,8 @@
 ``fused::X``             public: checks, autocast and type promotion, then ``X_forward``
 ``fused::X_forward``     the loss
 ``fused::X_backward``    gradients of input and target, recomputed from them
-``fused::X_with_grad``   the loss and, in the same read, input's gradient for a grad_output of 1
+``fused::X_with_grad``   the loss and, in the same read, input's gradient for a grad_output of one
+                         element on the device, or of 1
 ``fused::X_with_grad_``  the same, the gradient written over input
 
 The last two are for compiled graphs only and are not differentiable.
@@ -78,6 +79,7 @@ def declare(
     )
     own = "".join(f", {p.declaration}" for p in parameters)
     tail = f"Tensor target, int reduction{own}"
+    known = "ScalarType dtype, Tensor? grad_output=None"
     public = library.define(f"{name}({public_arguments}) -> Tensor")
     forward = library.define(f"{name}_forward(Tensor input, {tail}, ScalarType dtype) -> Tensor")
     backward = library.define(
@@ -85,11 +87,9 @@ def declare(
         "bool needs_grad_target) -> (Tensor, Tensor)"
     )
     with_grad = library.define(
-        f"{name}_with_grad(Tensor input, {tail}, ScalarType dtype) -> (Tensor, Tensor)"
+        f"{name}_with_grad(Tensor input, {tail}, {known}) -> (Tensor, Tensor)"
     )
-    with_grad_ = library.define(
-        f"{name}_with_grad_(Tensor(a!) input, {tail}, ScalarType dtype) -> Tensor"
-    )
+    with_grad_ = library.define(f"{name}_with_grad_(Tensor(a!) input, {tail}, {known}) -> Tensor")
 
     def check_all(input: Tensor, target: Tensor, reduction: int, *values: Any) -> torch.Size:
         checks.check_reduction(name, reduction, batchmean=batchmean)
@@ -140,13 +140,19 @@ def declare(
 
     library.register_fake(backward, backward_fake)
 
-    def with_grad_fake(
-        input: Tensor, target: Tensor, reduction: int, *rest: Any
-    ) -> tuple[Tensor, Tensor]:
-        return forward_fake(input, target, reduction, *rest), torch.empty_like(input)
+    forward_arguments = len(forward._schema.arguments)
+
+    def with_grad_in_place_fake(*arguments: Any, grad_output: Tensor | None = None) -> Tensor:
+        for given in (grad_output, *arguments[forward_arguments:]):
+            checks.check_grad_output(name, arguments[0], given)
+        return forward_fake(*arguments[:forward_arguments])
+
+    def with_grad_fake(*arguments: Any, **grad_output: Tensor | None) -> tuple[Tensor, Tensor]:
+        loss = with_grad_in_place_fake(*arguments, **grad_output)
+        return loss, torch.empty_like(arguments[0])
 
     library.register_fake(with_grad, with_grad_fake)
-    library.register_fake(with_grad_, forward_fake)
+    library.register_fake(with_grad_, with_grad_in_place_fake)
     library.register_not_differentiable(with_grad)
     library.register_not_differentiable(with_grad_)
 

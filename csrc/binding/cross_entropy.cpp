@@ -141,7 +141,7 @@ Tensor backward(const Tensor& grad_output, const Tensor& input, const Tensor& ta
   const Tensor dense_grad_output = torch::stable::contiguous(grad_output);
   args.stats = stats.data_ptr();
   args.total_weight = total_weight.data_ptr();
-  args.loss_dtype = dtype_of(grad_output, "cross_entropy_backward", "grad_output");
+  args.grad_output_dtype = dtype_of(grad_output, "cross_entropy_backward", "grad_output");
   args.grad_output = dense_grad_output.data_ptr();
   args.grad_output_stride = each ? 1 : 0;
   const Launch launch(input);
@@ -152,8 +152,16 @@ Tensor backward(const Tensor& grad_output, const Tensor& input, const Tensor& ta
 Tensor loss_and_gradient(const Tensor& input, const Tensor& target,
                          const std::optional<Tensor>& weight, const Tensor& gradient,
                          int64_t reduction, int64_t ignore_index, double label_smoothing,
-                         ScalarType dtype) {
+                         ScalarType dtype, const std::optional<Tensor>& grad_output) {
   Problem problem(input, target, weight, reduction, ignore_index, label_smoothing);
+  if (grad_output) {
+    if (grad_output->numel() != 1)
+      throw std::runtime_error(
+          "cross_entropy: expected grad_output to hold one number, got shape " +
+          to_string(sizes_of(*grad_output)));
+    problem.args.grad_output = grad_output->data_ptr();
+    problem.args.grad_output_dtype = dtype_of(*grad_output, "cross_entropy", "grad_output");
+  }
   if (problem.args.reduction == Reduction::kNone)
     throw std::runtime_error("cross_entropy: a loss with its gradient needs a reduction");
   return std::get<0>(run_forward(input, problem, gradient, dtype));
@@ -161,19 +169,19 @@ Tensor loss_and_gradient(const Tensor& input, const Tensor& target,
 
 std::tuple<Tensor, Tensor> with_grad(const Tensor& input, const Tensor& target,
                                      const std::optional<Tensor>& weight, int64_t reduction,
-                                     int64_t ignore_index, double label_smoothing,
-                                     ScalarType dtype) {
+                                     int64_t ignore_index, double label_smoothing, ScalarType dtype,
+                                     const std::optional<Tensor>& grad_output) {
   const Tensor gradient = torch::stable::empty_like(input);
   return {loss_and_gradient(input, target, weight, gradient, reduction, ignore_index,
-                            label_smoothing, dtype),
+                            label_smoothing, dtype, grad_output),
           gradient};
 }
 
 Tensor with_grad_(const Tensor& input, const Tensor& target, const std::optional<Tensor>& weight,
-                  int64_t reduction, int64_t ignore_index, double label_smoothing,
-                  ScalarType dtype) {
+                  int64_t reduction, int64_t ignore_index, double label_smoothing, ScalarType dtype,
+                  const std::optional<Tensor>& grad_output) {
   return loss_and_gradient(input, target, weight, input, reduction, ignore_index, label_smoothing,
-                           dtype);
+                           dtype, grad_output);
 }
 
 // Dense in any order of its dimensions: its elements fill one span of memory.

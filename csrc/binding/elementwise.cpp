@@ -108,6 +108,7 @@ struct Elementwise {
 
   static Tensor loss_and_gradient(const Tensor& input, const Tensor& target,
                                   const Tensor& grad_input, int64_t reduction, ScalarType dtype,
+                                  const std::optional<Tensor>& grad_output,
                                   Parameters... parameters) {
     const Sizes shape = broadcast_shape(input, target, kName);
     if (shape != sizes_of(input))
@@ -121,6 +122,7 @@ struct Elementwise {
             {{&args.input, &input, "input"},
              {&args.target, &target, "target"},
              {&args.grad_input, &grad_input, "input"}});
+    if (grad_output) bind_one(args.grad_output, *grad_output, input);
     const Tensor loss = empty_scalar(input, dtype);
     bind_total(args, loss);
     run(kernel, args, input);
@@ -129,14 +131,30 @@ struct Elementwise {
 
   static std::tuple<Tensor, Tensor> with_grad(const Tensor& input, const Tensor& target,
                                               int64_t reduction, Parameters... parameters,
-                                              ScalarType dtype) {
+                                              ScalarType dtype, std::optional<Tensor> grad_output) {
     const Tensor gradient = empty_like(input, sizes_of(input), input.scalar_type());
-    return {loss_and_gradient(input, target, gradient, reduction, dtype, parameters...), gradient};
+    return {
+        loss_and_gradient(input, target, gradient, reduction, dtype, grad_output, parameters...),
+        gradient};
   }
 
   static Tensor with_grad_(const Tensor& input, const Tensor& target, int64_t reduction,
-                           Parameters... parameters, ScalarType dtype) {
-    return loss_and_gradient(input, target, input, reduction, dtype, parameters...);
+                           Parameters... parameters, ScalarType dtype,
+                           std::optional<Tensor> grad_output) {
+    return loss_and_gradient(input, target, input, reduction, dtype, grad_output, parameters...);
+  }
+
+  // A factor on the device, read by the kernel: its strides stay 0.
+  static void bind_one(Operand& operand, const Tensor& factor, const Tensor& input) {
+    if (factor.numel() != 1)
+      throw std::runtime_error(std::string(kName) +
+                               ": expected grad_output to hold one number, got shape " +
+                               to_string(sizes_of(factor)));
+    if (factor.get_device_index() != input.get_device_index())
+      throw std::runtime_error(std::string(kName) +
+                               ": expected grad_output to be on input's device");
+    operand.data = factor.data_ptr();
+    operand.dtype = dtype_of(factor, kName, "grad_output");
   }
 
   static void bind_total(ElementwiseArgs& args, const Tensor& loss) {

@@ -160,7 +160,8 @@ struct RowGradient {
     if (row_target.index < 0) return acc_t(0);
     acc_t grad_output = 1;
     if (args.grad_output)
-      load(args.grad_output, args.loss_dtype, row * args.grad_output_stride, 1, 1, &grad_output);
+      load(args.grad_output, args.grad_output_dtype, row * args.grad_output_stride, 1, 1,
+           &grad_output);
     return args.reduction == Reduction::kMean ? grad_output / total_weight : grad_output;
   }
 };

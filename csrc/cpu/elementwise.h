@@ -163,11 +163,7 @@ void elementwise_as(const ElementwiseArgs& args) {
 
 template <template <typename> class Loss>
 void elementwise(const ElementwiseArgs& args) {
-  bool is_double = false;
-  for (const Operand* operand :
-       {&args.input, &args.target, &args.grad_output, &args.losses, &args.total})
-    is_double = is_double || (operand->data && operand->dtype == DType::kFloat64);
-  if (is_double) return elementwise_as<Loss, double>(args);
+  if (uses_double(args)) return elementwise_as<Loss, double>(args);
   return elementwise_as<Loss, float>(args);
 }
 

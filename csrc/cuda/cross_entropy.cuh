@@ -206,7 +206,8 @@ struct RowGradient {
     if (target >= 0) {
       scale = 1;
       if (args.grad_output)
-        scale = load_as<acc_t>(args.grad_output, args.loss_dtype, row * args.grad_output_stride);
+        scale =
+            load_as<acc_t>(args.grad_output, args.grad_output_dtype, row * args.grad_output_stride);
       if (args.reduction == Reduction::kMean) scale /= *static_cast<acc_t*>(args.total_weight);
     }
     const CrossEntropyGradient<acc_t> coefficient(

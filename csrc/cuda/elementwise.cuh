@@ -26,7 +26,7 @@ constexpr int64_t kSingleBlockTiles = 2;
 
 enum class Mode {
   kTotal,             // the sum of the losses
-  kTotalAndGradient,  // and grad_input for a grad_output of 1
+  kTotalAndGradient,  // and grad_input, with one grad_output
   kLosses,            // the loss of each element
   kGradient,          // grad_input, with one grad_output for all elements
   kGradientOfEach,    // grad_input, with a grad_output for each element
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   const losses_t* grad_output = static_cast<const losses_t*>(args.grad_output);
   output_t* output = static_cast<output_t*>(args.output);
   float scale = static_cast<float>(args.scale);
-  if constexpr (kMode == Mode::kGradient) {
+  if constexpr (kMode == Mode::kGradient || kMode == Mode::kTotalAndGradient) {
     if (args.grad_output) scale *= load_as<float>(args.grad_output, args.grad_output_dtype, 0);
   }
 
@@ -166,7 +166,6 @@ bool try_contiguous(const ElementwiseArgs& args, const Loss& loss, cudaStream_t 
     return false;
   const bool one = !args.grad_output.data || is_one_element(args, args.grad_output);
   if ((total || kMixed) && (losses || !one)) return false;
-  if (total && args.grad_output.data) return false;
 
   const Operand& output = losses ? args.losses : args.grad_input;
   const input_t* input = static_cast<const input_t*>(args.input.data);
@@ -213,11 +212,7 @@ void elementwise(const ElementwiseArgs& args, void* stream_pointer) {
     if (args.total.data) total_kernel<<<1, kWarp, 0, stream>>>(total_of(args), 0);
     return check_launch("total_kernel");
   }
-  for (const Operand* operand :
-       {&args.input, &args.target, &args.grad_output, &args.losses, &args.total}) {
-    if (operand->data && operand->dtype == DType::kFloat64)
-      return launch_strided<double>(args, Loss<double>(args.parameters), stream);
-  }
+  if (uses_double(args)) return launch_strided<double>(args, Loss<double>(args.parameters), stream);
   const Loss<float> loss(args.parameters);
   if (try_contiguous<float, float>(args, loss, stream) ||
       try_contiguous<__nv_bfloat16, __nv_bfloat16>(args, loss, stream) ||

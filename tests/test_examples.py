@@ -1,0 +1,77 @@
+"""The scripts in examples/: they learn, and their losses are rewritten."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+from torch._inductor.utils import fresh_cache
+
+import compile_losses
+from compile_losses import backend, recognize
+
+EXAMPLES = compile_losses.library.PACKAGE.parent / "examples"
+
+
+@pytest.fixture
+def reports(monkeypatch):
+    """What was rewritten while the example ran."""
+    found = []
+
+    def spy(graph):
+        found.append(rewrite_graph(graph))
+        return found[-1]
+
+    rewrite_graph = recognize.rewrite_graph
+    monkeypatch.setattr(recognize, "rewrite_graph", spy)
+    monkeypatch.setattr(backend, "rewrite_graph", spy)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield found
+    compile_losses.disable()
+    for name in [path.stem for path in EXAMPLES.glob("*.py")]:
+        sys.modules.pop(name, None)
+
+
+def run(name, reports):
+    with fresh_cache():  # on a warm one the passes are not run, and there is nothing to see
+        losses = importlib.import_module(name).main(steps=20)
+    assert losses[-1] < losses[0] - 1
+    sites = [site for report in reports for site in report.sites]
+    assert sites
+    assert all(site.status == "rewritten" for site in sites), sites
+    return {site.op for site in sites}
+
+
+def test_each_adds_one_line():
+    scripts = {path for path in EXAMPLES.glob("*.py") if path.stem != "text"}
+    assert {path.stem for path in scripts} == {
+        "bf16_checkpointing",
+        "hugging_face_trainer",
+        "lightning_module",
+        "plain_loop",
+    }
+    for path in scripts:
+        assert path.read_text().count("# the added line\n") == 1, path
+        assert path.name in (EXAMPLES / "README.md").read_text()
+
+
+def test_plain_loop(reports):
+    assert run("plain_loop", reports) == {"cross_entropy"}
+
+
+@pytest.mark.slow
+def test_bf16_checkpointing(reports):
+    assert run("bf16_checkpointing", reports) == {"cross_entropy"}
+
+
+@pytest.mark.slow
+def test_hugging_face_trainer(reports):
+    pytest.importorskip("transformers", reason="pip install .[models]")
+    assert run("hugging_face_trainer", reports) == {"cross_entropy"}
+
+
+@pytest.mark.slow
+def test_lightning_module(reports):
+    pytest.importorskip("lightning", reason="pip install .[models]")
+    assert run("lightning_module", reports) == {"cross_entropy"}
