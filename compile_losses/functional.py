@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo.comptime import comptime
-from torch.nn import _reduction
 
 import compile_losses.ops  # noqa: F401  declares fused::*
 from compile_losses.ops.checks import REDUCTIONS
-from compile_losses.overrides import fusible
+from compile_losses.overrides import has_kernels, overridden
 
 __all__ = [
     "binary_cross_entropy_with_logits",
@@ -48,7 +47,8 @@ def mse_loss(
     weight: Tensor | None = None,
 ) -> Tensor:
     """Mean squared error, as :func:`torch.nn.functional.mse_loss`; weight has input's shape."""
-    if weight is not None or not fusible(input, target, weight):
+    operands = (input, target, weight)
+    if weight is not None or overridden(*operands) or not has_kernels(*operands):
         return F.mse_loss(input, target, size_average, reduce, reduction, weight)
     _warn_if_broadcast(input, target)
     return fused.mse_loss(input, target, _reduction_of(reduction, size_average, reduce))
@@ -75,7 +75,8 @@ def smooth_l1_loss(
     beta: float = 1.0,
 ) -> Tensor:
     """Smooth L1 loss, as :func:`torch.nn.functional.smooth_l1_loss`."""
-    if not fusible(input, target) or not _is_number(beta):
+    operands = (input, target)
+    if overridden(*operands) or not has_kernels(*operands) or not _is_number(beta):
         return F.smooth_l1_loss(input, target, size_average, reduce, reduction, beta)
     _warn_if_broadcast(input, target)
     return fused.smooth_l1_loss(input, target, _reduction_of(reduction, size_average, reduce), beta)
@@ -89,7 +90,13 @@ def huber_loss(
     weight: Tensor | None = None,
 ) -> Tensor:
     """Huber loss, as :func:`torch.nn.functional.huber_loss`; weight has input's shape."""
-    if weight is not None or not fusible(input, target, weight) or not _is_number(delta):
+    operands = (input, target, weight)
+    if (
+        weight is not None
+        or overridden(*operands)
+        or not has_kernels(*operands)
+        or not _is_number(delta)
+    ):
         return F.huber_loss(input, target, reduction, delta, weight)
     _warn_if_broadcast(input, target)
     dtype = None if input.dtype == target.dtype else _autocast_dtype(input)
@@ -105,14 +112,11 @@ def kl_div(
     log_target: bool = False,
 ) -> Tensor:
     """Kullback-Leibler divergence, as :func:`torch.nn.functional.kl_div`."""
-    if not fusible(input, target):
+    if overridden(input, target) or not has_kernels(input, target):
         return F.kl_div(input, target, size_average, reduce, reduction, log_target)
     legacy = size_average is not None or reduce is not None
     if reduction == "mean" and not legacy:
-        comptime(
-            lambda _: warnings.warn(MEAN_OF_KL_DIV, stacklevel=1),
-            lambda: warnings.warn(MEAN_OF_KL_DIV, stacklevel=4),
-        )
+        _warn(MEAN_OF_KL_DIV, 5)
     if reduction == "batchmean" and not legacy:
         return fused.kl_div(input, target, REDUCTIONS["batchmean"], log_target=log_target)
     enum = _reduction_of(reduction, size_average, reduce)
@@ -147,8 +151,13 @@ def cross_entropy(
 ) -> Tensor:
     """Cross entropy of logits and class indices or probabilities, as
     :func:`torch.nn.functional.cross_entropy`."""
-    numbers = _is_integer(ignore_index) and _is_number(label_smoothing)
-    if not fusible(input) or not isinstance(target, Tensor) or not numbers:
+    if (
+        overridden(input, target, weight)
+        or not has_kernels(input)
+        or not _are_classes(input, target)
+        or not _is_integer(ignore_index)
+        or not _is_number(label_smoothing)
+    ):
         return F.cross_entropy(
             input,
             target,
@@ -159,12 +168,6 @@ def cross_entropy(
             reduction,
             label_smoothing,
         )
-    if target.is_floating_point():
-        return F.cross_entropy(
-            input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
-        )
-    if input.dim() == 1 and target.shape == (1,):
-        target = target.reshape(())
     enum = _reduction_of(reduction, size_average, reduce)
     return fused.cross_entropy(input, target, weight, enum, ignore_index, label_smoothing)
 
@@ -197,13 +200,24 @@ def _reduction_of(
     reduction: str, size_average: bool | None = None, reduce: bool | None = None
 ) -> int:
     if size_average is not None or reduce is not None:
-        reduction = _reduction.legacy_get_string(size_average, reduce)
-    if reduction == "elementwise_mean":  # which torch deprecates, and takes for mean
-        return _reduction.get_enum(reduction)
+        averages = size_average is None or size_average
+        reduction = ("mean" if averages else "sum") if reduce is None or reduce else "none"
+        _warn(f"size_average and reduce are deprecated: use reduction={reduction!r}", 6)
+    elif reduction == "elementwise_mean":
+        _warn("reduction='elementwise_mean' is deprecated: use reduction='mean'", 6)
+        reduction = "mean"
     for name in ("none", "mean", "sum"):
         if reduction == name:
             return REDUCTIONS[name]
     raise ValueError(f"expected reduction to be 'none', 'mean' or 'sum', got {reduction!r}")
+
+
+def _warn(message: str, stacklevel: int) -> None:
+    """Warns the caller of the loss; in torch.compile while it traces the call."""
+    comptime(
+        lambda frame: warnings.warn(frame.get_local("message").as_python_constant(), stacklevel=1),
+        lambda: warnings.warn(message, stacklevel=stacklevel),
+    )
 
 
 MEAN_OF_KL_DIV = (
@@ -230,6 +244,16 @@ def _warn_of_shapes(input: torch.Size, target: torch.Size) -> None:
         "which is probably not what is meant: give them the same shape",
         stacklevel=6,  # the caller of the loss
     )
+
+
+def _are_classes(input: Tensor, target: Any) -> bool:
+    """Whether target is a tensor of class indices, of as many dimensions as it should have.
+
+    With one row of logits torch accepts a target [1], but neither smooths nor differentiates it.
+    """
+    if not isinstance(target, Tensor) or target.is_floating_point():
+        return False
+    return not (input.dim() == 1 and target.dim() == 1)
 
 
 def _is_integer(value: Any) -> bool:

@@ -22,32 +22,27 @@ DISABLED: Any = torch._C._disabled_torch_function_impl
 DEFAULT: Any = Tensor.__torch_function__
 
 
-def fusible(*operands: Any) -> bool:
-    """Whether the ops take these operands, and nothing overrides torch's functions for them.
-
-    ``None`` stands for an operand that is not given.
-    """
-    if has_torch_function(operands) and _overridden(operands):
-        return False
+def has_kernels(*operands: Any) -> bool:
+    """Whether the ops compute with such operands: dense tensors of floating dtypes."""
     return all(
-        operand is None
-        or (
-            isinstance(operand, Tensor)
-            and operand.dtype in FLOATING
-            and operand.layout == torch.strided
-            and operand.device.type in DEVICES
-            and not operand.is_nested
-        )
+        isinstance(operand, Tensor)
+        and operand.dtype in FLOATING
+        and operand.layout == torch.strided
+        and operand.device.type in DEVICES
+        and not operand.is_nested
         for operand in operands
+        if operand is not None
     )
 
 
-def _overridden(operands: tuple[Any, ...]) -> bool:
-    """Whether a class or an active mode has a ``__torch_function__`` of its own.
+def overridden(*operands: Any) -> bool:
+    """Whether an operand's class, or an active mode, has a ``__torch_function__`` of its own.
 
     That of torch.Tensor only gives results the class of the operands, which it does for ops as
     well. That of torch.device contexts is for functions that create tensors.
     """
+    if not has_torch_function(operands):
+        return False
     modes = torch.overrides._get_current_function_mode_stack()
     if not all(isinstance(mode, DeviceContext) for mode in modes):
         return True
