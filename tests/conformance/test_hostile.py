@@ -31,8 +31,7 @@ def recorded(spec):
         forward = calls[0][1]
         if sample.options["reduction"] != 0:
             for suffix in ("with_grad", "with_grad_"):
-                op = getattr(torch.ops.fused, f"{calls[0][0]._name.split('::')[1]}")
-                name = op.__name__.replace("_forward", f"_{suffix}")
+                name = f"{spec.name}_{suffix}"
                 yield getattr(torch.ops.fused, name).default, forward, {}
 
 
@@ -51,7 +50,7 @@ def mutations(argument, generator: random.Random):
             yield torch.cat([argument, argument], dim)
             yield argument.transpose(dim, 0)
         if argument.numel():
-            yield argument.flatten()[:1].expand(argument.shape)
+            yield argument.flatten()[0].expand(argument.shape)
             yield argument.flatten()[0]
         if not argument.is_floating_point():
             for bad in BAD:
@@ -113,10 +112,11 @@ def test_targets_that_change_before_backward(name, bad):
     leaf, target = torch.randn(4, 5, requires_grad=True), torch.zeros(4, dtype=torch.int64)
     loss = getattr(functional, name)(leaf, target)
     target.data.fill_(bad)
-    with pytest.raises((IndexError, RuntimeError)):
+    try:
         loss.backward()
-        assert leaf.grad.isfinite().all()
-        raise IndexError("saved before it changed")
+    except REFUSALS:
+        return
+    assert leaf.grad.isfinite().all()  # of what was saved before the change
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -126,7 +126,7 @@ def test_operands_share_memory(spec):
         input, *rest = leaves(sample)
         if input.numel() > 3000 or not input.numel():
             continue
-        overlapping = input.detach().flatten()[:1].expand(input.shape)
+        overlapping = input.detach().flatten()[0].expand(input.shape)
         torch.testing.assert_close(
             spec.op(overlapping, *rest, **sample.options),
             spec.op(overlapping.clone(), *rest, **sample.options),
