@@ -21,7 +21,7 @@ CXX_FLAGS = [*DEFINES, "-std=c++20", "-O3", "-fvisibility=hidden", "-g0", "-Wall
 LINK_FLAGS = []
 # SANITIZE=address: for `make asan`.
 if sanitizer := os.environ.get("SANITIZE"):
-    CXX_FLAGS += ["-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizer}"]
+    CXX_FLAGS += ["-O2", "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizer}"]
     LINK_FLAGS += [f"-fsanitize={sanitizer}"]
 # Arithmetic may be reordered only where a loop says so; nan and infinities keep their meaning.
 VECTOR_FLAGS = ["-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"]

@@ -21,7 +21,15 @@ LOSSES = tuple(functional.__all__)
 TENSORS = ("input", "target", "weight", "pos_weight")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 losses = pytest.mark.parametrize("loss", LOSSES)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+dtypes = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float64, id="float64", marks=pytest.mark.slow),
+        pytest.param(torch.float32, id="float32"),
+        pytest.param(torch.bfloat16, id="bfloat16"),
+        pytest.param(torch.float16, id="float16", marks=pytest.mark.slow),
+    ],
+)
 
 
 @dataclass(frozen=True)

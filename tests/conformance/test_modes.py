@@ -169,7 +169,7 @@ def test_autograd_functional(loss, vectorize, device):
 
 @losses
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("weight", ["same", "float32"])
+@pytest.mark.parametrize("weight", ["same", pytest.param("float32", marks=pytest.mark.slow)])
 def test_autocast(loss, low, weight, device):
     """The dtype of the loss is what torch's lists of ops make it; gradients are as accurate."""
     for dtype in (torch.float64, torch.float32, low):

@@ -45,6 +45,7 @@ def test_gradients(loss, dtype, device):
 
 @losses
 @dtypes
+@pytest.mark.slow
 def test_double_backward(loss, dtype, device):
     ran = 0
     for call in calls(loss, dtype, device):

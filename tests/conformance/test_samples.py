@@ -25,7 +25,13 @@ def test_values_and_gradients(loss, dtype, device):
 
 
 @losses
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float64, id="float64"),
+        pytest.param(torch.float32, id="float32", marks=pytest.mark.slow),
+    ],
+)
 def test_second_derivatives(loss, dtype, device):
     ran = 0
     for call in samples.calls(loss, dtype, device):
