@@ -29,17 +29,20 @@ struct Operand {
 
 // One elementwise loss over the broadcast of input and target. Which outputs are present says what
 // is computed:
-//   losses                     the loss of each element (reduction none)
+//   losses                     weight * the loss of each element (reduction none)
 //   total                      their sum over `divisor`, one number
-//   grad_input, grad_target    (grad_output or 1) * derivative / divisor
+//   grad_input, grad_target    (grad_output or 1) * weight * derivative / divisor
+//   grad_weight                (grad_output or 1) * the loss without its weight / divisor
 // Arithmetic is in double when an argument or the loss is float64, in float otherwise.
 struct ElementwiseArgs {
   int ndim = 0;
   int64_t numel = 0;
   int64_t sizes[kMaxDims] = {};  // innermost first, dimensions of size 1 removed
   Operand input, target;
+  Operand weight;       // of each element; absent: 1
+  Operand pos_weight;   // binary cross entropy's, of the positive class; absent: 1
   Operand grad_output;  // one element where there is a total; absent: 1
-  Operand losses, grad_input, grad_target;
+  Operand losses, grad_input, grad_target, grad_weight;
   Operand total;              // one element
   double divisor = 1;         // mean: numel; batchmean: input.size(0); sum and none: 1
   double parameters[2] = {};  // the loss's own: beta, delta, flags

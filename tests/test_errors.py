@@ -10,7 +10,14 @@ import torch
 import torch.nn.functional as F
 
 fused = torch.ops.fused
-ELEMENTWISE = ["mse_loss", "smooth_l1_loss", "huber_loss", "kl_div"]
+ELEMENTWISE = [
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "kl_div",
+    "binary_cross_entropy_with_logits",
+]
 
 
 def raises_like_torch(ours, torchs, *fragments):
@@ -106,6 +113,46 @@ def test_parameters(device):
     )
 
 
+def test_weights(device):
+    a, b = torch.rand(3, 4, device=device), torch.rand(3, 4, device=device)
+    for name in ("mse_loss", "l1_loss", "huber_loss", "binary_cross_entropy_with_logits"):
+        for shape in ((5,), (2, 3, 4), (1, 3, 4)):
+            with pytest.raises(RuntimeError, match=r"weight to broadcast to \[3, 4\], got shape"):
+                getattr(fused, name)(a, b, weight=torch.rand(shape, device=device))
+        with pytest.raises(RuntimeError, match=r"weight to be of real numbers.*complex64"):
+            getattr(fused, name)(a, b, weight=a.to(torch.complex64))
+        with pytest.raises(RuntimeError, match=r"weight to be on input's device"):
+            getattr(fused, name)(a, b, weight=torch.rand(3, 4, device="meta"))
+
+
+def test_binary_cross_entropy_arguments(device):
+    a, b = torch.rand(3, 4, device=device), torch.rand(3, 4, device=device)
+    weight = torch.rand(4, device=device, requires_grad=True)
+
+    def compare(*args, fragments, **kwargs):
+        raises_like_torch(
+            lambda: fused.binary_cross_entropy_with_logits(*args, **kwargs),
+            lambda: F.binary_cross_entropy_with_logits(*args, **kwargs),
+            *fragments,
+        )
+
+    compare(a, b[:1], fragments=("target", "[3, 4]", "[1, 4]"))
+    compare(a, b.long(), fragments=("target", "int64"))
+    compare(a, b > 0, fragments=("target", "bool"))
+    compare(a.long(), b, fragments=("input", "int64"))
+    compare(a, b, weight, fragments=("weight", "require grad"))
+    compare(a, b, pos_weight=weight, fragments=("pos_weight", "require grad"))
+    compare(a, b, pos_weight=weight.detach() > 0, fragments=("pos_weight", "bool"))
+    compare(a, b, pos_weight=weight[:3].detach(), fragments=("pos_weight", "[3, 4]", "[3]"))
+    compare(a, b, pos_weight=a.detach()[None], fragments=("pos_weight", "[1, 3, 4]"))
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            torch.testing.assert_close(
+                fused.binary_cross_entropy_with_logits(a, b, weight, weight),
+                F.binary_cross_entropy_with_logits(a, b, weight, pos_weight=weight),
+            )
+
+
 def test_cross_entropy_arguments(device):
     x = torch.rand(3, 4, device=device)
     t = torch.zeros(3, dtype=torch.int64, device=device)
@@ -168,26 +215,35 @@ def test_leaf_ops_check_for_themselves():
     """Leaf ops may be called directly; they never read out of bounds."""
     a = torch.rand(3, 4)
     with pytest.raises(RuntimeError, match="broadcast"):
-        fused.mse_loss_forward(a, torch.rand(5), 1, torch.float32)
+        fused.mse_loss_forward(a, torch.rand(5), None, 1, torch.float32)
     with pytest.raises(RuntimeError, match="reduction"):
-        fused.mse_loss_forward(a, a, 9, torch.float32)
+        fused.mse_loss_forward(a, a, None, 9, torch.float32)
     with pytest.raises(RuntimeError, match="float64, float32"):
-        fused.mse_loss_forward(a.long(), a, 1, torch.float32)
+        fused.mse_loss_forward(a.long(), a, None, 1, torch.float32)
     with pytest.raises(RuntimeError, match="broadcast shape"):
-        fused.mse_loss_with_grad(a[:1], a, 1, torch.float32)
+        fused.mse_loss_with_grad(a[:1], a, None, 1, torch.float32)
     with pytest.raises(RuntimeError, match="reduction"):
-        fused.mse_loss_with_grad(a, a, 0, torch.float32)
+        fused.mse_loss_with_grad(a, a, None, 0, torch.float32)
+    with pytest.raises(RuntimeError, match=r"weight to broadcast to \[3, 4\], got shape \[2, 4\]"):
+        fused.mse_loss_forward(a, a, a[:2], 1, torch.float32)
+    with pytest.raises(RuntimeError, match=r"weight to be float64, float32"):
+        fused.mse_loss_forward(a, a, a.long(), 1, torch.float32)
+    loss = fused.binary_cross_entropy_with_logits_forward
+    with pytest.raises(RuntimeError, match=r"pos_weight to broadcast to \[3, 4\], got shape \[3\]"):
+        loss(a, a, None, a[:, 0], 1, torch.float32)
     with pytest.raises(RuntimeError, match=r"grad_output to hold one number, got shape \[3, 4\]"):
-        fused.mse_loss_with_grad(a, a, 1, torch.float32, a)
+        fused.mse_loss_with_grad(a, a, None, 1, torch.float32, a)
     with pytest.raises(RuntimeError, match="grad_output to be float64, float32"):
-        fused.mse_loss_with_grad_(a, a, 1, torch.float32, torch.tensor(1))
+        fused.mse_loss_with_grad_(a, a, None, 1, torch.float32, torch.tensor(1))
     meta = a.to("meta")
     with pytest.raises(RuntimeError, match=r"grad_output to hold one number, got .*\[3, 4\]"):
-        fused.mse_loss_with_grad(meta, meta, 1, torch.float32, grad_output=meta)
+        fused.mse_loss_with_grad(meta, meta, None, 1, torch.float32, grad_output=meta)
     with pytest.raises(NotImplementedError, match="grad_output to be float64, float32"):
-        fused.mse_loss_with_grad_(meta, meta, 1, torch.float32, torch.tensor(1, device="meta"))
+        fused.mse_loss_with_grad_(
+            meta, meta, None, 1, torch.float32, torch.tensor(1, device="meta")
+        )
     with pytest.raises(RuntimeError, match="grad_output to be on input's device"):
-        fused.mse_loss_with_grad(meta, meta, 1, torch.float32, torch.tensor(1.0))
+        fused.mse_loss_with_grad(meta, meta, None, 1, torch.float32, torch.tensor(1.0))
     t = torch.zeros(3, dtype=torch.int64)
     loss, stats, total = fused.cross_entropy_forward(a, t, None, 1, -100, 0.0, torch.float32)
     with pytest.raises(RuntimeError, match="stats"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.accuracy import assert_accurate
 from tests.specs import SPECS
@@ -105,7 +106,7 @@ def test_opcheck(spec, device):
     for sample in spec.samples(device, torch.float32):
         if sample.tensors[0].numel() > 10_000:
             continue  # opcheck runs each op tens of times; size adds nothing
-        opcheck(spec.op.default, leaves(sample), sample.options, sample.name)
+        opcheck(spec.op.default, *sample.arguments(leaves(sample)), sample.name)
 
 
 def record_leaf_calls(function):
@@ -123,6 +124,10 @@ def record_leaf_calls(function):
     with Recorder():
         function()
     return calls
+
+
+def reduction_of(op, args):
+    return args[[argument.name for argument in op._schema.arguments].index("reduction")]
 
 
 @specs
@@ -161,12 +166,14 @@ def test_with_grad(spec, factor, dtype, device):
     ran = 0
     grad_output = torch.tensor(factor or 1.0, dtype=torch.float64)
     for sample in spec.samples(device, dtype):
-        (_, args, _), *_ = record_leaf_calls(lambda s=sample: s.call(spec.op))
+        (op, args, _), *_ = record_leaf_calls(lambda s=sample: s.call(spec.op))
         shapes = [t.shape for t in args[:2]]
         if sample.options["reduction"] == 0 or (
             spec.name != "cross_entropy" and shapes[0] != torch.broadcast_shapes(*shapes)
         ):
             continue
+        if reduction_of(op, args) != sample.options["reduction"]:
+            continue  # a weighted mean is a sum, and a division outside of the leaf ops
         exact_tensors = [
             t.double().cpu() if t.is_floating_point() else t.cpu() for t in sample.tensors
         ]
@@ -258,10 +265,132 @@ def test_gradcheck_options(name, options, device):
     assert torch.autograd.gradgradcheck(lambda *t: spec.op(*t, **options), operands)
 
 
+WEIGHTED = [spec for spec in SPECS.values() if "weight" in spec.arguments and spec.broadcasts]
+
+
+@pytest.mark.parametrize("spec", WEIGHTED, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("shape", [(4, 5), (5,), (4, 1), ()], ids=str)
+def test_gradcheck_weight(spec, shape, device):
+    """Gradients of all three tensors, twice, in each of which any may be the only one."""
+    input, target = (t.to(device).requires_grad_() for t in spec.operands(4, 5))
+    weight = (torch.rand(shape, dtype=torch.float64, device=device) + 0.5).requires_grad_()
+    for reduction in (0, 1, 2):
+
+        def function(a, b, w, reduction=reduction):
+            return spec.op(a, b, reduction=reduction, weight=w)
+
+        assert torch.autograd.gradcheck(function, (input, target, weight))
+        assert torch.autograd.gradgradcheck(function, (input, target, weight))
+        for i in range(3):
+            tensors = [input.detach(), target.detach(), weight.detach()]
+            tensors[i].requires_grad_()
+            (ours,) = torch.autograd.grad(function(*tensors).sum(), tensors[i])
+            torchs = spec.torch_loss(*tensors[:2], reduction=reduction, weight=tensors[2])
+            torch.testing.assert_close(ours, torch.autograd.grad(torchs.sum(), tensors[i])[0])
+
+
+@pytest.mark.parametrize("weights", [("weight",), ("pos_weight",), ("weight", "pos_weight")])
+def test_gradcheck_binary_weights(weights, device):
+    spec = SPECS["binary_cross_entropy_with_logits"]
+    operands = [t.to(device).requires_grad_() for t in spec.operands(4, 5)]
+    given = {
+        name: torch.rand(shape, dtype=torch.float64, device=device)
+        for name, shape in zip(weights, ((4, 1), (5,)), strict=False)
+    }
+    assert torch.autograd.gradcheck(lambda *t: spec.op(*t, **given), operands)
+    assert torch.autograd.gradgradcheck(lambda *t: spec.op(*t, **given), operands)
+
+
+@pytest.mark.parametrize("name", ["mse_loss", "l1_loss", "huber_loss"])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@dtypes
+def test_weight_is_torchs(name, reduction, dtype, device):
+    """torch's own weighted losses, whose weight has input's size, also in another dtype."""
+    a, b, w = (torch.rand(7, 9, device=device).to(dtype) for _ in range(3))
+    theirs, ours = getattr(F, name), getattr(torch.ops.fused, name)
+    number = {"none": 0, "mean": 1, "sum": 2}[reduction]
+    for weight in (w, w.float(), w.double(), (w > 0.5).to(dtype), w > 0.5, (4 * w).long()):
+        expected = theirs(a, b, reduction=reduction, weight=weight)
+        exact = theirs(a.double(), b.double(), reduction=reduction, weight=weight.double())
+        assert_accurate(ours(a, b, number, weight=weight), expected, exact)
+    # A weight that is one number does not promote, but for its sum in the mean.
+    a, b, w = a[0, 0], b, torch.full((), 0.3, dtype=torch.float64, device=device)
+    expected = theirs(a, b, reduction=reduction, weight=w)
+    assert ours(a, b, number, weight=w).dtype == expected.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("pos_weight", [None, 2.0, 0.0])
+def test_binary_cross_entropy_special_logits(pos_weight, dtype, device):
+    """Infinite, nan and huge logits and targets, as torch has them."""
+    values = [0.0, 1e-30, 1.0, 20.0, 90.0, 1e4, 1e38, torch.inf]
+    logits = torch.tensor([*values, *(-v for v in values), torch.nan], dtype=dtype, device=device)
+    targets = torch.tensor([0.0, 0.3, 1.0, torch.nan], dtype=dtype, device=device)
+    spec = SPECS["binary_cross_entropy_with_logits"]
+    weight = None if pos_weight is None else torch.tensor(pos_weight, device=device)
+    results = []
+    for function, kind in ((spec.op, dtype), (spec.torch_loss, dtype), (spec.torch_loss, None)):
+        x, y = (
+            t.to(kind or torch.float64).contiguous().requires_grad_()
+            for t in torch.broadcast_tensors(logits[:, None], targets)
+        )
+        loss = function(x, y, reduction=0, pos_weight=weight)
+        results.append((loss.detach(), *torch.autograd.grad(loss.sum(), (x, y))))
+    for ours, eager, exact in zip(*results, strict=True):
+        assert_accurate(ours, eager, exact)
+
+
+def test_confident_binary_cross_entropy_keeps_its_digits(device):
+    """torch subtracts logits from their log-sigmoid, and loses the loss of confident negatives."""
+    logits = torch.linspace(-80.0, 80.0, 4001, device=device)
+    for target in (0.0, 1.0):
+        ours = torch.ops.fused.binary_cross_entropy_with_logits(
+            logits, torch.full_like(logits, target), reduction=0
+        )
+        signed = (logits if target == 0.0 else -logits).double()
+        exact = F.softplus(signed, threshold=1e9)
+        torch.testing.assert_close(ours.double(), exact, rtol=4 * 2**-23, atol=0)
+
+
+def test_l1_gradient_of_equal_and_nan_elements(device):
+    a = torch.tensor([0.0, -0.0, 1.0, -3.0, torch.nan, torch.inf], device=device)
+    b = torch.tensor([0.0, 0.0, 1.0, 2.0, 1.0, torch.inf], device=device)
+    for loss, options in ((F.l1_loss, {}), (F.smooth_l1_loss, {"beta": 0.0})):
+        results = []
+        for function in (loss, getattr(torch.ops.fused, loss.__name__)):
+            leaves = a.clone().requires_grad_(), b.clone().requires_grad_()
+            results.append(torch.autograd.grad(function(*leaves, **options), leaves))
+        torch.testing.assert_close(*results)
+
+
+def test_weights_in_functional_transforms(device):
+    a, b, w = (torch.rand(4, 5, device=device) for _ in range(3))
+    for name in ("mse_loss", "huber_loss"):
+        ours, torchs = getattr(torch.ops.fused, name), getattr(F, name)
+        for transform in (torch.func.grad, torch.func.jacrev):
+            results = [
+                transform(lambda *t, f=f: f(t[0], t[1], weight=t[2]), argnums=(0, 2))(a, b, w)
+                for f in (ours, torchs)
+            ]
+            torch.testing.assert_close(*results)
+        results = [
+            torch.func.vmap(lambda x, y, z, f=f: f(x, y, weight=z))(a, b, w) for f in (ours, torchs)
+        ]
+        torch.testing.assert_close(*results)
+    results = [
+        torch.func.grad(lambda x, f=f: f(x, b, pos_weight=w[0]))(a)
+        for f in (
+            torch.ops.fused.binary_cross_entropy_with_logits,
+            F.binary_cross_entropy_with_logits,
+        )
+    ]
+    torch.testing.assert_close(*results)
+
+
 @specs
 def test_gradgradcheck_broadcast_and_same_tensor(spec, device):
-    if spec.name == "cross_entropy":
-        pytest.skip(reason="cross entropy does not broadcast")
+    if not spec.broadcasts:
+        pytest.skip(reason=f"{spec.name} does not broadcast input and target")
     input, _ = (t.to(device).requires_grad_() for t in spec.operands(3, 1))
     _, target = (t.to(device).requires_grad_() for t in spec.operands(1, 4))
     assert torch.autograd.gradcheck(spec.op, (input, target))
@@ -386,7 +515,7 @@ def test_more_than_2_to_the_31_elements(device):
     target = torch.zeros((), dtype=torch.bfloat16, device=device).expand(rows, cols)
     total = torch.ops.fused.mse_loss(input, target, reduction=2, dtype=torch.float32)
     assert total.item() == pytest.approx(4.0 * (rows * cols - 1) + 100.0, rel=1e-6)
-    loss, gradient = torch.ops.fused.mse_loss_with_grad(input, input * 0, 2, torch.float32)
+    loss, gradient = torch.ops.fused.mse_loss_with_grad(input, input * 0, None, 2, torch.float32)
     assert loss.item() == total.item()
     assert gradient[-1, -1].item() == 20.0
     assert gradient[0, 0].item() == 4.0

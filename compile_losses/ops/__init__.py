@@ -1,9 +1,11 @@
 """The ops, one file a loss. Importing this package loads the kernels and declares ``fused::*``."""
 
 from compile_losses.ops import (  # noqa: F401
+    binary_cross_entropy_with_logits,
     cross_entropy,
     huber_loss,
     kl_div,
+    l1_loss,
     mse_loss,
     scale,
     smooth_l1_loss,

@@ -71,6 +71,10 @@ def broadcast_shape(op: str, input: Tensor, target: Tensor) -> torch.Size:
         ) from error
 
 
+def accumulation_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 @cache
 def _has_autocast(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type)

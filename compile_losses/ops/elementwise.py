@@ -2,12 +2,14 @@
 
 ``fused::X``             public: checks, autocast and type promotion, then ``X_forward``
 ``fused::X_forward``     the loss
-``fused::X_backward``    gradients of input and target, recomputed from them
+``fused::X_backward``    gradients of input, target and weight, recomputed from them
 ``fused::X_with_grad``   the loss and, in the same read, input's gradient for a grad_output of one
                          element on the device, or of 1
 ``fused::X_with_grad_``  the same, the gradient written over input
 
-The last two are for compiled graphs only and are not differentiable.
+The last two are for compiled graphs only and are not differentiable. All but the public op take
+the tensors first, ``input, target`` and the loss's optional weights, then its options. Their
+reduction mean divides by the number of elements, with a weight too.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from torch import Tensor
 from compile_losses import library
 from compile_losses.ops import checks
 from compile_losses.ops.transforms import double_backward, needs_torch
+from compile_losses.ops.weights import NO_WEIGHTS, Weights
 
-#: Each loss in torch's own ops, called as ``reference(input, target, reduction, *parameters)``.
-REFERENCES: dict[str, Callable[..., Tensor]] = {}
+MEAN, SUM = checks.REDUCTIONS["mean"], checks.REDUCTIONS["sum"]
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """An argument of a loss besides input, target and reduction, as its schema spells it."""
+    """An argument of a loss besides its tensors and reduction, as its schema spells it."""
 
     type: str
     name: str
@@ -50,93 +52,121 @@ def declare(
     reference: Callable[..., Tensor],
     parameters: Sequence[Parameter] = (),
     *,
+    weights: Weights = NO_WEIGHTS,
     check: Callable[..., None] = lambda *_: None,
     batchmean: bool = False,
     like_target: bool = False,
+    exact_target: bool = False,
 ) -> None:
     """Declares the five ops of the loss ``name``.
 
     Args:
         name: the loss's name in ``torch.nn.functional``.
-        reference: the loss in torch's own ops, see REFERENCES; used inside functorch, for second
-            derivatives, and where Inductor is to fuse the loss with what feeds it.
+        reference: the loss in torch's own ops, with X_forward's arguments less its dtype; used
+            inside functorch, for second derivatives, and where Inductor is to fuse the loss with
+            what feeds it.
         parameters: the loss's own arguments.
+        weights: its optional tensors.
         check: raises for bad values of the parameters; called with them.
         batchmean: whether ``reduction=3`` is allowed.
         like_target: whether an unreduced loss follows target's strides instead of input's.
+        exact_target: whether target must have input's shape, and its dtype is the loss's.
     """
-    REFERENCES[name] = reference
-    positional = [p for p in parameters if not p.keyword_only]
-    keyword = [p for p in parameters if p.keyword_only]
-    public_arguments = ", ".join(
-        [
-            "Tensor input, Tensor target, int reduction=1",
-            *(p.declaration_with_default for p in positional),
-            "*",
-            *(p.declaration_with_default for p in keyword),
-            "ScalarType? dtype=None",
-        ]
-    )
-    own = "".join(f", {p.declaration}" for p in parameters)
-    tail = f"Tensor target, int reduction{own}"
+    reduction_and = ["int reduction=1", *_declarations(parameters, keyword_only=False)]
+    public_arguments = [
+        "Tensor input, Tensor target",
+        *([] if weights.keyword_only else weights.declarations("=None")),
+        *reduction_and,
+        "*",
+        *(weights.declarations("=None") if weights.keyword_only else []),
+        *_declarations(parameters, keyword_only=True),
+        "ScalarType? dtype=None",
+    ]
+    own = [*weights.declarations(), "int reduction", *(p.declaration for p in parameters)]
+    tail = ", ".join(["Tensor target", *own])
     known = "ScalarType dtype, Tensor? grad_output=None"
-    public = library.define(f"{name}({public_arguments}) -> Tensor")
+    roots = weights.differentiable_arguments
+    needs = ", ".join(f"bool needs_grad_{root}" for root in roots)
+    public = library.define(f"{name}({', '.join(public_arguments)}) -> Tensor")
     forward = library.define(f"{name}_forward(Tensor input, {tail}, ScalarType dtype) -> Tensor")
     backward = library.define(
-        f"{name}_backward(Tensor grad_output, Tensor input, {tail}, bool needs_grad_input, "
-        "bool needs_grad_target) -> (Tensor, Tensor)"
+        f"{name}_backward(Tensor grad_output, Tensor input, {tail}, {needs}) "
+        f"-> ({', '.join('Tensor' for _ in roots)})"
     )
     with_grad = library.define(
         f"{name}_with_grad(Tensor input, {tail}, {known}) -> (Tensor, Tensor)"
     )
     with_grad_ = library.define(f"{name}_with_grad_(Tensor(a!) input, {tail}, {known}) -> Tensor")
+    #: How many tensors come first in a leaf op's arguments.
+    tensors = 2 + len(weights.names)
 
-    def check_all(input: Tensor, target: Tensor, reduction: int, *values: Any) -> torch.Size:
+    def check_all(
+        input: Tensor, target: Tensor, given: Sequence[Tensor | None], *options: Any
+    ) -> torch.Size:
+        reduction, *values = options
         checks.check_reduction(name, reduction, batchmean=batchmean)
         checks.check_floating(name, input=input, target=target)
         checks.check_same_device(name, input, target=target)
         check(*values)
-        return checks.broadcast_shape(name, input, target)
+        if exact_target and input.shape != target.shape:
+            raise ValueError(
+                f"{name}: expected target to have input's shape {list(input.shape)}, "
+                f"got {list(target.shape)}"
+            )
+        shape = checks.broadcast_shape(name, input, target)
+        weights.check(name, shape, input, given)
+        return shape
 
-    def public_kernel(
-        input: Tensor,
-        target: Tensor,
-        reduction: int = 1,
-        *values: Any,
-        dtype: torch.dtype | None = None,
-        **named: Any,
-    ) -> Tensor:
-        values = (
-            *values,
-            *(named.get(p.name, _value(p.default)) for p in parameters[len(values) :]),
-        )
-        check_all(input, target, reduction, *values)
-        dtype = checks.loss_dtype(dtype, input, target)
-        if needs_torch(input, target):
-            return reference(input.to(dtype), target.to(dtype), reduction, *values)
-        return forward(input, target, reduction, *values, dtype)
+    names = [argument.name for argument in public._schema.arguments]
+    defaults = {a.name: a.default_value for a in public._schema.arguments if a.has_default_value()}
+
+    def public_kernel(*arguments: Any, **named: Any) -> Tensor:
+        a = {**defaults, **dict(zip(names, arguments, strict=False)), **named}
+        input, target, reduction, dtype = a["input"], a["target"], a["reduction"], a["dtype"]
+        given = [a[weight] for weight in weights.names]
+        values = [a[p.name] for p in parameters]
+        shape = check_all(input, target, given, reduction, *values)
+
+        def loss(reduction: int, dtype: torch.dtype) -> Tensor:
+            return forward(input, target, *given, reduction, *values, dtype)
+
+        def torch_loss(reduction: int, dtype: torch.dtype) -> Tensor:
+            cast = (None if t is None else t.to(dtype) for t in (input, target, *given))
+            return reference(*cast, reduction, *values)
+
+        normalizes = weights.normalize and reduction == MEAN and given[0] is not None
+        promoted = weights.promoted(input, target, given, shape, normalizes=normalizes)
+        dtype = checks.loss_dtype(dtype, *([target] if exact_target else promoted))
+        given = weights.to_floating(given, dtype)
+        function = torch_loss if needs_torch(input, target, *given) else loss
+        if not normalizes:
+            return function(reduction, dtype)
+        # In float32 at least: sums of float16 overflow where their quotient does not.
+        accumulation = checks.accumulation_type(dtype)
+        total = function(SUM, accumulation)
+        return (total / weights.total(a["weight"], shape, accumulation)).to(dtype)
 
     library.implement_public(public, public_kernel)
 
-    def forward_fake(input: Tensor, target: Tensor, reduction: int, *rest: Any) -> Tensor:
-        *values, dtype = rest
-        shape = check_all(input, target, reduction, *values)
-        if reduction != checks.REDUCTIONS["none"]:
+    def forward_fake(input: Tensor, target: Tensor, *rest: Any) -> Tensor:
+        *options, dtype = rest[tensors - 2 :]
+        shape = check_all(input, target, rest[: tensors - 2], *options)
+        if options[0] != checks.REDUCTIONS["none"]:
             return input.new_empty((), dtype=dtype)
         return torch.empty_like((target if like_target else input).expand(shape), dtype=dtype)
 
     library.register_fake(forward, forward_fake)
 
-    def backward_fake(
-        grad_output: Tensor, input: Tensor, target: Tensor, reduction: int, *rest: Any
-    ) -> tuple[Tensor, Tensor]:
-        *values, needs_input, needs_target = rest
-        shape = check_all(input, target, reduction, *values)
-
-        def gradient(tensor: Tensor, needed: bool) -> Tensor:
-            return torch.empty_like(tensor.expand(shape)) if needed else tensor.new_empty(0)
-
-        return gradient(input, needs_input), gradient(target, needs_target)
+    def backward_fake(grad_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        arguments, needed = rest[: -len(roots)], rest[-len(roots) :]
+        input, target, *given = arguments[:tensors]
+        shape = check_all(input, target, given, *arguments[tensors:])
+        return tuple(
+            torch.empty_like(tensor.expand(shape))
+            if need and tensor is not None
+            else (input if tensor is None else tensor).new_empty(0)
+            for tensor, need in zip(arguments, needed, strict=False)
+        )
 
     library.register_fake(backward, backward_fake)
 
@@ -157,40 +187,48 @@ def declare(
     library.register_not_differentiable(with_grad_)
 
     def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        input, target, *ctx.options, _ = inputs
-        ctx.save_for_backward(input, target)
+        ctx.save_for_backward(*inputs[:tensors])
+        ctx.options = inputs[tensors:-1]
 
     def forward_vjp(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        input, target = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:2]
-        gradients = backward(grad_output, input, target, *ctx.options, *needs)
-        reduced = (
+        saved = ctx.saved_tensors
+        needs = ctx.needs_input_grad[: len(roots)]
+        gradients = backward(grad_output, *saved, *ctx.options, *needs)
+        reduced = [
             gradient.sum_to_size(tensor.shape) if needed else None
-            for gradient, tensor, needed in zip(gradients, (input, target), needs, strict=True)
-        )
-        return (*reduced, *(None for _ in ctx.options), None)
+            for gradient, tensor, needed in zip(gradients, saved, needs, strict=False)
+        ]
+        return (*reduced, *(None for _ in range(tensors - len(roots) + len(ctx.options) + 1)))
 
     library.register_autograd(forward, forward_vjp, setup_forward)
 
-    def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        grad_output, input, target, *ctx.options, needs_input, needs_target = inputs
-        ctx.needs = (needs_input, needs_target)
-        ctx.save_for_backward(grad_output, input, target)
+    def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[: 1 + tensors])
+        ctx.options, ctx.needs = inputs[1 + tensors : -len(roots)], inputs[-len(roots) :]
 
     def backward_vjp(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        grad_output, input, target = ctx.saved_tensors
-        shape = checks.broadcast_shape(name, input, target)
+        grad_output, *saved = ctx.saved_tensors
+        count = sum(tensor is not None for tensor in saved[: len(roots)])
+
+        def loss(*arguments: Tensor) -> Tensor:
+            cast = [
+                None if tensor is None else tensor.to(grad_output.dtype)
+                for tensor in (*arguments, *saved[count:])
+            ]
+            return reference(*cast, *ctx.options)
+
         products = double_backward(
-            lambda x, y: reference(x, y, *ctx.options),
+            loss,
             grad_output,
-            (input, target),
-            [c if needed else None for c, needed in zip(cotangents, ctx.needs, strict=True)],
-            shape,
+            saved[:count],
+            [c if need else None for c, need in zip(cotangents, ctx.needs, strict=True)][:count],
+            checks.broadcast_shape(name, *saved[:2]),
         )
-        return (*products, *(None for _ in ctx.options), None, None)
+        others = tensors - count + len(ctx.options) + len(roots)
+        return (*products, *(None for _ in range(others)))
 
     library.register_autograd(backward, backward_vjp, setup_backward)
 
 
-def _value(literal: str) -> Any:
-    return {"True": True, "False": False}.get(literal) if literal.isalpha() else float(literal)
+def _declarations(parameters: Sequence[Parameter], *, keyword_only: bool) -> list[str]:
+    return [p.declaration_with_default for p in parameters if p.keyword_only == keyword_only]

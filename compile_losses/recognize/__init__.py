@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.fx import Graph, GraphModule, Node
 
 import compile_losses.ops  # noqa: F401  declares what the graphs will call
+from compile_losses.lower.decision import mark
 from compile_losses.recognize.guards import refusal
 from compile_losses.recognize.match import Decline, Match
 from compile_losses.recognize.shadow import Shadow
@@ -44,7 +45,7 @@ def rewrite_graph(graph: Graph) -> Report:
         if found is None:
             continue
         reason = found.reason if isinstance(found, Decline) else refusal(found)
-        sites.append(_site(found, reason))
+        sites.append(_site(found, reason, mark(found.root)))
         if isinstance(found, Match):
             taken.update(found.interior)
             if reason is None:
@@ -52,11 +53,11 @@ def rewrite_graph(graph: Graph) -> Report:
     return Report(sites[::-1], graphs=1)
 
 
-def _site(found: Match | Decline, reason: str | None) -> Site:
+def _site(found: Match | Decline, reason: str | None, mark: int) -> Site:
     file, line = source_of(found.root)
     if reason is not None:
         name = found.op if isinstance(found, Match) else found.name
-        return Site(name, "declined", reason, file, line)
+        return Site(name, "declined", reason, file, line, mark=mark)
     assert isinstance(found, Match)
     notes = f"absorbed {' and '.join(found.absorbed)}" if found.absorbed else ""
-    return Site(found.op, "rewritten", notes, file, line)
+    return Site(found.op, "rewritten", notes, file, line, mark=mark)

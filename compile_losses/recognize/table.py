@@ -18,7 +18,7 @@ from torch.nn import _reduction
 
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.recognize.absorb import absorb
-from compile_losses.recognize.match import Decline, Match
+from compile_losses.recognize.match import Decline, Match, example
 
 Arguments = Mapping[str, Any]
 
@@ -90,14 +90,27 @@ def reduction_of(arguments: Arguments) -> int:
     return REDUCTIONS[value]
 
 
-def _without(arguments: Arguments, name: str) -> None:
-    if arguments.get(name) is not None:
-        raise UnsupportedError(f"{name} is not supported yet")
+def _element_weight(a: Arguments, reduction: int, *, normalizes: bool) -> dict[str, Any]:
+    """The weight of each element, under torch's conditions."""
+    weight = a.get("weight")
+    if weight is None:
+        return {}
+    values = [example(a[name]) for name in ("input", "target", "weight")]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        raise UnsupportedError("weight is not a tensor of the graph")
+    input, target, given = (value.shape for value in values)
+    if given != input:
+        raise UnsupportedError("torch refuses a weight of another size than input's")
+    normalized = normalizes and reduction == REDUCTIONS["mean"]
+    if normalized and torch.broadcast_shapes(input, target) != input:
+        raise UnsupportedError("torch divides by the weight's sum before it is broadcast")
+    return {"weight": weight}
 
 
-def _mse_loss(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    _without(a, "weight")
-    return (a["input"], a["target"], reduction_of(a)), {}
+def _error_loss(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    reduction = reduction_of(a)
+    options = _element_weight(a, reduction, normalizes=True)
+    return (a["input"], a["target"], reduction), options
 
 
 def _smooth_l1_loss(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -105,13 +118,18 @@ def _smooth_l1_loss(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _huber_loss(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    _without(a, "weight")
-    return (a["input"], a["target"], reduction_of(a), a["delta"]), {}
+    reduction = reduction_of(a)
+    options = _element_weight(a, reduction, normalizes=False)
+    return (a["input"], a["target"], reduction, a["delta"]), options
 
 
 def _kl_div(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
     options = {"log_target": True} if a["log_target"] else {}
     return (a["input"], a["target"], reduction_of(a)), options
+
+
+def _binary_cross_entropy_with_logits(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (a["input"], a["target"], a["weight"], a["pos_weight"], reduction_of(a)), {}
 
 
 def _cross_entropy(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -120,14 +138,18 @@ def _cross_entropy(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 TABLE = [
-    Loss("mse_loss", "mse_loss", _mse_loss),
+    Loss("mse_loss", "mse_loss", _error_loss),
+    Loss("l1_loss", "l1_loss", _error_loss),
     Loss("smooth_l1_loss", "smooth_l1_loss", _smooth_l1_loss),
     Loss("huber_loss", "huber_loss", _huber_loss),
     Loss("kl_div", "kl_div", _kl_div),
     Loss("cross_entropy", "cross_entropy_loss", _cross_entropy),
-    Loss("l1_loss", "l1_loss", None),
     Loss("nll_loss", "nll_loss", None),
-    Loss("binary_cross_entropy_with_logits", "binary_cross_entropy_with_logits", None),
+    Loss(
+        "binary_cross_entropy_with_logits",
+        "binary_cross_entropy_with_logits",
+        _binary_cross_entropy_with_logits,
+    ),
     Loss("binary_cross_entropy", "binary_cross_entropy", None),
 ]
 
@@ -155,4 +177,7 @@ def recognize_call(node: Node) -> Match | Decline | None:
     if not all(isinstance(argument, Node) for argument in args[:2]):
         return Decline(node, loss.name, "input and target are not both tensors of the graph")
     absorb(match)
+    # torch's weighted losses are several ops, whose dtype autocast does not settle as the op's.
+    if "weight" in kwargs and isinstance(example(node), torch.Tensor):
+        match.kwargs["dtype"] = example(node).dtype
     return match

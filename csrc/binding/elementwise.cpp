@@ -7,6 +7,8 @@ namespace {
 
 using Kernel = void (*)(const ElementwiseArgs&, void*);
 
+using OptionalTensor = std::optional<Tensor>;
+
 struct Bound {
   Operand* operand;
   const Tensor* tensor;
@@ -16,14 +18,15 @@ struct Bound {
 // Fills the iteration space from the operands that lie in it, the first ones deciding its order.
 void lay_out(ElementwiseArgs& args, const char* op, const Sizes& shape,
              const std::vector<Bound>& operands) {
-  std::vector<Sizes> strides(6, Sizes(shape.size(), 0));
+  std::vector<Sizes> strides(operands.size());
+  std::vector<Sizes*> all(operands.size());
   for (size_t i = 0; i < operands.size(); ++i) {
     operands[i].operand->data = operands[i].tensor->data_ptr();
     operands[i].operand->dtype = dtype_of(*operands[i].tensor, op, operands[i].name);
     strides[i] = broadcast_strides(*operands[i].tensor, shape);
+    all[i] = &strides[i];
   }
-  const Sizes sizes = coalesce(
-      shape, {&strides[0], &strides[1], &strides[2], &strides[3], &strides[4], &strides[5]}, false);
+  const Sizes sizes = coalesce(shape, all, false);
   args.ndim = static_cast<int>(sizes.size());
   args.numel = std::accumulate(shape.begin(), shape.end(), int64_t(1), std::multiplies<int64_t>());
   std::copy(sizes.begin(), sizes.end(), args.sizes);
@@ -55,93 +58,141 @@ void run(Kernel kernel, ElementwiseArgs& args, const Tensor& like) {
   kernel(args, launch.stream());
 }
 
+// The tensors that a loss reads.
+struct Inputs {
+  const Tensor& input;
+  const Tensor& target;
+  const OptionalTensor* weight = nullptr;      // null where the loss has none
+  const OptionalTensor* pos_weight = nullptr;  // likewise
+};
+
+template <typename...>
+struct Pack {};
+
+using NoWeight = Pack<>;
+using Weight = Pack<const OptionalTensor&>;
+using WeightAndPosWeight = Pack<const OptionalTensor&, const OptionalTensor&>;
+
 // kName: the loss's name as a static array, for messages. kLikeTarget: with reduction none the
-// losses follow target's strides instead of input's.
-template <Kernel kernel, const char* kName, bool kLikeTarget, typename... Parameters>
-struct Elementwise {
-  static ElementwiseArgs prepare(const Tensor& input, const Sizes& shape, int64_t reduction,
-                                 Parameters... parameters) {
+// losses follow target's strides instead of input's. Optional: the types of the loss's optional
+// tensors, in the order of Inputs. Needs: bool for each argument after input and target that has a
+// gradient.
+template <Kernel kernel, const char* kName, bool kLikeTarget, typename Optional, typename Needs,
+          typename... Parameters>
+struct Elementwise;
+
+template <Kernel kernel, const char* kName, bool kLikeTarget, typename... Optional,
+          typename... Needs, typename... Parameters>
+struct Elementwise<kernel, kName, kLikeTarget, Pack<Optional...>, Pack<Needs...>, Parameters...> {
+  using Gradients = std::conditional_t<sizeof...(Needs) == 0, std::tuple<Tensor, Tensor>,
+                                       std::tuple<Tensor, Tensor, Tensor>>;
+
+  // One call: what is known before its outputs are.
+  struct Call {
+    Inputs inputs;
+    Sizes shape;
     ElementwiseArgs args;
-    args.divisor = divisor(input, shape, reduction, kName);
-    int i = 0;
-    ((args.parameters[i++] = static_cast<double>(parameters)), ...);
-    return args;
+    std::vector<Bound> operands;
+
+    Call(const Inputs& given, int64_t reduction, Parameters... parameters)
+        : inputs(given), shape(broadcast_shape(given.input, given.target, kName)) {
+      args.divisor = divisor(given.input, shape, reduction, kName);
+      [[maybe_unused]] int i = 0;
+      ((args.parameters[i++] = static_cast<double>(parameters)), ...);
+      operands = {{&args.input, &given.input, "input"}, {&args.target, &given.target, "target"}};
+      bind_optional(args.weight, given.weight, "weight");
+      bind_optional(args.pos_weight, given.pos_weight, "pos_weight");
+    }
+
+    void bind_optional(Operand& operand, const OptionalTensor* tensor, const char* name) {
+      if (!tensor || !*tensor) return;
+      check_broadcasts(**tensor, shape, kName, name);
+      operands.push_back({&operand, &**tensor, name});
+    }
+
+    void launch() {
+      lay_out(args, kName, shape, operands);
+      run(kernel, args, inputs.input);
+    }
+  };
+
+  static Tensor forward(const Tensor& input, const Tensor& target, Optional... optional,
+                        int64_t reduction, Parameters... parameters, ScalarType dtype) {
+    Call call({input, target, &optional...}, reduction, parameters...);
+    if (static_cast<Reduction>(reduction) != Reduction::kNone) {
+      const Tensor loss = empty_scalar(input, dtype);
+      bind_total(call.args, loss);
+      call.launch();
+      return loss;
+    }
+    const Tensor losses = empty_like(kLikeTarget ? target : input, call.shape, dtype);
+    call.operands.push_back({&call.args.losses, &losses, "dtype"});
+    call.launch();
+    return losses;
   }
 
-  static Tensor forward(const Tensor& input, const Tensor& target, int64_t reduction,
-                        Parameters... parameters, ScalarType dtype) {
-    const Sizes shape = broadcast_shape(input, target, kName);
-    ElementwiseArgs args = prepare(input, shape, reduction, parameters...);
-    std::vector<Bound> operands = {{&args.input, &input, "input"},
-                                   {&args.target, &target, "target"}};
-    const bool each = static_cast<Reduction>(reduction) == Reduction::kNone;
-    const Tensor loss =
-        each ? empty_like(kLikeTarget ? target : input, shape, dtype) : empty_scalar(input, dtype);
-    if (each) operands.push_back({&args.losses, &loss, "dtype"});
-    lay_out(args, kName, shape, operands);
-    if (!each) bind_total(args, loss);
-    run(kernel, args, input);
-    return loss;
-  }
-
-  static std::tuple<Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& input,
-                                             const Tensor& target, int64_t reduction,
-                                             Parameters... parameters, bool needs_grad_input,
-                                             bool needs_grad_target) {
-    const Sizes shape = broadcast_shape(input, target, kName);
-    ElementwiseArgs args = prepare(input, shape, reduction, parameters...);
-    const auto empty_gradient = [&](const Tensor& tensor, bool needed) {
-      return needed ? empty_like(tensor, shape, tensor.scalar_type())
+  static Gradients backward(const Tensor& grad_output, const Tensor& input, const Tensor& target,
+                            Optional... optional, int64_t reduction, Parameters... parameters,
+                            bool needs_grad_input, bool needs_grad_target, Needs... needs) {
+    Call call({input, target, &optional...}, reduction, parameters...);
+    call.operands.push_back({&call.args.grad_output, &grad_output, "grad_output"});
+    const auto gradient = [&](const Tensor& tensor, bool needed) {
+      return needed ? empty_like(tensor, call.shape, tensor.scalar_type())
                     : torch::stable::new_empty(tensor, {0});
     };
-    const Tensor grad_input = empty_gradient(input, needs_grad_input);
-    const Tensor grad_target = empty_gradient(target, needs_grad_target);
-    std::vector<Bound> operands = {{&args.input, &input, "input"},
-                                   {&args.target, &target, "target"},
-                                   {&args.grad_output, &grad_output, "grad_output"}};
-    if (needs_grad_input) operands.push_back({&args.grad_input, &grad_input, "input"});
-    if (needs_grad_target) operands.push_back({&args.grad_target, &grad_target, "target"});
-    lay_out(args, kName, shape, operands);
-    if (needs_grad_input || needs_grad_target) run(kernel, args, input);
-    return {grad_input, grad_target};
+    Tensor grad_input = gradient(input, needs_grad_input);
+    Tensor grad_target = gradient(target, needs_grad_target);
+    if (needs_grad_input) call.operands.push_back({&call.args.grad_input, &grad_input, "input"});
+    if (needs_grad_target)
+      call.operands.push_back({&call.args.grad_target, &grad_target, "target"});
+    if constexpr (sizeof...(Needs) == 0) {
+      if (needs_grad_input || needs_grad_target) call.launch();
+      return {grad_input, grad_target};
+    } else {
+      const OptionalTensor& weight = *call.inputs.weight;
+      const bool needs_grad_weight = (needs && ...) && weight.has_value();
+      Tensor grad_weight = gradient(weight ? *weight : input, needs_grad_weight);
+      if (needs_grad_weight)
+        call.operands.push_back({&call.args.grad_weight, &grad_weight, "weight"});
+      if (needs_grad_input || needs_grad_target || needs_grad_weight) call.launch();
+      return {grad_input, grad_target, grad_weight};
+    }
   }
 
-  static Tensor loss_and_gradient(const Tensor& input, const Tensor& target,
-                                  const Tensor& grad_input, int64_t reduction, ScalarType dtype,
-                                  const std::optional<Tensor>& grad_output,
-                                  Parameters... parameters) {
-    const Sizes shape = broadcast_shape(input, target, kName);
-    if (shape != sizes_of(input))
-      throw std::runtime_error(
-          std::string(kName) + ": a loss with its gradient needs an input of " +
-          "the broadcast shape " + to_string(shape) + ", got " + to_string(sizes_of(input)));
+  static Tensor loss_and_gradient(const Inputs& inputs, const Tensor& grad_input, int64_t reduction,
+                                  Parameters... parameters, ScalarType dtype,
+                                  const OptionalTensor& grad_output) {
+    Call call(inputs, reduction, parameters...);
+    if (call.shape != sizes_of(inputs.input))
+      throw std::runtime_error(std::string(kName) +
+                               ": a loss with its gradient needs an input of " +
+                               "the broadcast shape " + to_string(call.shape) + ", got " +
+                               to_string(sizes_of(inputs.input)));
     if (static_cast<Reduction>(reduction) == Reduction::kNone)
       throw std::runtime_error(std::string(kName) + ": a loss with its gradient needs a reduction");
-    ElementwiseArgs args = prepare(input, shape, reduction, parameters...);
-    lay_out(args, kName, shape,
-            {{&args.input, &input, "input"},
-             {&args.target, &target, "target"},
-             {&args.grad_input, &grad_input, "input"}});
-    if (grad_output) bind_one(args.grad_output, *grad_output, input);
-    const Tensor loss = empty_scalar(input, dtype);
-    bind_total(args, loss);
-    run(kernel, args, input);
+    call.operands.push_back({&call.args.grad_input, &grad_input, "input"});
+    if (grad_output) bind_one(call.args.grad_output, *grad_output, inputs.input);
+    const Tensor loss = empty_scalar(inputs.input, dtype);
+    bind_total(call.args, loss);
+    call.launch();
     return loss;
   }
 
   static std::tuple<Tensor, Tensor> with_grad(const Tensor& input, const Tensor& target,
-                                              int64_t reduction, Parameters... parameters,
-                                              ScalarType dtype, std::optional<Tensor> grad_output) {
+                                              Optional... optional, int64_t reduction,
+                                              Parameters... parameters, ScalarType dtype,
+                                              const OptionalTensor& grad_output) {
     const Tensor gradient = empty_like(input, sizes_of(input), input.scalar_type());
-    return {
-        loss_and_gradient(input, target, gradient, reduction, dtype, grad_output, parameters...),
-        gradient};
+    return {loss_and_gradient({input, target, &optional...}, gradient, reduction, parameters...,
+                              dtype, grad_output),
+            gradient};
   }
 
-  static Tensor with_grad_(const Tensor& input, const Tensor& target, int64_t reduction,
-                           Parameters... parameters, ScalarType dtype,
-                           std::optional<Tensor> grad_output) {
-    return loss_and_gradient(input, target, input, reduction, dtype, grad_output, parameters...);
+  static Tensor with_grad_(const Tensor& input, const Tensor& target, Optional... optional,
+                           int64_t reduction, Parameters... parameters, ScalarType dtype,
+                           const OptionalTensor& grad_output) {
+    return loss_and_gradient({input, target, &optional...}, input, reduction, parameters..., dtype,
+                             grad_output);
   }
 
   // A factor on the device, read by the kernel: its strides stay 0.
@@ -172,17 +223,26 @@ struct Elementwise {
 };
 
 constexpr char kMseLoss[] = "mse_loss";
+constexpr char kL1Loss[] = "l1_loss";
 constexpr char kSmoothL1Loss[] = "smooth_l1_loss";
 constexpr char kHuberLoss[] = "huber_loss";
 constexpr char kKlDiv[] = "kl_div";
+constexpr char kBinaryCrossEntropyWithLogits[] = "binary_cross_entropy_with_logits";
+
+// Losses whose weight has a gradient, too.
+template <Kernel kernel, const char* kName, typename... Parameters>
+using Weighted = Elementwise<kernel, kName, false, Weight, Pack<bool>, Parameters...>;
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fused, FUSED_DISPATCH_KEY, library) {
-  Elementwise<&mse_loss, kMseLoss, false>::implement(library);
-  Elementwise<&smooth_l1_loss, kSmoothL1Loss, false, double>::implement(library);
-  Elementwise<&huber_loss, kHuberLoss, false, double>::implement(library);
-  Elementwise<&kl_div, kKlDiv, true, bool, bool>::implement(library);
+  Weighted<&mse_loss, kMseLoss>::implement(library);
+  Weighted<&l1_loss, kL1Loss>::implement(library);
+  Weighted<&smooth_l1_loss, kSmoothL1Loss, double>::implement(library);
+  Weighted<&huber_loss, kHuberLoss, double>::implement(library);
+  Elementwise<&kl_div, kKlDiv, true, NoWeight, Pack<>, bool, bool>::implement(library);
+  Elementwise<&binary_cross_entropy_with_logits, kBinaryCrossEntropyWithLogits, true,
+              WeightAndPosWeight, Pack<>>::implement(library);
 }
 
 }  // namespace fused::binding

@@ -58,6 +58,17 @@ Sizes broadcast_shape(const Tensor& input, const Tensor& target, const char* op)
   return shape;
 }
 
+void check_broadcasts(const Tensor& tensor, const Sizes& shape, const char* op,
+                      const char* argument) {
+  const Sizes sizes = sizes_of(tensor);
+  bool fits = sizes.size() <= shape.size();
+  for (size_t i = 1; fits && i <= sizes.size(); ++i)
+    fits = sizes[sizes.size() - i] == 1 || sizes[sizes.size() - i] == shape[shape.size() - i];
+  if (!fits)
+    throw std::runtime_error(std::string(op) + ": expected " + argument + " to broadcast to " +
+                             to_string(shape) + ", got shape " + to_string(sizes));
+}
+
 Tensor empty_like(const Tensor& tensor, const Sizes& shape, ScalarType dtype) {
   if (sizes_of(tensor) == shape && tensor.scalar_type() == dtype)
     return torch::stable::empty_like(tensor);
@@ -92,7 +103,7 @@ Sizes broadcast_strides(const Tensor& tensor, const Sizes& shape) {
   return result;
 }
 
-Sizes coalesce(const Sizes& shape, std::initializer_list<Sizes*> operands, bool keep_order) {
+Sizes coalesce(const Sizes& shape, const std::vector<Sizes*>& operands, bool keep_order) {
   std::vector<int> order;  // innermost first
   for (int d = static_cast<int>(shape.size()) - 1; d >= 0; --d)
     if (shape[d] != 1) order.push_back(d);

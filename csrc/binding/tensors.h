@@ -8,7 +8,6 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
-#include <initializer_list>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -58,6 +57,10 @@ ScalarType accumulation_type(ScalarType dtype);
 // The shape that input and target broadcast to; throws where they don't.
 Sizes broadcast_shape(const Tensor& input, const Tensor& target, const char* op);
 
+// Throws where tensor does not broadcast to `shape`.
+void check_broadcasts(const Tensor& tensor, const Sizes& shape, const char* op,
+                      const char* argument);
+
 // aten::empty_like(tensor.expand(shape), dtype=dtype): dense, with the order of tensor's strides.
 Tensor empty_like(const Tensor& tensor, const Sizes& shape, ScalarType dtype);
 Tensor empty_scalar(const Tensor& like, ScalarType dtype);
@@ -68,6 +71,6 @@ Sizes broadcast_strides(const Tensor& tensor, const Sizes& shape);
 // Orders the dimensions by the first operand's strides (ties by the next one's), drops those of
 // size 1 and merges neighbours that every operand can walk as one. Returns sizes innermost first,
 // and replaces each operand's strides to match. With keep_order the dimensions are not reordered.
-Sizes coalesce(const Sizes& shape, std::initializer_list<Sizes*> operands, bool keep_order);
+Sizes coalesce(const Sizes& shape, const std::vector<Sizes*>& operands, bool keep_order);
 
 }  // namespace fused::binding

@@ -22,19 +22,29 @@ constexpr int64_t kChunk = 32 * kTile;
 template <typename Body>
 void for_each_run(const ElementwiseArgs& args, const int64_t* strides, int64_t begin, int64_t count,
                   Body&& body) {
+  if (args.ndim == 0) return body(int64_t(0), int64_t(0), count, int64_t(0));
+  int64_t digits[kMaxDims];
+  int64_t offset = 0;
+  for (int d = 0; d < args.ndim; ++d) {
+    digits[d] = begin % args.sizes[d];
+    offset += digits[d] * strides[d];
+    begin /= args.sizes[d];
+  }
   int64_t done = 0;
-  while (done < count) {
-    int64_t remainder = begin + done;
-    int64_t offset = 0;
-    const int64_t inner = args.ndim > 0 ? remainder % args.sizes[0] : 0;
-    for (int d = 0; d < args.ndim; ++d) {
-      offset += remainder % args.sizes[d] * strides[d];
-      remainder /= args.sizes[d];
-    }
-    const int64_t row = args.ndim > 0 ? args.sizes[0] - inner : 1;
-    const int64_t run = std::min(row, count - done);
-    body(offset, args.ndim > 0 ? strides[0] : 0, run, done);
+  while (true) {
+    const int64_t run = std::min(args.sizes[0] - digits[0], count - done);
+    body(offset, strides[0], run, done);
     done += run;
+    if (done == count) return;
+    // The run reached the end of its dimension: on to the next one's next index.
+    offset -= digits[0] * strides[0];
+    digits[0] = 0;
+    for (int d = 1; d < args.ndim; ++d) {
+      offset += strides[d];
+      if (++digits[d] < args.sizes[d]) break;
+      offset -= args.sizes[d] * strides[d];
+      digits[d] = 0;
+    }
   }
 }
 
@@ -46,9 +56,13 @@ class Tile {
       : args_(args),
         operand_(operand),
         constant_(true),
-        direct_(operand.dtype == dtype_of<acc_t>() && args.ndim <= 1 &&
-                (args.ndim == 0 || operand.strides[0] == 1)) {
-    for (int d = 0; d < args.ndim; ++d) constant_ = constant_ && operand.strides[d] == 0;
+        direct_(operand.dtype == dtype_of<acc_t>()) {
+    int64_t dense = 1;
+    for (int d = 0; d < args.ndim; ++d) {
+      constant_ = constant_ && operand.strides[d] == 0;
+      direct_ = direct_ && operand.strides[d] == dense;
+      dense *= args.sizes[d];
+    }
   }
 
   explicit operator bool() const { return operand_.data != nullptr; }
@@ -88,14 +102,26 @@ class Tile {
   alignas(64) acc_t buffer_[kTile];
 };
 
+struct NoTile {
+  NoTile(const ElementwiseArgs& /*args*/, const Operand& /*operand*/) {}
+};
+
+// Nothing for an operand that an instantiation never has: a tile takes room on the stack.
+template <typename acc_t, bool kPresent>
+using OptionalTile = std::conditional_t<kPresent, Tile<acc_t>, NoTile>;
+
 // The loops below allow an output to be the very buffer of an input: each index is read before it
 // is written, and no other index is touched.
-template <typename acc_t, typename Loss>
+template <bool kWeighted, typename acc_t, typename Loss>
 double elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t begin,
                          int64_t end) {
+  constexpr bool kPosWeight = takes_pos_weight<Loss, acc_t>;
   Tile<acc_t> input(args, args.input), target(args, args.target);
   Tile<acc_t> grad_output(args, args.grad_output), losses(args, args.losses);
   Tile<acc_t> grad_input(args, args.grad_input), grad_target(args, args.grad_target);
+  [[maybe_unused]] OptionalTile<acc_t, kWeighted> weight(args, args.weight);
+  [[maybe_unused]] OptionalTile<acc_t, kWeighted> grad_weight(args, args.grad_weight);
+  [[maybe_unused]] OptionalTile<acc_t, kPosWeight> pos_weight(args, args.pos_weight);
   acc_t scale = static_cast<acc_t>(1 / args.divisor);
   const bool one_grad_output = grad_output && grad_output.is_constant();
   if (one_grad_output) scale *= *grad_output.read(begin, 1);
@@ -105,43 +131,67 @@ double elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t 
     const int64_t count = std::min(kTile, end - first);
     const acc_t* x = input.read(first, count);
     const acc_t* y = target.read(first, count);
+    [[maybe_unused]] const acc_t* w = nullptr;
+    [[maybe_unused]] const acc_t* p = nullptr;
+    if constexpr (kWeighted) w = weight.read(first, count);
+    if constexpr (kPosWeight) p = pos_weight.read(first, count);
+    // A function of the loss's arguments at index i, times the weight there.
+    const auto plain = [&](auto&& function, int64_t i) {
+      if constexpr (kPosWeight)
+        return function(x[i], y[i], p[i]);
+      else
+        return function(x[i], y[i]);
+    };
+    const auto weighted = [&](auto&& function, int64_t i) {
+      if constexpr (kWeighted)
+        return w[i] * plain(function, i);
+      else
+        return plain(function, i);
+    };
+    const auto value = [&](auto... at) { return loss.value(at...); };
     if (args.total.data) {
       acc_t tile_sum = 0;
 #pragma omp simd reduction(+ : tile_sum)
-      for (int64_t i = 0; i < count; ++i) tile_sum += loss.value(x[i], y[i]);
+      for (int64_t i = 0; i < count; ++i) tile_sum += weighted(value, i);
       sum += static_cast<double>(tile_sum);
     }
     if (losses) {
       acc_t* out = losses.write_pointer(first);
 #pragma omp simd
-      for (int64_t i = 0; i < count; ++i) out[i] = loss.value(x[i], y[i]);
+      for (int64_t i = 0; i < count; ++i) out[i] = weighted(value, i);
       losses.write(first, count);
     }
-    if (!grad_input && !grad_target) continue;
 
-    // grad_target is written first: grad_input may lie over input.
     const bool each = grad_output && !one_grad_output;
     const acc_t* g = each ? grad_output.read(first, count) : nullptr;
     const auto differentiate = [&](Tile<acc_t>& grad, auto&& derivative) {
       acc_t* out = grad.write_pointer(first);
       if (g) {
 #pragma omp simd
-        for (int64_t i = 0; i < count; ++i) out[i] = derivative(x[i], y[i]) * (g[i] * scale);
+        for (int64_t i = 0; i < count; ++i) out[i] = derivative(i) * (g[i] * scale);
       } else {
 #pragma omp simd
-        for (int64_t i = 0; i < count; ++i) out[i] = derivative(x[i], y[i]) * scale;
+        for (int64_t i = 0; i < count; ++i) out[i] = derivative(i) * scale;
       }
       grad.write(first, count);
     };
+    // grad_input is written last: it may lie over input.
+    if constexpr (kWeighted) {
+      if (grad_weight) differentiate(grad_weight, [&](int64_t i) { return plain(value, i); });
+    }
     if (grad_target)
-      differentiate(grad_target, [&](acc_t a, acc_t b) { return loss.grad_target(a, b); });
+      differentiate(grad_target, [&](int64_t i) {
+        return weighted([&](auto... at) { return loss.grad_target(at...); }, i);
+      });
     if (grad_input)
-      differentiate(grad_input, [&](acc_t a, acc_t b) { return loss.grad_input(a, b); });
+      differentiate(grad_input, [&](int64_t i) {
+        return weighted([&](auto... at) { return loss.grad_input(at...); }, i);
+      });
   }
   return sum;
 }
 
-template <template <typename> class Loss, typename acc_t>
+template <template <typename> class Loss, typename acc_t, bool kWeighted>
 void elementwise_as(const ElementwiseArgs& args) {
   const Loss<acc_t> loss(args.parameters);
   const int64_t chunks = (args.numel + kChunk - 1) / kChunk;
@@ -149,8 +199,8 @@ void elementwise_as(const ElementwiseArgs& args) {
   parallel_for(0, chunks, 1, [&](int64_t first, int64_t last) {
     for (int64_t chunk = first; chunk < last; ++chunk) {
       const int64_t begin = chunk * kChunk;
-      sums[chunk] =
-          elementwise_chunk<acc_t>(args, loss, begin, std::min(args.numel, begin + kChunk));
+      sums[chunk] = elementwise_chunk<kWeighted, acc_t>(args, loss, begin,
+                                                        std::min(args.numel, begin + kChunk));
     }
   });
   if (args.total.data) {
@@ -161,10 +211,17 @@ void elementwise_as(const ElementwiseArgs& args) {
   }
 }
 
-template <template <typename> class Loss>
+template <template <typename> class Loss, bool kWeighted = false>
 void elementwise(const ElementwiseArgs& args) {
-  if (uses_double(args)) return elementwise_as<Loss, double>(args);
-  return elementwise_as<Loss, float>(args);
+  if (uses_double(args)) return elementwise_as<Loss, double, kWeighted>(args);
+  return elementwise_as<Loss, float, kWeighted>(args);
+}
+
+// For a loss whose elements may have weights.
+template <template <typename> class Loss>
+void weighted_elementwise(const ElementwiseArgs& args) {
+  if (args.weight.data) return elementwise<Loss, true>(args);
+  return elementwise<Loss>(args);
 }
 
 }  // namespace fused::cpu

@@ -4,5 +4,5 @@
 #include "elementwise.h"
 
 void fused::huber_loss(const ElementwiseArgs& args, void* /*stream*/) {
-  cpu::elementwise<HuberLoss>(args);
+  cpu::weighted_elementwise<HuberLoss>(args);
 }

@@ -4,5 +4,5 @@
 #include "elementwise.h"
 
 void fused::mse_loss(const ElementwiseArgs& args, void* /*stream*/) {
-  cpu::elementwise<MseLoss>(args);
+  cpu::weighted_elementwise<MseLoss>(args);
 }

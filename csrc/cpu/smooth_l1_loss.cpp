@@ -4,5 +4,5 @@
 #include "elementwise.h"
 
 void fused::smooth_l1_loss(const ElementwiseArgs& args, void* /*stream*/) {
-  cpu::elementwise<SmoothL1Loss>(args);
+  cpu::weighted_elementwise<SmoothL1Loss>(args);
 }

@@ -9,7 +9,8 @@
 //
 // Two ways through the elements:
 //   contiguous  float32, bfloat16 or float16 operands (or a 16-bit input with a float32 target),
-//               dense in one order and equally aligned: 16-byte packets;
+//               dense in one order and equally aligned: 16-byte packets; a weight as well, in the
+//               wider dtype of input and target;
 //   strided     everything else (strided.cuh).
 #pragma once
 
@@ -19,10 +20,15 @@
 namespace fused::cuda {
 
 constexpr int kThreads = 256;
-constexpr int kUnroll = 4;  // packets of each operand that a thread has in flight
 constexpr int kBlocksPerMultiprocessor = 4;
 // A sum this small is faster in one block than in many and a second launch.
 constexpr int64_t kSingleBlockTiles = 2;
+
+// Packets of each operand that a thread has in flight: four, or two where a weight takes registers
+// as well, or a wide target beside a narrow input and a loss with exponentials.
+template <bool kWeighted, typename input_t, typename target_t, typename Loss>
+constexpr int kUnroll =
+    kWeighted || (requires { Loss::kExponentials; } && sizeof(input_t) < sizeof(target_t)) ? 2 : 4;
 
 enum class Mode {
   kTotal,             // the sum of the losses
@@ -35,6 +41,7 @@ enum class Mode {
 struct ContiguousArgs {
   const void* input;
   const void* target;
+  const void* weight;       // one per element; null where there is none
   const void* grad_output;  // one element or, for kGradientOfEach, one per element; null: 1
   DType grad_output_dtype;
   void* output;  // losses or grad_input; may be the very buffer of input
@@ -44,18 +51,20 @@ struct ContiguousArgs {
   Total total;
 };
 
-// Arithmetic in float. A thread adds the losses of kUnroll packets in float and those sums in
+// Arithmetic in float. A thread adds the losses of kPackets packets in float and those sums in
 // double, so that the rounding error of a total does not grow with the number of elements.
-template <Mode kMode, typename input_t, typename target_t, typename Loss>
+template <Mode kMode, bool kWeighted, typename input_t, typename target_t, typename Loss>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     contiguous_kernel(const ContiguousArgs args, const Loss loss) {
   using losses_t = std::conditional_t<sizeof(input_t) == 4, input_t, target_t>;
   using output_t = std::conditional_t<kMode == Mode::kLosses, losses_t, input_t>;
   constexpr bool kSum = kMode == Mode::kTotal || kMode == Mode::kTotalAndGradient;
   constexpr int kWidth = Packet<input_t>::kWidth;
-  constexpr int64_t kTile = kThreads * kUnroll;
+  constexpr int kPackets = kUnroll<kWeighted, input_t, target_t, Loss>;
+  constexpr int64_t kTile = kThreads * kPackets;
   const input_t* input = static_cast<const input_t*>(args.input);
   const target_t* target = static_cast<const target_t*>(args.target);
+  const losses_t* weight = static_cast<const losses_t*>(args.weight);
   const losses_t* grad_output = static_cast<const losses_t*>(args.grad_output);
   output_t* output = static_cast<output_t*>(args.output);
   float scale = static_cast<float>(args.scale);
@@ -64,18 +73,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   }
 
   float tile_sum = 0;
-  const auto element = [&](float x, float y, float g) {
-    if constexpr (kSum) tile_sum += loss.value(x, y);
+  const auto element = [&](float x, float y, float g, float w) {
+    const auto weighted = [w](float value) { return kWeighted ? w * value : value; };
+    if constexpr (kSum) tile_sum += weighted(loss.value(x, y));
     if constexpr (kMode == Mode::kTotal) return 0.f;
-    if constexpr (kMode == Mode::kLosses) return loss.value(x, y);
-    if constexpr (kMode == Mode::kGradientOfEach) return loss.grad_input(x, y) * (g * scale);
-    return loss.grad_input(x, y) * scale;
+    if constexpr (kMode == Mode::kLosses) return weighted(loss.value(x, y));
+    if constexpr (kMode == Mode::kGradientOfEach)
+      return weighted(loss.grad_input(x, y)) * (g * scale);
+    return weighted(loss.grad_input(x, y)) * scale;
   };
   // kCount packets from packet `first` on, kThreads apart. All loads come before the first use.
   const auto packets = [&]<int kCount>(std::integral_constant<int, kCount>, int64_t first) {
     Packet<input_t, kWidth> x[kCount];
     Packet<target_t, kWidth> y[kCount];
     Packet<losses_t, kWidth> g[kCount];
+    Packet<losses_t, kWidth> w[kCount];
     const int64_t begin = args.head + first * kWidth;
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
@@ -84,15 +96,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
       y[u] = Packet<target_t, kWidth>::load_streaming(target + i);
       if constexpr (kMode == Mode::kGradientOfEach)
         g[u] = Packet<losses_t, kWidth>::load_streaming(grad_output + i);
+      if constexpr (kWeighted) w[u] = Packet<losses_t, kWidth>::load_streaming(weight + i);
     }
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
       float results[kWidth];
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
-        float upstream = 0;
+        float upstream = 0, factor = 1;
         if constexpr (kMode == Mode::kGradientOfEach) upstream = g[u].template get<float>(j);
-        results[j] = element(x[u].template get<float>(j), y[u].template get<float>(j), upstream);
+        if constexpr (kWeighted) factor = w[u].template get<float>(j);
+        results[j] =
+            element(x[u].template get<float>(j), y[u].template get<float>(j), upstream, factor);
       }
       if constexpr (kMode != Mode::kTotal) {
         Packet<output_t, kWidth> packet;
@@ -107,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   const int64_t full_tiles = count / kTile;
   for (int64_t tile = blockIdx.x; tile < full_tiles; tile += gridDim.x) {
     tile_sum = 0;
-    packets(std::integral_constant<int, kUnroll>(), tile * kTile + threadIdx.x);
+    packets(std::integral_constant<int, kPackets>(), tile * kTile + threadIdx.x);
     sum += static_cast<double>(tile_sum);
   }
   // One block takes what is left: the last packets, and the elements before and after all packets.
@@ -118,9 +133,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     const int64_t loose = args.numel - count * kWidth;
     if (threadIdx.x < loose) {
       const int64_t i = threadIdx.x < args.head ? threadIdx.x : threadIdx.x + count * kWidth;
-      float upstream = 0;
+      float upstream = 0, factor = 1;
       if constexpr (kMode == Mode::kGradientOfEach) upstream = to_acc<float>(grad_output[i]);
-      const float result = element(to_acc<float>(input[i]), to_acc<float>(target[i]), upstream);
+      if constexpr (kWeighted) factor = to_acc<float>(weight[i]);
+      const float result =
+          element(to_acc<float>(input[i]), to_acc<float>(target[i]), upstream, factor);
       if constexpr (kMode != Mode::kTotal) output[i] = from_acc<output_t>(result);
     }
     sum += static_cast<double>(tile_sum);
@@ -128,15 +145,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   if constexpr (kSum) args.total.add_block(sum);
 }
 
-template <Mode kMode, typename input_t, typename target_t, typename Loss>
+template <Mode kMode, bool kWeighted, typename input_t, typename target_t, typename Loss>
 void launch_contiguous(const ContiguousArgs& args, const Loss& loss, cudaStream_t stream) {
   constexpr bool kSum = kMode == Mode::kTotal || kMode == Mode::kTotalAndGradient;
   const int64_t packets = (args.numel - args.head) / Packet<input_t>::kWidth;
-  const int64_t tiles = std::max<int64_t>(1, divide_up(packets, kThreads * kUnroll));
+  constexpr int kPackets = kUnroll<kWeighted, input_t, target_t, Loss>;
+  const int64_t tiles = std::max<int64_t>(1, divide_up(packets, kThreads * kPackets));
   const int64_t most = std::min<int64_t>(
       kWorkspaceBlocks, current_device().multiprocessors * kBlocksPerMultiprocessor);
   const int64_t blocks = kSum && tiles <= kSingleBlockTiles ? 1 : std::min(tiles, most);
-  contiguous_kernel<kMode, input_t, target_t>
+  contiguous_kernel<kMode, kWeighted, input_t, target_t>
       <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, loss);
   check_launch("contiguous_kernel");
   if (kSum && blocks > 1) {
@@ -155,14 +173,14 @@ inline bool is_one_element(const ElementwiseArgs& args, const Operand& operand) 
 }
 
 // Launches the contiguous kernel if the operands have these types, and all else it asks for.
-template <typename input_t, typename target_t, typename Loss>
+template <bool kWeighted, typename input_t, typename target_t, typename Loss>
 bool try_contiguous(const ElementwiseArgs& args, const Loss& loss, cudaStream_t stream) {
   constexpr bool kMixed = !std::is_same_v<input_t, target_t>;
   const bool total = args.total.data, losses = args.losses.data, gradient = args.grad_input.data;
   if (args.input.dtype != dtype_of<input_t>() || args.target.dtype != dtype_of<target_t>())
     return false;
-  if (args.grad_target.data || total + losses + gradient == 0 || losses + gradient == 2 ||
-      (losses && total) || (!gradient && args.grad_output.data))
+  if (args.grad_target.data || args.grad_weight.data || total + losses + gradient == 0 ||
+      losses + gradient == 2 || (losses && total) || (!gradient && args.grad_output.data))
     return false;
   const bool one = !args.grad_output.data || is_one_element(args, args.grad_output);
   if ((total || kMixed) && (losses || !one)) return false;
@@ -178,49 +196,55 @@ bool try_contiguous(const ElementwiseArgs& args, const Loss& loss, cudaStream_t 
   };
   if (!fits(args.input, dtype_of<input_t>()) || !fits(args.target, dtype_of<target_t>()) ||
       (output.data && !fits(output, dtype_of<input_t>())) ||
-      (!one && !fits(args.grad_output, dtype_of<input_t>())))
+      (!one && !fits(args.grad_output, dtype_of<input_t>())) ||
+      (kWeighted && !fits(args.weight, kMixed ? dtype_of<target_t>() : dtype_of<input_t>())))
     return false;
 
-  const ContiguousArgs dense{args.input.data,
-                             args.target.data,
-                             args.grad_output.data,
-                             args.grad_output.dtype,
-                             output.data,
-                             args.numel,
-                             head,
-                             1 / args.divisor,
-                             total_of(args)};
+  const ContiguousArgs dense{
+      args.input.data,        args.target.data, args.weight.data, args.grad_output.data,
+      args.grad_output.dtype, output.data,      args.numel,       head,
+      1 / args.divisor,       total_of(args)};
   if (total && !gradient)
-    launch_contiguous<Mode::kTotal, input_t, target_t>(dense, loss, stream);
+    launch_contiguous<Mode::kTotal, kWeighted, input_t, target_t>(dense, loss, stream);
   else if (total)
-    launch_contiguous<Mode::kTotalAndGradient, input_t, target_t>(dense, loss, stream);
+    launch_contiguous<Mode::kTotalAndGradient, kWeighted, input_t, target_t>(dense, loss, stream);
   else if (gradient && one)
-    launch_contiguous<Mode::kGradient, input_t, target_t>(dense, loss, stream);
+    launch_contiguous<Mode::kGradient, kWeighted, input_t, target_t>(dense, loss, stream);
   if constexpr (!kMixed) {
     if (losses)
-      launch_contiguous<Mode::kLosses, input_t, target_t>(dense, loss, stream);
+      launch_contiguous<Mode::kLosses, kWeighted, input_t, target_t>(dense, loss, stream);
     else if (gradient && !one)
-      launch_contiguous<Mode::kGradientOfEach, input_t, target_t>(dense, loss, stream);
+      launch_contiguous<Mode::kGradientOfEach, kWeighted, input_t, target_t>(dense, loss, stream);
   }
   return true;
 }
 
-template <template <typename> class Loss>
+template <template <typename> class Loss, bool kWeighted = false>
 void elementwise(const ElementwiseArgs& args, void* stream_pointer) {
   const cudaStream_t stream = as_stream(stream_pointer);
   if (args.numel == 0) {
     if (args.total.data) total_kernel<<<1, kWarp, 0, stream>>>(total_of(args), 0);
     return check_launch("total_kernel");
   }
-  if (uses_double(args)) return launch_strided<double>(args, Loss<double>(args.parameters), stream);
+  if (uses_double(args))
+    return launch_strided<kWeighted, double>(args, Loss<double>(args.parameters), stream);
   const Loss<float> loss(args.parameters);
-  if (try_contiguous<float, float>(args, loss, stream) ||
-      try_contiguous<__nv_bfloat16, __nv_bfloat16>(args, loss, stream) ||
-      try_contiguous<__half, __half>(args, loss, stream) ||
-      try_contiguous<__nv_bfloat16, float>(args, loss, stream) ||
-      try_contiguous<__half, float>(args, loss, stream))
-    return;
-  launch_strided<float>(args, loss, stream);
+  if constexpr (!takes_pos_weight<Loss<float>, float>) {
+    if (try_contiguous<kWeighted, float, float>(args, loss, stream) ||
+        try_contiguous<kWeighted, __nv_bfloat16, __nv_bfloat16>(args, loss, stream) ||
+        try_contiguous<kWeighted, __half, __half>(args, loss, stream) ||
+        try_contiguous<kWeighted, __nv_bfloat16, float>(args, loss, stream) ||
+        try_contiguous<kWeighted, __half, float>(args, loss, stream))
+      return;
+  }
+  launch_strided<kWeighted, float>(args, loss, stream);
+}
+
+// For a loss whose elements may have weights.
+template <template <typename> class Loss>
+void weighted_elementwise(const ElementwiseArgs& args, void* stream) {
+  if (args.weight.data) return elementwise<Loss, true>(args, stream);
+  elementwise<Loss>(args, stream);
 }
 
 }  // namespace fused::cuda

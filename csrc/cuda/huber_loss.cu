@@ -3,5 +3,5 @@
 #include "elementwise.cuh"
 
 void fused::huber_loss(const ElementwiseArgs& args, void* stream) {
-  cuda::elementwise<HuberLoss>(args, stream);
+  cuda::weighted_elementwise<HuberLoss>(args, stream);
 }

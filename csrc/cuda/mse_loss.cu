@@ -3,5 +3,5 @@
 #include "elementwise.cuh"
 
 void fused::mse_loss(const ElementwiseArgs& args, void* stream) {
-  cuda::elementwise<MseLoss>(args, stream);
+  cuda::weighted_elementwise<MseLoss>(args, stream);
 }

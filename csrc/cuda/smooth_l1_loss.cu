@@ -3,5 +3,5 @@
 #include "elementwise.cuh"
 
 void fused::smooth_l1_loss(const ElementwiseArgs& args, void* stream) {
-  cuda::elementwise<SmoothL1Loss>(args, stream);
+  cuda::weighted_elementwise<SmoothL1Loss>(args, stream);
 }

@@ -20,10 +20,12 @@ struct SmoothL1Loss {
     return distance < beta ? acc_t(0.5) * slope * distance * distance
                            : distance - acc_t(0.5) * beta;
   }
-  // The comparisons are ordered so that nan reaches the last branch, and so does 0 when beta is 0.
+  // The comparisons are ordered so that nan reaches the last branch. The L1 loss's gradient is 0
+  // for nan, as torch's.
   FUSED_HOST_DEVICE acc_t grad_input(acc_t input, acc_t target) const {
     const acc_t difference = input - target;
-    return difference > beta ? acc_t(1) : difference < -beta ? acc_t(-1) : slope * difference;
+    const acc_t middle = beta > acc_t(0) ? slope * difference : acc_t(0);
+    return difference > beta ? acc_t(1) : difference < -beta ? acc_t(-1) : middle;
   }
   FUSED_HOST_DEVICE acc_t grad_target(acc_t input, acc_t target) const {
     return -grad_input(input, target);

@@ -3,10 +3,26 @@
 The suites iterate over ``SPECS``; a new loss is a new file here.
 """
 
-from tests.specs import cross_entropy, huber_loss, kl_div, mse_loss, smooth_l1_loss
+from tests.specs import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    huber_loss,
+    kl_div,
+    l1_loss,
+    mse_loss,
+    smooth_l1_loss,
+)
 from tests.specs.spec import Spec
 
 SPECS: dict[str, Spec] = {
     module.SPEC.name: module.SPEC
-    for module in (mse_loss, smooth_l1_loss, huber_loss, kl_div, cross_entropy)
+    for module in (
+        mse_loss,
+        l1_loss,
+        smooth_l1_loss,
+        huber_loss,
+        kl_div,
+        binary_cross_entropy_with_logits,
+        cross_entropy,
+    )
 }

@@ -156,7 +156,6 @@ NEAR_MISSES = [
         logits_and_classes,
         "no fused op",
     ),
-    Spelling("binary with logits", F.binary_cross_entropy_with_logits, soft_targets, "no fused op"),
 ]
 
 SPEC = Spec(
@@ -169,4 +168,5 @@ SPEC = Spec(
     ),
     matches=MATCHES,
     near_misses=NEAR_MISSES,
+    broadcasts=False,
 )

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compile_losses.ops.mse_loss import reference
-from tests.specs.spec import Spec, Spelling, elementwise_samples, normal
+from tests.specs.spec import Spec, Spelling, elementwise_samples, normal, weighted
 
 
 def pair():
@@ -101,6 +100,14 @@ MATCHES = [
     Spelling("F.mse_loss size_average", lambda a, b: F.mse_loss(a, b, size_average=False), pair),
     Spelling("F.mse_loss reduce", lambda a, b: F.mse_loss(a, b, reduce=False), pair),
     Spelling("nn.MSELoss", with_module, pair),
+    Spelling("weight", lambda a, b: F.mse_loss(a, b, weight=b.abs()), pair),
+    Spelling("weight sum", lambda a, b: F.mse_loss(a, b, reduction="sum", weight=b.abs()), pair),
+    Spelling("weight none", lambda a, b: F.mse_loss(a, b, reduction="none", weight=b), pair),
+    Spelling("weight legacy", lambda a, b: F.mse_loss(a, b, None, False, weight=b.abs()), pair),
+    Spelling("weight with a gradient", lambda a, b: F.mse_loss(b, a * 2, weight=a.abs()), pair),
+    Spelling("weight of a broadcast target", lambda a, b: F.mse_loss(a, b[0], weight=b), pair),
+    Spelling("wide weight", lambda a, b: F.mse_loss(a, b, weight=b.float().abs()), half_pair),
+    Spelling("integer weight", lambda a, b: F.mse_loss(a, b, weight=b.long().abs() + 1), pair),
     Spelling("aten.mse_loss", lambda a, b: torch.ops.aten.mse_loss(a, b, 2), pair),
     Spelling("torch.mean of a power", lambda a, b: torch.mean((a - b) ** 2), pair),
     Spelling("mean of a power", lambda a, b: ((a - b) ** 2).mean(), pair),
@@ -183,13 +190,18 @@ NEAR_MISSES = [
     Spelling("argument changed in place", mutated_argument, plain_pair, "changed in place"),
     Spelling("gradient cut", cut_gradient, pair, "without gradients"),
     Spelling("gradient cut and restored", cut_and_restored, pair, "without gradients"),
-    Spelling("weighted", lambda a, b: F.mse_loss(a, b, weight=b.abs()), pair, "weight"),
+    Spelling(
+        "weight of a broadcast input",
+        lambda a, b: F.mse_loss(a[:, :1], b, weight=b[:, :1]),
+        pair,
+        "torch divides by the weight's sum",
+    ),
 ]
 
 SPEC = Spec(
     name="mse_loss",
-    torch_loss=lambda input, target, reduction=1: reference(input, target, reduction),
-    samples=elementwise_samples(normal, normal, []),
+    torch_loss=weighted(F.mse_loss, normalize=True),
+    samples=elementwise_samples(normal, normal, [], weights=(("weight",),)),
     operands=lambda *shape, dtype=torch.float64: (
         torch.randn(shape, dtype=dtype),
         torch.randn(shape, dtype=dtype),

@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compile_losses.ops.smooth_l1_loss import reference
 from tests.specs.mse_loss import half_pair, pair
-from tests.specs.spec import Spec, Spelling, elementwise_samples, normal
+from tests.specs.spec import Spec, Spelling, elementwise_samples, normal, weighted
 
 
 def gathered(a, b):
@@ -30,16 +29,16 @@ MATCHES = [
 ]
 
 NEAR_MISSES = [
-    Spelling("L1", F.l1_loss, pair, "no fused op"),
+    Spelling("soft margin", lambda a, b: F.soft_margin_loss(a, b.sign()), pair),
     Spelling("log-cosh", lambda a, b: torch.log(torch.cosh(a - b)).mean(), pair),
 ]
 
 SPEC = Spec(
     name="smooth_l1_loss",
-    torch_loss=lambda input, target, reduction=1, beta=1.0: reference(
-        input, target, reduction, beta
+    torch_loss=weighted(F.smooth_l1_loss, normalize=True),
+    samples=elementwise_samples(
+        normal, normal, [{"beta": b} for b in (0.0, 0.3, 2.0)], weights=(("weight",),)
     ),
-    samples=elementwise_samples(normal, normal, [{"beta": b} for b in (0.0, 0.3, 2.0)]),
     operands=lambda *shape, dtype=torch.float64: (
         torch.randn(shape, dtype=dtype),
         torch.randn(shape, dtype=dtype),

@@ -12,15 +12,28 @@ from torch import Tensor
 
 @dataclass
 class Sample:
-    """One call: tensors (some differentiable) and options, as the public op takes them."""
+    """One call: tensors (some differentiable) and options, as the public op takes them.
+
+    The last tensors are given by the names in ``weights``.
+    """
 
     name: str
     tensors: tuple[Tensor, ...]
     options: dict[str, Any] = field(default_factory=dict)
     differentiable: tuple[int, ...] = (0,)
+    weights: tuple[str, ...] = ()
+
+    def arguments(
+        self, tensors: tuple[Tensor, ...] | None = None
+    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        tensors = self.tensors if tensors is None else tensors
+        positional = len(tensors) - len(self.weights)
+        named = dict(zip(self.weights, tensors[positional:], strict=True))
+        return tensors[:positional], {**named, **self.options}
 
     def call(self, function: Callable[..., Any], tensors: tuple[Tensor, ...] | None = None) -> Any:
-        return function(*(self.tensors if tensors is None else tensors), **self.options)
+        args, kwargs = self.arguments(tensors)
+        return function(*args, **kwargs)
 
 
 @dataclass
@@ -44,6 +57,7 @@ class Spec:
         matches: spellings that must be rewritten to this op, one site each.
         near_misses: spellings that look alike and must be left alone.
         operands: tensors of a given shape and dtype that are good arguments.
+        broadcasts: whether input and target may differ in shape.
     """
 
     name: str
@@ -52,10 +66,15 @@ class Spec:
     operands: Callable[..., tuple[Tensor, ...]]
     matches: list[Spelling]
     near_misses: list[Spelling]
+    broadcasts: bool = True
 
     @property
     def op(self) -> Any:
         return getattr(torch.ops.fused, self.name)
+
+    @property
+    def arguments(self) -> list[str]:
+        return [argument.name for argument in self.op.default._schema.arguments]
 
 
 Make = Callable[..., Tensor]
@@ -89,8 +108,12 @@ def elementwise_samples(
     make_target: Callable[..., Tensor],
     options: list[dict[str, Any]],
     reductions: tuple[int, ...] = (0, 1, 2),
+    weights: tuple[tuple[str, ...], ...] = (),
+    differentiable_weights: bool = True,
+    broadcasts: bool = True,
 ) -> Callable[[str, torch.dtype], Iterator[Sample]]:
-    """Samples of every layout, with every reduction; every option on the first layout."""
+    """Samples of every layout, with every reduction; every option on the first layout; every
+    combination of weights in every shape there, and of the loss's shape on every layout."""
 
     def samples(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         generator = torch.Generator(device="cpu").manual_seed(0)
@@ -98,8 +121,14 @@ def elementwise_samples(
         def draw(make: Callable[..., Tensor]) -> Make:
             return lambda *shape: make(shape, generator).to(device, dtype)
 
-        pairs = list(zip(layouts(draw(make_input)), layouts(draw(make_target)), strict=True))
-        for (name, input, _), (_, _, target) in pairs:
+        pairs = [
+            (name, input, target)
+            for (name, input, _), (_, _, target) in zip(
+                layouts(draw(make_input)), layouts(draw(make_target)), strict=True
+            )
+            if broadcasts or input.shape == target.shape
+        ]
+        for name, input, target in pairs:
             for reduction in reductions:
                 yield Sample(
                     f"{name}, reduction {reduction}",
@@ -107,13 +136,59 @@ def elementwise_samples(
                     {"reduction": reduction},
                     (0, 1),
                 )
-        (_, input, _), (_, _, target) = pairs[0]
+        _, input, target = pairs[0]
         for option in options:
             for reduction in reductions:
                 described = ", ".join(f"{key} {value}" for key, value in option.items())
                 yield Sample(described, (input, target), {"reduction": reduction, **option}, (0, 1))
+        draw_weight = draw(positive)
+        for i, names in enumerate(weights):
+            roots = tuple(range(2 + (len(names) if differentiable_weights else 0)))
+            described = " and ".join(names)
+            for shape in ("all", "rows", "columns", "one", "number", "transposed"):
+                tensors = (input, target, *(weight_of(shape, input, draw_weight) for _ in names))
+                for reduction in reductions:
+                    option = {"reduction": reduction, **(options[-1] if options else {})}
+                    # A weighted mean does not change with a weight that is one number: what is left
+                    # of its gradient is rounding.
+                    some = roots[:2] if tensors[2].numel() < input.numel() else roots
+                    yield Sample(f"{described}, {shape}", tensors, option, some, names)
+            for j, (name, a, b) in enumerate(pairs[1:]):
+                full = torch.broadcast_shapes(a.shape, b.shape)
+                tensors = (a, b, *(draw_weight(*full) for _ in names))
+                option = {"reduction": reductions[(i + j) % len(reductions)]}
+                yield Sample(f"{described}, {name}", tensors, option, roots, names)
 
     return samples
+
+
+def weight_of(shape: str, like: Tensor, draw: Make) -> Tensor:
+    rows, cols = like.shape
+    if shape == "transposed":
+        return draw(cols, rows).t()
+    sizes = {"all": (rows, cols), "rows": (rows, 1), "columns": (cols,), "one": (1,), "number": ()}
+    return draw(*sizes[shape])
+
+
+def positive(shape: Any, generator: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
+
+
+def weighted(loss: Callable[..., Tensor], *, normalize: bool) -> Callable[..., Tensor]:
+    """A loss of torch's with a weight that broadcasts; torch's own must have input's size."""
+
+    def torch_loss(
+        input: Tensor, target: Tensor, reduction: int = 1, *, weight: Any = None, **options: Any
+    ) -> Tensor:
+        name = ("none", "mean", "sum")[reduction]
+        if weight is None:
+            return loss(input, target, reduction=name, **options)
+        losses = loss(input, target, reduction="none", **options) * weight
+        if name == "mean" and normalize:
+            return losses.sum() / weight.expand(losses.shape).sum()
+        return losses if name == "none" else getattr(losses, name)()
+
+    return torch_loss
 
 
 def normal(shape: Any, generator: torch.Generator) -> Tensor:

@@ -1,0 +1,80 @@
+// Binary cross entropy of a logit, as torch.nn.functional.binary_cross_entropy_with_logits:
+//   (1 - target) softplus(logit) + pos_weight target softplus(-logit)
+// where softplus(x) = max(x, 0) + log1p(exp(-|x|)) neither overflows nor cancels. torch subtracts a
+// log-sigmoid from (1 - target) logit instead; its corner cases are kept: the loss of a logit of
+// -inf is nan, and so is that of +inf with target 1.
+#pragma once
+
+#include "math.h"
+
+namespace fused {
+
+template <typename acc_t>
+struct Logit {
+  acc_t positive;  // max(logit, 0)
+  acc_t negative;  // max(-logit, 0)
+  acc_t decay;     // exp(-|logit|), in [0, 1]
+
+  FUSED_HOST_DEVICE explicit Logit(acc_t logit)
+      : positive(logit > acc_t(0) ? logit : acc_t(0)),
+        negative(logit < acc_t(0) ? -logit : acc_t(0)),
+        decay(math::exp(-math::absolute(logit))) {}
+
+  // The part of softplus(logit) and softplus(-logit) that both have. A nan logit arrives here.
+  FUSED_HOST_DEVICE acc_t common() const { return math::log1p_unit(decay); }
+  // 0, but nan for a logit of -inf.
+  FUSED_HOST_DEVICE acc_t zero() const { return acc_t(0) * negative; }
+};
+
+// Both probabilities by the same division: neither is 1 minus the other, which would cancel.
+template <typename acc_t>
+FUSED_HOST_DEVICE void probabilities(acc_t logit, acc_t& one, acc_t& zero) {
+  const acc_t decay = math::exp(-math::absolute(logit));
+  const acc_t larger = acc_t(1) / (acc_t(1) + decay), smaller = decay * larger;
+  one = logit < acc_t(0) ? smaller : larger;
+  zero = logit < acc_t(0) ? larger : smaller;
+}
+
+template <typename acc_t>
+struct BinaryCrossEntropyWithLogits {
+  static constexpr bool kExponentials = true;
+
+  FUSED_HOST_DEVICE explicit BinaryCrossEntropyWithLogits(const double* /*parameters*/) {}
+
+  FUSED_HOST_DEVICE acc_t value(acc_t input, acc_t target) const {
+    const Logit<acc_t> logit(input);
+    return (acc_t(1) - target) * logit.positive + target * logit.negative +
+           (logit.common() + logit.zero());
+  }
+  FUSED_HOST_DEVICE acc_t grad_input(acc_t input, acc_t target) const {
+    acc_t one, zero;
+    probabilities(input, one, zero);
+    return (acc_t(1) - target) * one - target * zero;
+  }
+  FUSED_HOST_DEVICE acc_t grad_target(acc_t input, acc_t /*target*/) const { return -input; }
+};
+
+// The same with a weight of the positive class for each element.
+template <typename acc_t>
+struct BinaryCrossEntropyWithPosWeight {
+  FUSED_HOST_DEVICE explicit BinaryCrossEntropyWithPosWeight(const double* /*parameters*/) {}
+
+  FUSED_HOST_DEVICE acc_t value(acc_t input, acc_t target, acc_t pos_weight) const {
+    const Logit<acc_t> logit(input);
+    const acc_t common = logit.common() + logit.zero();
+    return (acc_t(1) - target) * (logit.positive + common) +
+           pos_weight * target * (logit.negative + common);
+  }
+  FUSED_HOST_DEVICE acc_t grad_input(acc_t input, acc_t target, acc_t pos_weight) const {
+    acc_t one, zero;
+    probabilities(input, one, zero);
+    return (acc_t(1) - target) * one - pos_weight * target * zero;
+  }
+  FUSED_HOST_DEVICE acc_t grad_target(acc_t input, acc_t /*target*/, acc_t pos_weight) const {
+    const Logit<acc_t> logit(input);
+    const acc_t common = logit.common();
+    return pos_weight * (logit.negative + common) - (logit.positive + common);
+  }
+};
+
+}  // namespace fused
