@@ -11,14 +11,23 @@ a device with kernels, when a class or mode overrides torch's function, and, wit
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.comptime import comptime
 
 import compile_losses.ops  # noqa: F401  declares fused::*
+from compile_losses.arguments import (
+    are_classes,
+    autocast_dtype,
+    check_weight,
+    is_integer,
+    is_number,
+    promoted,
+    reduction_of,
+    warn,
+    warn_if_broadcast,
+)
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.overrides import has_kernels, overridden
 
@@ -32,6 +41,11 @@ __all__ = [
     "nll_loss",
     "smooth_l1_loss",
 ]
+
+MEAN_OF_KL_DIV = (
+    "reduction='mean' divides the total by the number of elements, which is not the divergence of "
+    "a batch of distributions: reduction='batchmean' divides by the batch size"
+)
 
 fused = torch.ops.fused
 # As Any, because its stubs do not know every weight.
@@ -48,10 +62,17 @@ def mse_loss(
 ) -> Tensor:
     """Mean squared error, as :func:`torch.nn.functional.mse_loss`; weight has input's shape."""
     operands = (input, target, weight)
-    if weight is not None or overridden(*operands) or not has_kernels(*operands):
+    if overridden(*operands) or not has_kernels(*operands):
         return F.mse_loss(input, target, size_average, reduce, reduction, weight)
-    _warn_if_broadcast(input, target)
-    return fused.mse_loss(input, target, _reduction_of(reduction, size_average, reduce))
+    warn_if_broadcast(input, target)
+    enum = reduction_of(reduction, size_average, reduce)
+    if weight is None:
+        return fused.mse_loss(input, target, enum)
+    check_weight(input, weight)
+    # torch composes weighted losses of ops, and on the CPU autocast knows none of these.
+    autocasts = input.device.type != "cpu"
+    dtype = None if autocasts else promoted(input, target, weight)
+    return fused.mse_loss(input, target, enum, weight=weight, dtype=dtype)
 
 
 def l1_loss(
@@ -63,7 +84,18 @@ def l1_loss(
     weight: Tensor | None = None,
 ) -> Tensor:
     """Mean absolute error, as :func:`torch.nn.functional.l1_loss`; weight has input's shape."""
-    return F.l1_loss(input, target, size_average, reduce, reduction, weight)
+    operands = (input, target, weight)
+    if overridden(*operands) or not has_kernels(*operands):
+        return F.l1_loss(input, target, size_average, reduce, reduction, weight)
+    warn_if_broadcast(input, target)
+    enum = reduction_of(reduction, size_average, reduce)
+    if weight is None:
+        return fused.l1_loss(input, target, enum)
+    check_weight(input, weight)
+    # As for mse_loss; elsewhere autocast knows the sum, but not the absolute value.
+    autocasts = input.device.type != "cpu" and enum != REDUCTIONS["none"]
+    dtype = None if autocasts else promoted(input, target, weight)
+    return fused.l1_loss(input, target, enum, weight=weight, dtype=dtype)
 
 
 def smooth_l1_loss(
@@ -76,10 +108,10 @@ def smooth_l1_loss(
 ) -> Tensor:
     """Smooth L1 loss, as :func:`torch.nn.functional.smooth_l1_loss`."""
     operands = (input, target)
-    if overridden(*operands) or not has_kernels(*operands) or not _is_number(beta):
+    if overridden(*operands) or not has_kernels(*operands) or not is_number(beta):
         return F.smooth_l1_loss(input, target, size_average, reduce, reduction, beta)
-    _warn_if_broadcast(input, target)
-    return fused.smooth_l1_loss(input, target, _reduction_of(reduction, size_average, reduce), beta)
+    warn_if_broadcast(input, target)
+    return fused.smooth_l1_loss(input, target, reduction_of(reduction, size_average, reduce), beta)
 
 
 def huber_loss(
@@ -91,16 +123,17 @@ def huber_loss(
 ) -> Tensor:
     """Huber loss, as :func:`torch.nn.functional.huber_loss`; weight has input's shape."""
     operands = (input, target, weight)
-    if (
-        weight is not None
-        or overridden(*operands)
-        or not has_kernels(*operands)
-        or not _is_number(delta)
-    ):
+    if overridden(*operands) or not has_kernels(*operands) or not is_number(delta):
         return F.huber_loss(input, target, reduction, delta, weight)
-    _warn_if_broadcast(input, target)
-    dtype = None if input.dtype == target.dtype else _autocast_dtype(input)
-    return fused.huber_loss(input, target, _reduction_of(reduction), delta, dtype=dtype)
+    warn_if_broadcast(input, target)
+    enum = reduction_of(reduction)
+    # Target is not promoted with input: torch writes into a result of input's dtype.
+    dtype = autocast_dtype(input)
+    if weight is None:
+        return fused.huber_loss(input, target, enum, delta, dtype=dtype)
+    check_weight(input, weight)
+    dtype = torch.promote_types(dtype, weight.dtype)
+    return fused.huber_loss(input, target, enum, delta, weight=weight, dtype=dtype)
 
 
 def kl_div(
@@ -116,10 +149,10 @@ def kl_div(
         return F.kl_div(input, target, size_average, reduce, reduction, log_target)
     legacy = size_average is not None or reduce is not None
     if reduction == "mean" and not legacy:
-        _warn(MEAN_OF_KL_DIV, 5)
+        warn(MEAN_OF_KL_DIV, 5)
     if reduction == "batchmean" and not legacy:
         return fused.kl_div(input, target, REDUCTIONS["batchmean"], log_target=log_target)
-    enum = _reduction_of(reduction, size_average, reduce)
+    enum = reduction_of(reduction, size_average, reduce)
     loss = fused.kl_div(input, target, enum, log_target=log_target)
     if reduction == "batchmean" and input.dim() > 0:
         loss = loss / input.size(0)
@@ -154,9 +187,9 @@ def cross_entropy(
     if (
         overridden(input, target, weight)
         or not has_kernels(input)
-        or not _are_classes(input, target)
-        or not _is_integer(ignore_index)
-        or not _is_number(label_smoothing)
+        or not are_classes(input, target)
+        or not is_integer(ignore_index)
+        or not is_number(label_smoothing)
     ):
         return F.cross_entropy(
             input,
@@ -168,7 +201,7 @@ def cross_entropy(
             reduction,
             label_smoothing,
         )
-    enum = _reduction_of(reduction, size_average, reduce)
+    enum = reduction_of(reduction, size_average, reduce)
     return fused.cross_entropy(input, target, weight, enum, ignore_index, label_smoothing)
 
 
@@ -183,82 +216,10 @@ def binary_cross_entropy_with_logits(
 ) -> Tensor:
     """Binary cross entropy of logits, as
     :func:`torch.nn.functional.binary_cross_entropy_with_logits`."""
-    return F.binary_cross_entropy_with_logits(
-        input, target, weight, size_average, reduce, reduction, pos_weight
-    )
-
-
-def _autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype to which autocast takes a tensor, as an operand of a loss."""
-    device = tensor.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and tensor.dtype != torch.float64:
-        return torch.float32
-    return tensor.dtype
-
-
-def _reduction_of(
-    reduction: str, size_average: bool | None = None, reduce: bool | None = None
-) -> int:
-    if size_average is not None or reduce is not None:
-        averages = size_average is None or size_average
-        reduction = ("mean" if averages else "sum") if reduce is None or reduce else "none"
-        _warn(f"size_average and reduce are deprecated: use reduction={reduction!r}", 6)
-    elif reduction == "elementwise_mean":
-        _warn("reduction='elementwise_mean' is deprecated: use reduction='mean'", 6)
-        reduction = "mean"
-    for name in ("none", "mean", "sum"):
-        if reduction == name:
-            return REDUCTIONS[name]
-    raise ValueError(f"expected reduction to be 'none', 'mean' or 'sum', got {reduction!r}")
-
-
-def _warn(message: str, stacklevel: int) -> None:
-    """Warns the caller of the loss; in torch.compile while it traces the call."""
-    comptime(
-        lambda frame: warnings.warn(frame.get_local("message").as_python_constant(), stacklevel=1),
-        lambda: warnings.warn(message, stacklevel=stacklevel),
-    )
-
-
-MEAN_OF_KL_DIV = (
-    "reduction='mean' divides the total by the number of elements, which is not the divergence of "
-    "a batch of distributions: reduction='batchmean' divides by the batch size"
-)
-
-
-def _warn_if_broadcast(input: Tensor, target: Tensor) -> None:
-    if input.shape != target.shape:
-        comptime(
-            lambda frame: _warn_of_shapes(_shape(frame, "input"), _shape(frame, "target")),
-            lambda: _warn_of_shapes(input.shape, target.shape),
+    operands = (input, target, weight, pos_weight)
+    if overridden(*operands) or not has_kernels(*operands):
+        return F.binary_cross_entropy_with_logits(
+            input, target, weight, size_average, reduce, reduction, pos_weight
         )
-
-
-def _shape(frame: Any, name: str) -> torch.Size:
-    return frame.get_local(name).as_fake().shape
-
-
-def _warn_of_shapes(input: torch.Size, target: torch.Size) -> None:
-    warnings.warn(
-        f"target of shape {list(target)} and input of shape {list(input)} are broadcast together, "
-        "which is probably not what is meant: give them the same shape",
-        stacklevel=6,  # the caller of the loss
-    )
-
-
-def _are_classes(input: Tensor, target: Any) -> bool:
-    """Whether target is a tensor of class indices, of as many dimensions as it should have.
-
-    With one row of logits torch accepts a target [1], but neither smooths nor differentiates it.
-    """
-    if not isinstance(target, Tensor) or target.is_floating_point():
-        return False
-    return not (input.dim() == 1 and target.dim() == 1)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, (int, torch.SymInt))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
+    enum = reduction_of(reduction, size_average, reduce)
+    return fused.binary_cross_entropy_with_logits(input, target, weight, pos_weight, enum)
