@@ -72,7 +72,7 @@ def mse_loss(
     # torch composes weighted losses of ops, and on the CPU autocast knows none of these.
     autocasts = input.device.type != "cpu"
     dtype = None if autocasts else promoted(input, target, weight)
-    return fused.mse_loss(input, target, enum, weight=weight, dtype=dtype)
+    return _weighted(fused.mse_loss, input, target, weight, enum, dtype)
 
 
 def l1_loss(
@@ -95,7 +95,7 @@ def l1_loss(
     # As for mse_loss; elsewhere autocast knows the sum, but not the absolute value.
     autocasts = input.device.type != "cpu" and enum != REDUCTIONS["none"]
     dtype = None if autocasts else promoted(input, target, weight)
-    return fused.l1_loss(input, target, enum, weight=weight, dtype=dtype)
+    return _weighted(fused.l1_loss, input, target, weight, enum, dtype)
 
 
 def smooth_l1_loss(
@@ -223,3 +223,18 @@ def binary_cross_entropy_with_logits(
         )
     enum = reduction_of(reduction, size_average, reduce)
     return fused.binary_cross_entropy_with_logits(input, target, weight, pos_weight, enum)
+
+
+def _weighted(
+    op: Any,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    reduction: int,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    if reduction == REDUCTIONS["mean"] and input.shape != torch.broadcast_shapes(
+        input.shape, target.shape
+    ):  # torch divides by the sum of the weight before it is broadcast, the op by that after
+        return op(input, target, REDUCTIONS["sum"], weight=weight, dtype=dtype) / weight.sum()
+    return op(input, target, reduction, weight=weight, dtype=dtype)
