@@ -27,6 +27,11 @@ def fused_call(node: Node) -> tuple[str, str] | None:
     return None
 
 
+def has_part(loss: str, part: str) -> bool:
+    """Whether a loss has an op; one that is composed of others has no ``with_grad_``."""
+    return hasattr(torch.ops.fused, f"{loss}_{part}")
+
+
 def fused_op(loss: str, part: str) -> OpOverload[..., Any]:
     return getattr(torch.ops.fused, f"{loss}_{part}").default
 
@@ -87,11 +92,11 @@ def result(call: Node, index: int) -> Node | None:
 
 
 def find_losses(graph: Graph) -> list[Loss]:
-    """The losses of a graph in its order, each with its gradients."""
+    """The losses of a graph in its order, each with its gradients; composed ones apart."""
     calls = [(node, *call) for node in graph.nodes if (call := fused_call(node))]
     losses = []
     for node, name, part in calls:
-        if part != "forward":
+        if part != "forward" or not has_part(name, "with_grad_"):
             continue
         backwards = tuple(
             other for other, n, p in calls if (n, p) == (name, "backward") and _same(node, other)

@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from compile_losses.lower.aliases import graph_outputs, is_fused_into_readers, storage_of
-from compile_losses.lower.calls import fused_call, fused_op
+from compile_losses.lower.calls import fused_call, fused_op, has_part
 from compile_losses.lower.decision import Decision, log, site_of
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ def in_place(graph: Graph) -> list[Decision]:
             _accept_layouts(node)
         if node.target is fused.scale.default:
             decisions.append(_scale(node))
-        elif part == "with_grad":
+        elif part == "with_grad" and has_part(loss, "with_grad_"):
             decisions.append(_gradient_over_input(node, loss))
     for decision in decisions:
         log.debug("%s", decision)

@@ -31,6 +31,7 @@ from compile_losses.lower.decision import Decision, log, site_of
 from compile_losses.lower.hoist import hoist, overwrites_buffers, refusal
 from compile_losses.lower.in_place import overwritable
 from compile_losses.lower.inline import inline, inline_backward
+from compile_losses.lower.linear import plan_linear
 from compile_losses.ops.checks import REDUCTIONS
 
 #: A kernel may cost this much more by the estimate, which is not so exact.
@@ -55,7 +56,7 @@ def plan(graph: Graph) -> list[Decision]:
             feeds = [feed_of(n, ops) for n in node.all_input_nodes[1:3] if _is_tensor(n)]
             if any(feed.source is not None for feed in feeds):
                 inline_backward(node)
-    decisions = [*decisions, *hoist(graph)]
+    decisions = [*decisions, *hoist(graph), *plan_linear(graph)]
     for decision in decisions:
         log.debug("%s", decision)
     return decisions
@@ -88,10 +89,13 @@ def _choose(loss: Loss, ops: OpTypes, overwrites: bool) -> Decision:
 
 
 def feeds_of(loss: Loss, ops: OpTypes) -> list[Feed]:
-    """Of the arguments as large as input; class indices and weights of classes don't count."""
+    """Of the arguments laid out like input; class indices and weights of classes don't count."""
     named = loss.arguments
-    tensors = [named[name] for name in ("input", "target") if isinstance(named.get(name), Node)]
-    return [feed_of(t, ops) for t in tensors if t.meta["val"].is_floating_point()]
+    names = ("input", "target", "weight", "pos_weight")
+    tensors = [named[name] for name in names if isinstance(named.get(name), Node)]
+    dim = loss.input.meta["val"].dim()
+    values = [(tensor, tensor.meta["val"]) for tensor in tensors]
+    return [feed_of(t, ops) for t, v in values if v.is_floating_point() and v.dim() == dim]
 
 
 def costs(loss: Loss, feeds: Sequence[Feed], hoisted: bool) -> tuple[Cost, Cost]:

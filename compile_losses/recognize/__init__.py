@@ -7,6 +7,7 @@ from torch.fx import Graph, GraphModule, Node
 import compile_losses.ops  # noqa: F401  declares what the graphs will call
 from compile_losses.lower.decision import mark
 from compile_losses.recognize.guards import refusal
+from compile_losses.recognize.linear import through_linear
 from compile_losses.recognize.match import Decline, Match
 from compile_losses.recognize.shadow import Shadow
 from compile_losses.recognize.squared_error import recognize_squared_error
@@ -44,6 +45,8 @@ def rewrite_graph(graph: Graph) -> Report:
         found = recognize_call(node) or recognize_squared_error(node, shadow)
         if found is None:
             continue
+        if isinstance(found, Match):
+            found = through_linear(found, shadow)
         reason = found.reason if isinstance(found, Decline) else refusal(found)
         sites.append(_site(found, reason, mark(found.root)))
         if isinstance(found, Match):
@@ -59,5 +62,6 @@ def _site(found: Match | Decline, reason: str | None, mark: int) -> Site:
         name = found.op if isinstance(found, Match) else found.name
         return Site(name, "declined", reason, file, line, mark=mark)
     assert isinstance(found, Match)
-    notes = f"absorbed {' and '.join(found.absorbed)}" if found.absorbed else ""
+    absorbed = [f"absorbed {' and '.join(found.absorbed)}"] if found.absorbed else []
+    notes = "; ".join([*absorbed, *found.notes])
     return Site(found.op, "rewritten", notes, file, line, mark=mark)

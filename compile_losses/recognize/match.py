@@ -21,6 +21,7 @@ class Match:
             erased where nothing else uses them.
         absorbed: what those nodes did beyond the op's plain meaning, in words.
         multiplier: the root is this many times the op's result.
+        notes: what else the report should say.
     """
 
     root: Node
@@ -30,6 +31,7 @@ class Match:
     interior: list[Node] = field(default_factory=list)
     absorbed: list[str] = field(default_factory=list)
     multiplier: float = 1.0
+    notes: list[str] = field(default_factory=list)
 
     @property
     def overload(self) -> torch._ops.OpOverload[..., Any]:
