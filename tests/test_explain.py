@@ -133,7 +133,8 @@ def test_cli_info(capsys):
     assert torch.__version__ in output
     assert "cpu kernels    loaded from _cpu_" in output
     assert "cuda kernels" in output
-    assert ", ".join(sorted(SPECS)) in output
+    listed = output.rpartition("ops")[2].replace(",", "").split()
+    assert set(SPECS) <= set(listed)
 
 
 @pytest.mark.parametrize("by", ["script", "module"])
