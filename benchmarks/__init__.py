@@ -7,4 +7,5 @@
 ``measure``     all contenders of one problem, interleaved
 ``report``      CSV and table
 ``plots``       bars against the floor
+``matrix``      compiled steps of ``heads`` and losses against stock torch.compile's
 """

@@ -1,6 +1,7 @@
 """``python -m benchmarks``: checks and times the fused losses against torch and other libraries.
 
-``python -m benchmarks plot FILE.csv`` draws an earlier run again.
+``python -m benchmarks plot FILE.csv`` draws an earlier run again; ``python -m benchmarks
+compile-matrix`` measures compiled steps against stock torch.compile's.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import plots, report
+from benchmarks import matrix, plots, report
 from benchmarks.cases import CASES, PASSES, Size
 from benchmarks.clock import make_clock, measure_bandwidth
 from benchmarks.contenders import CONTENDERS
@@ -50,7 +51,8 @@ def parser() -> argparse.ArgumentParser:
     )
     main.add_argument("--commit", help="the commit to record, where there is no git checkout")
     main.add_argument("--no-plots", dest="plots", action="store_false")
-    commands = main.add_subparsers(dest="command", metavar="{plot}")
+    commands = main.add_subparsers(dest="command", metavar="{plot,compile-matrix}")
+    matrix.add_command(commands)
     plot = commands.add_parser("plot", help="draw the PNG files of a CSV file")
     plot.add_argument("file", type=Path)
     return main
@@ -123,6 +125,8 @@ def main() -> int:
     if arguments.command == "plot":
         draw(arguments.file)
         return 0
+    if arguments.command == "compile-matrix":
+        return matrix.run(arguments)
     return run(arguments)
 
 

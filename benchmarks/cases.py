@@ -5,7 +5,6 @@ The first input is the prediction: gradients are taken with respect to it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,7 +17,7 @@ Pass = Literal["fwd", "fwd_bwd"]
 PASSES: tuple[Pass, ...] = ("fwd", "fwd_bwd")
 Size = tuple[tuple[int, int], torch.dtype]  # (rows, cols), dtype
 
-MEAN, BATCHMEAN = 1, 3  # values of the ops' reduction argument
+MEAN, SUM, BATCHMEAN = 1, 2, 3  # values of the ops' reduction argument
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,8 @@ class Case:
             the loss's dtype.
         total: the unreduced loss summed, for the float64 reference, which is computed in blocks of
             rows.
-        divisor: what the reduction divides that sum by, from the shape.
+        divisor: what the reduction divides that sum by, from the inputs.
+        weighted: whether the last input is a weight, whose sum the leaves' sums are divided by.
         reference: the sizes of the published tables, by device type.
         small: sizes for a quick look.
     """
@@ -47,9 +47,10 @@ class Case:
     fused: Callable[..., Tensor]
     options: tuple[Any, ...]
     total: Callable[..., Tensor]
-    divisor: Callable[[tuple[int, int]], int]
+    divisor: Callable[..., float]
     reference: dict[str, tuple[Size, ...]]
     small: tuple[Size, ...]
+    weighted: bool = False
 
     def sizes(self, size: str, device: torch.device) -> tuple[Size, ...]:
         return self.small if size == "small" else self.reference[device.type]
@@ -58,12 +59,17 @@ class Case:
         """The loss by the op's leaf, which has no formula of autograd around it."""
         leaf = getattr(torch.ops.fused, f"{self.op}_forward")
         result = leaf(*inputs, *self.options, inputs[0].dtype)
-        return result[0] if isinstance(result, (tuple, list)) else result
+        loss = result[0] if isinstance(result, (tuple, list)) else result
+        return loss / inputs[-1].sum() if self.weighted else loss
 
     def gradient_kernel(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """The loss and the unit gradient of the first input, in one read."""
         leaf = getattr(torch.ops.fused, f"{self.op}_with_grad")
-        return leaf(*inputs, *self.options, inputs[0].dtype)
+        if not self.weighted:
+            return leaf(*inputs, *self.options, inputs[0].dtype)
+        factor = inputs[-1].sum().reciprocal()
+        loss, gradient = leaf(*inputs, *self.options, inputs[0].dtype, factor)
+        return loss * factor, gradient
 
 
 def bytes_moved(inputs: tuple[Tensor, ...], which: Pass) -> int:
@@ -82,6 +88,19 @@ def _probability_pair(
     shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, ...]:
     return tuple(tensor.softmax(-1) for tensor in _normal_pair(shape, dtype, device))
+
+
+def _weighted_pair(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    return (*_normal_pair(shape, dtype, device), torch.rand(shape, dtype=dtype, device=device))
+
+
+def _logits_and_labels(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    logits, other = _normal_pair(shape, dtype, device)
+    return logits, (other > 0).to(dtype)
 
 
 def _logits_and_classes(
@@ -104,26 +123,48 @@ _MSE: dict[str, Any] = {
     "op": "mse_loss",
     "make_inputs": _normal_pair,
     "fused": lambda input, target: torch.ops.fused.mse_loss(input, target),
-    "options": (MEAN,),
+    "options": (None, MEAN),  # weight, reduction
     "total": lambda input, target: F.mse_loss(input, target, reduction="sum"),
-    "divisor": math.prod,
+    "divisor": lambda input, *_: input.numel(),
     "reference": {
         "cuda": (((32768, 32768), torch.float32),),
         "cpu": (((8192, 8192), torch.float32),),
     },
     "small": (((1024, 1024), torch.float32),),
 }
+_L1 = _MSE | {
+    "op": "l1_loss",
+    "fused": lambda input, target: torch.ops.fused.l1_loss(input, target),
+    "total": lambda input, target: F.l1_loss(input, target, reduction="sum"),
+}
+_WEIGHTED_MSE = _MSE | {
+    "make_inputs": _weighted_pair,
+    "fused": lambda input, target, weight: torch.ops.fused.mse_loss(input, target, weight=weight),
+    "options": (SUM,),
+    "total": lambda *inputs: F.mse_loss(*inputs[:2], reduction="sum", weight=inputs[2]),
+    "divisor": lambda input, target, weight: weight.sum(dtype=torch.float64).item(),
+    "weighted": True,
+}
 _SMOOTH_L1 = _MSE | {
     "op": "smooth_l1_loss",
     "fused": lambda input, target: torch.ops.fused.smooth_l1_loss(input, target),
-    "options": (MEAN, 1.0),
+    "options": (None, MEAN, 1.0),
     "total": lambda input, target: F.smooth_l1_loss(input, target, reduction="sum"),
 }
 _HUBER = _MSE | {
     "op": "huber_loss",
     "fused": lambda input, target: torch.ops.fused.huber_loss(input, target),
-    "options": (MEAN, 1.0),
+    "options": (None, MEAN, 1.0),
     "total": lambda input, target: F.huber_loss(input, target, reduction="sum"),
+}
+_BINARY_CROSS_ENTROPY = _MSE | {
+    "op": "binary_cross_entropy_with_logits",
+    "make_inputs": _logits_and_labels,
+    "fused": lambda input, target: torch.ops.fused.binary_cross_entropy_with_logits(input, target),
+    "options": (None, None, MEAN),  # weight, pos_weight, reduction
+    "total": lambda input, target: F.binary_cross_entropy_with_logits(
+        input, target, reduction="sum"
+    ),
 }
 
 CASES = {
@@ -131,6 +172,12 @@ CASES = {
     for case in (
         Case("mse", expression=_mse, **_MSE),
         Case("mse_loss", expression=lambda input, target: F.mse_loss(input, target), **_MSE),
+        Case(
+            "weighted_mse_loss",
+            expression=lambda input, target, weight: F.mse_loss(input, target, weight=weight),
+            **_WEIGHTED_MSE,
+        ),
+        Case("l1_loss", expression=lambda input, target: F.l1_loss(input, target), **_L1),
         Case(
             "smooth_l1_loss",
             expression=lambda input, target: F.smooth_l1_loss(input, target),
@@ -142,6 +189,11 @@ CASES = {
             **_HUBER,
         ),
         Case(
+            "binary_cross_entropy_with_logits",
+            expression=lambda input, target: F.binary_cross_entropy_with_logits(input, target),
+            **_BINARY_CROSS_ENTROPY,
+        ),
+        Case(
             "kl_div",
             op="kl_div",
             make_inputs=_probability_pair,
@@ -151,7 +203,7 @@ CASES = {
             ),
             options=(BATCHMEAN, False, False),  # log_target, log_input
             total=lambda input, target: F.kl_div(input.log(), target, reduction="sum"),
-            divisor=lambda shape: shape[0],
+            divisor=lambda input, *_: input.shape[0],
             reference={
                 "cuda": (((16384, 16384), torch.float32),),
                 "cpu": (((8192, 8192), torch.float32),),
@@ -166,7 +218,7 @@ CASES = {
             fused=lambda input, target: torch.ops.fused.cross_entropy(input, target),
             options=(None, MEAN, -100, 0.0),  # weight, reduction, ignore_index, label_smoothing
             total=lambda input, target: F.cross_entropy(input, target, reduction="sum"),
-            divisor=lambda shape: shape[0],
+            divisor=lambda input, *_: input.shape[0],
             reference={
                 "cuda": (
                     ((32768, 4096), torch.float32),

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -16,7 +17,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 from compile_losses.library import fingerprint
-from compile_losses.lower import hoist, in_place, inline
+from compile_losses.lower import Decision, in_place, plan
 from compile_losses.recognize import rewrite, rewrite_graph
 from compile_losses.recognize.verify import verify_by_default
 
@@ -63,15 +64,37 @@ class _RewritePass(_Pass):
         return own and (*own, verify_by_default())  # what it declines depends on that
 
 
-class _PlanPass(_Pass):
+class _LoweringPass(_Pass):
+    """A pass on AOTAutograd's graphs; ``decisions`` collects what it decided, if anyone asks."""
+
+    lower: Callable[[Graph], list[Decision]]
+
+    def __init__(self, previous: Any, decisions: list[Decision] | None = None) -> None:
+        super().__init__(previous)
+        self.decisions = decisions
+
     def run(self, graph: Graph) -> None:
-        inline(graph)
-        hoist(graph)
+        found = self.lower(graph)
+        if self.decisions is not None:
+            self.decisions += found
 
 
-class _InPlacePass(_Pass):
-    def run(self, graph: Graph) -> None:
-        in_place(graph)
+class _PlanPass(_LoweringPass):
+    lower = staticmethod(plan)
+
+
+class _InPlacePass(_LoweringPass):
+    lower = staticmethod(in_place)
+
+
+class _Stop(BaseException):
+    """Ends a compilation of which only the graphs were wanted."""
+
+
+class _LastPass(_InPlacePass):
+    def __call__(self, graph: Graph) -> None:
+        super().__call__(graph)
+        raise _Stop
 
 
 def _as_tuple(passes: Any) -> tuple[Callable[[Graph], Any], ...]:
@@ -109,6 +132,54 @@ def compile_losses(
     return inductor(gm, example_inputs)
 
 
+#: Inductor's slots and the passes that go there.
+_LOWERING: dict[str, type[_Pass]] = {
+    "joint_custom_pre_pass": _PlanPass,
+    "post_grad_custom_post_pass": _InPlacePass,
+}
+_SLOTS: dict[str, type[_Pass]] = {"pre_grad_custom_pass": _RewritePass, **_LOWERING}
+
+
+def decide(gm: GraphModule, example_inputs: list[Any]) -> list[Decision]:
+    """What the passes on AOTAutograd's graphs decide about a rewritten Dynamo graph.
+
+    Compiles a copy of it with Inductor up to those passes: no code is generated, nothing comes from
+    a cache or goes into one, and ``gm`` stays as it is. Only inside a Dynamo backend.
+    """
+    from torch._inductor import compile_fx
+
+    decisions: list[Decision] = []
+    passes = {slot: _users(getattr(config, slot)) for slot in _SLOTS}
+    passes["joint_custom_pre_pass"] = _PlanPass(passes["joint_custom_pre_pass"], decisions)
+    passes["post_grad_custom_post_pass"] = _LastPass(
+        passes["post_grad_custom_post_pass"], decisions
+    )
+
+    def without_code(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(_Stop):
+            compile_fx.compile_fx_inner(*args, **kwargs)
+        return lambda *_: None  # the compiled function, which nobody calls
+
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    copy = GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    aot = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+    with torch._functorch.config.patch(aot):
+        compile_fx.compile_fx(
+            copy,
+            example_inputs,
+            inner_compile=without_code,
+            config_patches={"force_disable_caches": True, **passes},
+        )
+    return decisions
+
+
+def _users(current: Any) -> Any:
+    """What is in a slot but for a pass of ours."""
+    return current.replaced if isinstance(current, _Pass) else current
+
+
 class _Enabled:
     """What enable() returns: ends with the ``with`` block, if there is one."""
 
@@ -122,14 +193,6 @@ class _Enabled:
         traceback: TracebackType | None,
     ) -> None:
         disable()
-
-
-#: Inductor's slots and the passes that go there.
-_LOWERING: dict[str, type[_Pass]] = {
-    "joint_custom_pre_pass": _PlanPass,
-    "post_grad_custom_post_pass": _InPlacePass,
-}
-_SLOTS: dict[str, type[_Pass]] = {"pre_grad_custom_pass": _RewritePass, **_LOWERING}
 
 
 def enable() -> _Enabled:
@@ -148,6 +211,4 @@ def enable() -> _Enabled:
 def disable() -> None:
     """Undoes :func:`enable`; the passes that were there before are there again."""
     for slot in _SLOTS:
-        current = getattr(config, slot)
-        if isinstance(current, _Pass):
-            setattr(config, slot, current.replaced)
+        setattr(config, slot, _users(getattr(config, slot)))

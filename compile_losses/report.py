@@ -6,12 +6,15 @@ import os
 import re
 import sysconfig
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.fx import Node
+
+from compile_losses.lower.cost import megabytes
+from compile_losses.lower.decision import Decision
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _LIBRARIES = tuple(
@@ -35,6 +38,13 @@ class Site:
         reason: why it was declined, or what was absorbed into the op; may be empty.
         file, line: the innermost frame of the user's own code, outside installed libraries.
         graph: the index of the graph it lies in, counted from 0.
+        plan: what Inductor's graphs make of a rewritten loss, in steps; empty where that is not
+            known for certain.
+        details: the reasons for the plan.
+        bytes_moved, bytes_held: an estimate of the bytes that the loss's forward and backward move,
+            and of the most that are held for it at a time; None where it is not known.
+        stock_bytes_moved, stock_bytes_held: the same for torch's own ops.
+        mark: the loss's number in the process; it identifies the loss in lower graphs.
     """
 
     op: str
@@ -43,6 +53,24 @@ class Site:
     file: str
     line: int
     graph: int = 0
+    plan: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
+    bytes_moved: int | None = None
+    bytes_held: int | None = None
+    stock_bytes_moved: int | None = None
+    stock_bytes_held: int | None = None
+    mark: int | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def traffic(self) -> str:
+        """The bytes moved, against those of torch's own ops."""
+        if self.bytes_moved is None or self.stock_bytes_moved is None:
+            return ""
+        return f"{megabytes(self.bytes_moved)} / {megabytes(self.stock_bytes_moved)}"
+
+    @property
+    def notes(self) -> str:
+        return "; ".join(note for note in (self.reason, *self.details) if note)
 
 
 @dataclass
@@ -53,29 +81,58 @@ class Report:
         sites: the losses found.
         graphs: how many graphs Dynamo made of the function.
         graph_breaks: Dynamo's reasons for making more than one.
+        errors: why the plan of a graph is not known.
     """
 
     sites: list[Site] = field(default_factory=list)
     graphs: int = 0
     graph_breaks: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain lists, strings and numbers, as for ``json.dumps``."""
+        result = asdict(self)
+        for site in result["sites"]:
+            del site["mark"]
+            site["plan"], site["details"] = list(site["plan"]), list(site["details"])
+        return result
 
-    def __str__(self) -> str:
+    def to_html(self) -> str:
+        """A page that needs no other file: the losses with their source lines and plans."""
+        from compile_losses.page import page
+
+        return page(self)
+
+    @property
+    def summary(self) -> str:
         header = f"{_count(self.graphs, 'graph')}, {_count(len(self.sites), 'loss', 'losses')}"
-        rewritten = sum(site.status == "rewritten" for site in self.sites)
-        lines = [f"{header}, {rewritten} rewritten"]
-        if self.sites:
-            rows: list[tuple[str, ...]] = [
-                (site.status, site.op, f"{_shorten(site.file)}:{site.line}", site.reason)
-                for site in self.sites
-            ]
-            lines += _table(("status", "op", "where", "notes"), rows)
-        elif self.graphs == 0:
+        return f"{header}, {sum(site.status == 'rewritten' for site in self.sites)} rewritten"
+
+    @property
+    def remarks(self) -> list[str]:
+        """What else is to be said, in lines."""
+        lines = []
+        if self.graphs == 0 and not self.sites:
             lines.append("Dynamo compiled nothing: is the function disabled or skipped?")
         lines += [f"graph break: {_first_line(reason)}" for reason in self.graph_breaks]
-        return "\n".join(lines)
+        return lines + [f"no plan: {error}" for error in self.errors]
+
+    def __str__(self) -> str:
+        lines = [self.summary]
+        if self.sites:
+            rows: list[tuple[str, ...]] = [
+                (
+                    site.status,
+                    site.op,
+                    f"{shorten(site.file)}:{site.line}",
+                    ", ".join(site.plan),
+                    site.traffic,
+                    site.notes,
+                )
+                for site in self.sites
+            ]
+            lines += _table(("status", "op", "where", "plan", "bytes / stock", "notes"), rows)
+        return "\n".join(lines + self.remarks)
 
 
 def source_of(node: Node) -> tuple[str, int]:
@@ -95,7 +152,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
     Nothing that was compiled before is used or thrown away, so the answer is the same whatever is
     cached. The function really runs, once and with its side effects, its rewritten graphs
-    without a compiler.
+    without a compiler. Each graph is also compiled by Inductor up to the point where code would be
+    generated, for the plan; its inputs' gradients are those that ``args`` ask for.
 
     Args:
         function: any callable or module, compiled or not.
@@ -105,6 +163,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """
     from torch._dynamo.utils import counters
 
+    from compile_losses.backend import decide
     from compile_losses.recognize import rewrite
 
     report = Report()
@@ -112,7 +171,15 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         rewrite(gm)
         found: Report = gm.meta["compile_losses"]
-        report.sites += [replace(site, graph=report.graphs) for site in found.sites]
+        decisions: list[Decision] = []
+        if any(site.status == "rewritten" for site in found.sites):
+            try:
+                decisions = decide(gm, example_inputs)
+            except Exception as error:  # the graphs without a compiler still run
+                report.errors.append(_first_line(f"{type(error).__name__}: {error}"))
+        report.sites += [
+            replace(_planned(site, decisions), graph=report.graphs) for site in found.sites
+        ]
         report.graphs += 1
         return gm.forward
 
@@ -126,6 +193,27 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         reason for reason, count in counters["graph_break"].items() if count > breaks.get(reason, 0)
     ]
     return report
+
+
+def _planned(site: Site, decisions: Sequence[Decision]) -> Site:
+    """A site with what was decided about it, found by its mark."""
+    own = [d for d in decisions if site.mark is not None and d.site == site.mark]
+    if site.status != "rewritten" or not own:
+        return site
+    compared = [d for d in own if d.cost is not None and d.stock is not None]
+    if len(compared) == 1:
+        cost, stock = compared[0].cost, compared[0].stock
+        assert cost is not None
+        assert stock is not None
+        site = replace(
+            site,
+            bytes_moved=cost.moved,
+            bytes_held=cost.held,
+            stock_bytes_moved=stock.moved,
+            stock_bytes_held=stock.held,
+        )
+    details = [f"{d.choice}: {d.reason}" for d in own if d.reason]
+    return replace(site, plan=tuple(d.choice for d in own), details=tuple(details))
 
 
 def _located(site: Site, function: Callable[..., Any]) -> Site:
@@ -144,7 +232,7 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch._dynamo.eval_frame.innermost_fn(function)
 
 
-def _shorten(file: str) -> str:
+def shorten(file: str) -> str:
     relative = os.path.relpath(file)
     return file if relative.startswith("..") else relative
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from compile_losses import library
+from tests.graphs import recorded
 
 
 def has_cuda_kernels() -> bool:
@@ -22,6 +23,13 @@ def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda":
         assert has_cuda_kernels(), f"a GPU without kernels: {library.kernels['cuda']}"
     return request.param
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch):
+    """The graphs of what a test compiles, see tests.graphs.recorded."""
+    with recorded(monkeypatch) as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)

@@ -57,6 +57,12 @@ def test_report():
         "file": __file__,
         "line": rewritten.line,
         "graph": 0,
+        "plan": list(rewritten.plan),
+        "details": list(rewritten.details),
+        "bytes_moved": rewritten.bytes_moved,
+        "bytes_held": rewritten.bytes_held,
+        "stock_bytes_moved": rewritten.stock_bytes_moved,
+        "stock_bytes_held": rewritten.stock_bytes_held,
     }
     text = str(report)
     assert "1 graph, 2 losses, 1 rewritten" in text

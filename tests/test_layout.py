@@ -12,6 +12,8 @@ from tests.specs import SPECS
 
 ROOT = compile_losses.library.PACKAGE.parent
 LOSSES = public_ops()
+#: Losses made of other losses' kernels and of products of ATen: no kernels of their own.
+COMPOSED = {"linear_cross_entropy"}
 OPS = sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("fused::"))
 
 
@@ -38,7 +40,15 @@ def test_op(op):
     assert torch.Tag.pt2_compliant_tag in packet.default.tags
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", sorted(COMPOSED))
+def test_composed_loss(loss):
+    for suffix in ("forward", "backward", "with_grad"):
+        assert f"fused::{loss}_{suffix}" in OPS
+    assert (ROOT / f"compile_losses/ops/{loss}.py").is_file()
+    assert (ROOT / f"tests/test_{loss}.py").is_file()
+
+
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in COMPOSED])
 def test_loss(loss):
     for suffix in ("forward", "backward", "with_grad", "with_grad_"):
         assert f"fused::{loss}_{suffix}" in OPS
@@ -55,7 +65,7 @@ def test_loss(loss):
     assert SPECS[loss].near_misses, "no spelling that must not match"
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in COMPOSED])
 def test_public_schema_follows_torch(loss):
     """Names, order and defaults are those of ATen's op; ours are keyword-only additions."""
     aten = next(row.aten for row in TABLE if row.name == loss)

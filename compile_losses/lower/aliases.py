@@ -1,4 +1,5 @@
-"""Which nodes of an ATen graph share memory, and which belong to the backward."""
+"""Which nodes of an ATen graph share memory, which belong to the backward, and which Inductor
+generates itself."""
 
 from __future__ import annotations
 
@@ -7,6 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+
+aten = torch.ops.aten
+
+#: The backwards of slices.
+_SCATTERS = (
+    aten.constant_pad_nd.default,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+)
 
 
 def storage_of(node: Node) -> Any:
@@ -38,4 +48,21 @@ def is_view(node: Node) -> bool:
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and any(
         result.alias_info is not None for result in target._schema.returns
+    )
+
+
+def is_fused_into_readers(node: Node) -> bool:
+    """Whether all that read a value, through views, are ops that Inductor generates itself."""
+    return all(
+        is_fused_into_readers(user)
+        if is_view(user) or user.target is aten._unsafe_view.default
+        else _is_generated(user)
+        for user in node.users
+    )
+
+
+def _is_generated(node: Node) -> bool:
+    target: Any = node.target
+    return target in _SCATTERS or (
+        isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
     )

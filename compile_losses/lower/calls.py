@@ -1,12 +1,15 @@
-"""The fused ops in an ATen graph, by the loss they belong to and the part they play."""
+"""The fused ops in an ATen graph: which loss a call belongs to, which part it plays, and which
+forward a gradient comes from."""
 
 from __future__ import annotations
 
+import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 PARTS = ("forward", "backward", "with_grad")
 
@@ -24,5 +27,86 @@ def fused_call(node: Node) -> tuple[str, str] | None:
     return None
 
 
+def has_part(loss: str, part: str) -> bool:
+    """Whether a loss has an op; one that is composed of others has no ``with_grad_``."""
+    return hasattr(torch.ops.fused, f"{loss}_{part}")
+
+
 def fused_op(loss: str, part: str) -> OpOverload[..., Any]:
     return getattr(torch.ops.fused, f"{loss}_{part}").default
+
+
+def named_arguments(node: Node) -> dict[str, Any]:
+    """The arguments of a call of an op by the names in its schema."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    names = [argument.name for argument in schema.arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss in a joint or inference graph.
+
+    Attributes:
+        name: of the loss.
+        forward: the call of ``X_forward``.
+        backwards: the calls of ``X_backward`` with the same arguments.
+        alone: whether no other ``X_forward`` has these arguments.
+    """
+
+    name: str
+    forward: Node
+    backwards: tuple[Node, ...]
+    alone: bool
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return named_arguments(self.forward)
+
+    @property
+    def input(self) -> Node:
+        return self.forward.args[0]  # type: ignore[return-value]
+
+    @property
+    def value(self) -> Node | None:
+        """The node that holds the loss."""
+        return result(self.forward, 0)
+
+    def gradients(self) -> list[Node]:
+        """The nodes that hold the gradients which the backward computes."""
+        found = []
+        for backward in self.backwards:
+            named = named_arguments(backward)
+            needs = [v for k, v in named.items() if k.startswith("needs_grad_")] or [True]
+            nodes = (result(backward, i) for i, needed in enumerate(needs) if needed)
+            found += [node for node in nodes if node is not None]
+        return found
+
+
+def result(call: Node, index: int) -> Node | None:
+    """The node that holds one of a call's results; None where there is not exactly one."""
+    if len(call.target._schema.returns) == 1:  # type: ignore[union-attr]
+        return call
+    items = [u for u in call.users if u.target is operator.getitem and u.args[1] == index]
+    return items[0] if len(items) == 1 else None
+
+
+def find_losses(graph: Graph) -> list[Loss]:
+    """The losses of a graph in its order, each with its gradients; composed ones apart."""
+    calls = [(node, *call) for node in graph.nodes if (call := fused_call(node))]
+    losses = []
+    for node, name, part in calls:
+        if part != "forward" or not has_part(name, "with_grad_"):
+            continue
+        backwards = tuple(
+            other for other, n, p in calls if (n, p) == (name, "backward") and _same(node, other)
+        )
+        twins = [o for o, n, p in calls if (n, p) == (name, "forward") and o.args == node.args]
+        losses.append(Loss(name, node, backwards, len(twins) == 1))
+    return losses
+
+
+def _same(forward: Node, backward: Node) -> bool:
+    """Whether two ops have the same arguments, but for what each has of its own."""
+    left, right = named_arguments(forward), named_arguments(backward)
+    return all(right[k] == v for k, v in left.items() if k in right)

@@ -9,6 +9,9 @@ only its scaling, which costs nothing when grad_output is 1::
 
     loss, unit = X_with_grad(input, target, ...)         grad = scale(unit, grad_output)
 
+Where grad_output is the tangent of the whole times what the forward knows, ``factor`` puts that
+into X_with_grad, and the tangent alone is left for the scaling.
+
 With a grad_output that is no power of two a bfloat16 gradient is then rounded twice, which stays
 within the accuracy rule of the tests; float16 is left alone, see ``refusal``.
 """
@@ -16,7 +19,6 @@ within the accuracy rule of the tests; float16 is left alone, see ``refusal``.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,133 +27,53 @@ from torch._functorch.partitioners import get_default_op_list
 from torch.fx import Graph, Node
 
 from compile_losses.lower.aliases import depends_on_tangents, graph_outputs, storage_of
-from compile_losses.lower.calls import fused_call, fused_op
+from compile_losses.lower.calls import Loss, find_losses, fused_op, named_arguments
+from compile_losses.lower.decision import Decision, site_of
+from compile_losses.lower.factor import emit, factor_of, move_before
 from compile_losses.ops.checks import REDUCTIONS
 
 fused = torch.ops.fused
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A loss in a joint graph, with its gradient.
-
-    Attributes:
-        name: of the loss.
-        forward, backward: the calls of ``X_forward`` and ``X_backward``.
-        loss, gradient: the nodes that hold their results.
-        reduction: of the loss.
-        only_input: whether no gradient but input's is asked for.
-    """
-
-    name: str
-    forward: Node
-    backward: Node
-    loss: Node
-    gradient: Node
-    reduction: int
-    only_input: bool
-
-    @property
-    def input(self) -> Node:
-        return self.forward.args[0]  # type: ignore[return-value]
-
-
-def hoist(graph: Graph) -> list[tuple[Node, str]]:
-    """Hoists every gradient of a joint graph that may be.
-
-    Returns:
-        The forward nodes that were left alone, with the reasons.
-    """
-    kept = []
-    pairs = find_pairs(graph)
-    overwrites = bool(pairs) and overwrites_buffers(graph)
-    for pair in pairs:
-        reason = refusal(pair, overwrites)
-        if reason is None:
-            replace(pair)
+def hoist(graph: Graph) -> list[Decision]:
+    """Hoists every gradient of a joint graph that may be; says of each loss whether and why not."""
+    decisions = []
+    losses = [loss for loss in find_losses(graph) if loss.backwards]
+    overwrites = bool(losses) and overwrites_buffers(graph)
+    backward = depends_on_tangents(graph)
+    for loss in losses:
+        reason = refusal(loss, overwrites)
+        site = site_of(loss.forward)
+        if reason is not None:
+            decisions.append(Decision(site, loss.name, "not hoisted", reason))
+        elif replace(loss, backward):
+            decisions.append(Decision(site, loss.name, "hoisted with its factor"))
         else:
-            kept.append((pair.forward, reason))
-    return kept
+            decisions.append(Decision(site, loss.name, "hoisted"))
+    return decisions
 
 
-def find_pairs(graph: Graph) -> list[Pair]:
-    """Losses with exactly one gradient call of the same arguments."""
-    pairs = []
-    for forward in graph.nodes:
-        loss, part = fused_call(forward) or ("", "")
-        if part != "forward":
-            continue
-        backward_op = fused_op(loss, "backward")
-        calls = [
-            node
-            for node in graph.find_nodes(op="call_function", target=backward_op)
-            if _same_loss(forward, node)
-        ]
-        forwards = [
-            node
-            for node in graph.find_nodes(op="call_function", target=forward.target)
-            if node.args == forward.args
-        ]
-        if len(calls) != 1 or len(forwards) != 1:
-            continue
-        pair = _pair(loss, forward, calls[0])
-        if pair is not None:
-            pairs.append(pair)
-    return pairs
-
-
-def _same_loss(forward: Node, backward: Node) -> bool:
-    """Arguments are compared by name: the two ops share all but what each has of its own."""
-    own = {"dtype", "grad_output", "stats", "total_weight"}
-    own |= {"needs_grad_input", "needs_grad_target", "needs_grad_weight"}
-
-    def named(node: Node) -> dict[str, Any]:
-        schema = node.target._schema  # type: ignore[union-attr]
-        names = [argument.name for argument in schema.arguments]
-        return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-    left, right = named(forward), named(backward)
-    return {k: v for k, v in left.items() if k not in own} == {
-        k: v for k, v in right.items() if k not in own
-    }
-
-
-def _pair(name: str, forward: Node, backward: Node) -> Pair | None:
-    schema = forward.target._schema  # type: ignore[union-attr]
-    reduction = forward.args[[a.name for a in schema.arguments].index("reduction")]
-    loss: Node | None = forward
-    if len(schema.returns) > 1:
-        loss = _item(forward, 0)
-    gradient: Node | None = backward
-    only_input = True
-    results = len(backward.target._schema.returns)  # type: ignore[union-attr]
-    if results > 1:
-        needs_input, *needs_others = backward.args[-results:]
-        only_input = needs_input is True and not any(needs_others)
-        gradient = _item(backward, 0)
-    if loss is None or gradient is None or not isinstance(reduction, int):
-        return None
-    return Pair(name, forward, backward, loss, gradient, reduction, only_input)
-
-
-def _item(node: Node, index: int) -> Node | None:
-    items = [u for u in node.users if u.target is operator.getitem and u.args[1] == index]
-    return items[0] if len(items) == 1 else None
-
-
-def refusal(pair: Pair, overwrites: bool) -> str | None:
+def refusal(loss: Loss, overwrites: bool) -> str | None:
     """Why a gradient stays in the backward, or None; see overwrites_buffers."""
-    input: Tensor = pair.input.meta["val"]
-    gradient: Tensor = pair.gradient.meta["val"]
-    if pair.reduction == REDUCTIONS["none"]:
+    if len(loss.backwards) != 1 or not loss.alone:
+        return "the loss is differentiated more than once"
+    (backward,) = loss.backwards
+    reduction = loss.arguments["reduction"]
+    needs = {k: v for k, v in named_arguments(backward).items() if k.startswith("needs_grad_")}
+    gradients = loss.gradients()
+    if not isinstance(reduction, int) or loss.value is None or not gradients:
+        return "the graph does not hold the loss and its gradient as one node each"
+    if reduction == REDUCTIONS["none"]:
         return "the loss is not reduced"
-    if not pair.only_input:
+    if any(v is not (k == "needs_grad_input") for k, v in needs.items()):
         return "another argument than input needs a gradient"
+    input: Tensor = loss.input.meta["val"]
+    gradient: Tensor = gradients[0].meta["val"]
     if gradient.shape != input.shape:
         return "input is broadcast"
     if gradient.dtype == torch.float16:
         return "a unit gradient would underflow in float16 before the loss scale reaches it"
-    if any(n.meta.get("recompute") is not None for n in (pair.forward, pair.input)):
+    if any(n.meta.get("recompute") is not None for n in (loss.forward, loss.input)):
         return "inside a checkpointed region, which runs its forward twice"
     if not overwrites:
         return "the backward could no longer run twice (retain_graph) over these inputs"
@@ -189,28 +111,48 @@ def _like(fake: Any) -> Tensor:
         return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
 
-def replace(pair: Pair) -> None:
-    graph = pair.forward.graph
-    with graph.inserting_before(pair.forward):
-        with_grad = fused_op(pair.name, "with_grad")
-        both = graph.call_function(with_grad, pair.forward.args, pair.forward.kwargs)
+def replace(loss: Loss, backward_nodes: set[Node]) -> bool:
+    """Hoists a gradient; True if a factor of its grad_output went with it."""
+    (backward,) = loss.backwards
+    (gradient,) = loss.gradients()
+    value = loss.value
+    assert value is not None
+    graph = loss.forward.graph
+    with_grad = fused_op(loss.name, "with_grad")
+    # The whole of what scales the gradient in the backward, or what is left of it.
+    scaling: Any = backward.args[0]
+    factor = factor_of(scaling, backward_nodes)
+    if factor is not None and not move_before(factor.nodes, loss.forward):
+        factor = None
+    kwargs = dict(loss.forward.kwargs)
+    meta = dict(loss.forward.meta)
+    with graph.inserting_before(loss.forward):
+        if factor is not None:
+            scaling = factor.tangent
+            number = emit(factor, value.meta["val"].dtype, loss.input.meta["val"], graph)
+            kwargs["grad_output"] = number
+            if "eager_input_vals" in meta:
+                args_vals, kwargs_vals = meta["eager_input_vals"]
+                kwargs_vals = {**kwargs_vals, "grad_output": number.meta["val"]}
+                meta["eager_input_vals"] = args_vals, kwargs_vals
+        both = graph.call_function(with_grad, loss.forward.args, kwargs)
         # A tensor of its own: AOTAutograd would take one that shares memory with the backward's
         # result for an alias of it, and not donate it.
-        value = _like(pair.gradient.meta["val"])
-        both.meta = {**pair.forward.meta, "val": (pair.loss.meta["val"], value)}
-        loss = graph.call_function(operator.getitem, (both, 0))
-        loss.meta = dict(pair.loss.meta)
+        unit_value = _like(gradient.meta["val"])
+        both.meta = {**meta, "val": (value.meta["val"], unit_value)}
+        first = graph.call_function(operator.getitem, (both, 0))
+        first.meta = dict(value.meta)
         unit = graph.call_function(operator.getitem, (both, 1))
-        unit.meta = {**pair.loss.meta, "val": value}
+        unit.meta = {**value.meta, "val": unit_value}
     # Where the gradient was computed, and so after its grad_output.
-    grad_output: Node = pair.backward.args[0]  # type: ignore[assignment]
-    with graph.inserting_before(pair.backward):
-        scaled = graph.call_function(fused.scale.default, (unit, grad_output))
-        scaled.meta = {**pair.backward.meta, "val": pair.gradient.meta["val"]}
+    with graph.inserting_before(backward):
+        scaled = graph.call_function(fused.scale.default, (unit, scaling))
+        scaled.meta = {**backward.meta, "val": gradient.meta["val"]}
         # What Inductor holds the arguments' strides to; with_grad has those of forward.
-        scaled.meta["eager_input_vals"] = ((unit.meta["val"], grad_output.meta["val"]), {})
-    pair.loss.replace_all_uses_with(loss)
-    pair.gradient.replace_all_uses_with(scaled)
-    for node in (*pair.backward.users, pair.backward, *pair.forward.users, pair.forward):
+        scaled.meta["eager_input_vals"] = ((unit.meta["val"], scaling.meta["val"]), {})
+    value.replace_all_uses_with(first)
+    gradient.replace_all_uses_with(scaled)
+    for node in (*backward.users, backward, *loss.forward.users, loss.forward):
         if not node.users:
             graph.erase_node(node)
+    return factor is not None

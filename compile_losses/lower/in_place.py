@@ -19,8 +19,9 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from compile_losses.lower.aliases import graph_outputs, storage_of
-from compile_losses.lower.calls import fused_call, fused_op
+from compile_losses.lower.aliases import graph_outputs, is_fused_into_readers, storage_of
+from compile_losses.lower.calls import fused_call, fused_op, has_part
+from compile_losses.lower.decision import Decision, log, site_of
 
 aten = torch.ops.aten
 fused = torch.ops.fused
@@ -42,16 +43,20 @@ _ROW_VIEWS = (
 _VIEWS = (*_ROW_VIEWS, aten.permute.default, aten.transpose.int, aten.t.default)
 
 
-def in_place(graph: Graph) -> None:
+def in_place(graph: Graph) -> list[Decision]:
     """Replaces functional ops by in-place ones where the overwritten buffer is dead."""
+    decisions = []
     for node in list(graph.nodes):
         loss, part = fused_call(node) or ("", "")
         if part or node.target is fused.scale.default:
             _accept_layouts(node)
         if node.target is fused.scale.default:
-            _scale(node)
-        elif part == "with_grad":
-            _gradient_over_input(node, loss)
+            decisions.append(_scale(node))
+        elif part == "with_grad" and has_part(loss, "with_grad_"):
+            decisions.append(_gradient_over_input(node, loss))
+    for decision in decisions:
+        log.debug("%s", decision)
+    return decisions
 
 
 def _accept_layouts(node: Node) -> None:
@@ -84,11 +89,13 @@ def _has_rows(node: Node) -> bool:
     return node.op == "placeholder" or node.target in _PRODUCERS
 
 
-def _gradient_over_input(node: Node, name: str) -> None:
+def _gradient_over_input(node: Node, name: str) -> Decision:
     input = node.args[0]
     assert isinstance(input, Node)
-    if not _is_dead_after(input, node):
-        return
+    site = site_of(node)
+    reason = overwritable(input, {node})
+    if reason is not None:
+        return Decision(site, name, "not in place", reason)
     graph = node.graph
     with graph.inserting_before(node):
         loss = graph.call_function(fused_op(name, "with_grad_"), node.args, node.kwargs)
@@ -98,31 +105,55 @@ def _gradient_over_input(node: Node, name: str) -> None:
         item.replace_all_uses_with(loss if item.args[1] == 0 else input)
         graph.erase_node(item)
     graph.erase_node(node)
+    return Decision(site, name, "in place")
 
 
-def _is_dead_after(input: Node, user: Node) -> bool:
-    """Whether nothing but ``user`` reads any of the buffer that ``input`` lies in."""
-    node, reader = input, user
-    while list(node.users) == [reader]:
-        if node.target not in _VIEWS:
-            returned = map(storage_of, graph_outputs(node.graph))
-            return node.target in _PRODUCERS and storage_of(node) not in returned
-        reader, node = node, node.args[0]  # type: ignore[assignment]
-    return False
+def overwritable(input: Node, readers: set[Node]) -> str | None:
+    """Why ``readers``, the only ones that may read it, may not overwrite the buffer that ``input``
+    lies in; None where they may.
+    """
+    producer = input
+    while producer.target in _VIEWS:
+        producer = producer.args[0]  # type: ignore[assignment]
+    if producer.op == "placeholder":
+        return "input is an input of the graph, too"
+    if producer.target not in _PRODUCERS:
+        return f"{producer.name} is not a matrix product"
+    if storage_of(producer) in map(storage_of, graph_outputs(producer.graph)):
+        return "input is returned, or saved for the backward"
+    looks = [producer]
+    for look in looks:
+        for user in look.users:
+            if user.target in _VIEWS:
+                looks.append(user)
+            elif user not in readers:
+                return f"{user.name} reads input, too"
+    seen = set(looks)
+    if any(seen.intersection(reader.all_input_nodes) - {input} for reader in readers):
+        return "input is read through two views"
+    return None
 
 
-def _scale(node: Node) -> None:
+def _scale(node: Node) -> Decision:
     gradient, factor = node.args
     assert isinstance(gradient, Node)
     graph = node.graph
+    reason = _kept(gradient)
+    if reason is not None:
+        choice = "scale in a new buffer"
+    elif is_fused_into_readers(node):
+        choice = "scale fused"
+    else:
+        choice = "scale in place"
     with graph.inserting_before(node):
-        if _may_be_overwritten(gradient) and not _is_fused(node):
+        if choice == "scale in place":
             scaled = graph.call_function(fused.scale_.default, (gradient, factor))
             scaled.meta = {**node.meta, "val": None}
             node.replace_all_uses_with(gradient)
         else:
             node.replace_all_uses_with(_multiply(graph, node, gradient, factor))
     graph.erase_node(node)
+    return Decision(site_of(node), "gradient", choice, reason or "")
 
 
 def _multiply(graph: Graph, node: Node, gradient: Node, factor: Any) -> Node:
@@ -138,14 +169,17 @@ def _multiply(graph: Graph, node: Node, gradient: Node, factor: Any) -> Node:
     return product
 
 
-def _may_be_overwritten(gradient: Node) -> bool:
-    """Whether a saved gradient was given to this backward graph for good, and is read only once."""
-    if gradient.op != "placeholder" or len(gradient.users) != 1:
-        return False
+def _kept(gradient: Node) -> str | None:
+    """Why a saved gradient may not be overwritten by its only reader; None where it may."""
+    if gradient.op != "placeholder":
+        return "the gradient is not saved by the forward"
+    if len(gradient.users) != 1:
+        return "the gradient is read again"
     placeholders = gradient.graph.find_nodes(op="placeholder")
-    donated = _donated_indices()
     shared = [storage_of(n) for n in placeholders].count(storage_of(gradient)) > 1
-    return placeholders.index(gradient) in donated and not shared
+    if shared or placeholders.index(gradient) not in _donated_indices():
+        return "the gradient is not the backward's own"
+    return None
 
 
 def _donated_indices() -> list[int]:
@@ -153,17 +187,3 @@ def _donated_indices() -> list[int]:
     if context is None or context.fw_metadata is None:
         return []
     return context.fw_metadata.bw_donated_idxs or []
-
-
-def _is_fused(node: Node) -> bool:
-    """Whether all that read a value, through views, are ops that Inductor generates itself."""
-    return all(
-        _is_fused(user) if user.target in _VIEWS else _is_generated(user) for user in node.users
-    )
-
-
-def _is_generated(node: Node) -> bool:
-    target: Any = node.target
-    return target is aten.constant_pad_nd.default or (
-        isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-    )

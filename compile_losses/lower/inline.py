@@ -1,140 +1,137 @@
-"""Elementwise losses as plain ATen where Inductor fuses them better than a kernel could.
+"""Losses as plain ATen, where Inductor fuses them better than a kernel could.
 
-A custom op is opaque: what feeds it is written to memory first. When a pointwise op or a small
-reduction produces an argument of an elementwise loss, Inductor computes both in one kernel and
-never stores what lies between; an unreduced loss is itself such a pointwise op. There the op and
-its gradient are replaced by what torch itself would have put into the graph.
+A custom op is opaque: what feeds it is written to memory first, and what reads its gradient reads
+that from memory. Inlining puts what torch itself would have put into the graph in the place of a
+loss and its gradient, and Inductor fuses that with its neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.partitioners import OpTypes, get_default_op_list
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compile_losses.lower.aliases import is_view
-from compile_losses.lower.calls import fused_call
-from compile_losses.ops.checks import REDUCTIONS
-from compile_losses.ops.elementwise import REFERENCES
-
-aten = torch.ops.aten
+import compile_losses.ops
+from compile_losses.lower.calls import Loss, fused_call, fused_op, named_arguments
 
 
-def inline(graph: Graph) -> list[tuple[Node, str]]:
-    """Inlines what Inductor fuses with its neighbours.
-
-    Returns:
-        The producers, or the losses, that decided it, with the reason in words.
-    """
-    reasons = []
-    ops = get_default_op_list()
-    for node in list(graph.nodes):
-        loss, part = fused_call(node) or ("", "")
-        if loss not in REFERENCES or part not in ("forward", "backward"):
-            continue
-        is_forward = part == "forward"
-        reason = _fusible(node, is_forward, ops)
-        if reason is None:
-            continue
-        function = _forward(loss, node) if is_forward else _backward(loss, node)
-        if _splice(graph, node, function):
-            reasons.append(reason)
-    return reasons
+def reference_of(name: str) -> Callable[..., Tensor] | None:
+    """A loss in torch's own ops, with the arguments of ``X_forward`` but for its dtype."""
+    return getattr(getattr(compile_losses.ops, name, None), "reference", None)
 
 
-def _fusible(node: Node, is_forward: bool, ops: OpTypes) -> tuple[Node, str] | None:
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    reduction = names.index("reduction")
-    if node.args[reduction] == REDUCTIONS["none"]:
-        return node, "an unreduced loss is pointwise"
-    for argument in node.args[names.index("input") : reduction]:
-        producer = argument
-        while isinstance(producer, Node) and (
-            is_view(producer) or producer.target is aten._unsafe_view.default
-        ):
-            producer = producer.args[0]
-        if not isinstance(producer, Node) or producer.op != "call_function":
-            continue
-        if ops.is_fusible(producer):
-            return producer, f"{producer.name} is computed in the same kernel"
-    return None
-
-
-def _forward(loss: str, node: Node) -> Callable[..., Any]:
-    arguments: list[Any] = list(node.args)
-    dtype: torch.dtype = arguments.pop()
-
-    def forward(*tensors: Tensor) -> Tensor:
-        return REFERENCES[loss](*_put(arguments, [tensor.to(dtype) for tensor in tensors]))
-
-    return forward
-
-
-def _backward(loss: str, node: Node) -> Callable[..., Any]:
-    results = len(node.target._schema.returns)  # type: ignore[union-attr]
-    arguments, needs = node.args[1:-results], node.args[-results:]
-
-    def backward(grad_output: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        shape = torch.broadcast_shapes(tensors[0].shape, tensors[1].shape)
-        leaves = [
-            tensor.expand(shape).detach().requires_grad_(bool(needed))
-            for tensor, needed in zip(tensors, needs, strict=False)
-        ]
-        with torch.enable_grad():
-            all_tensors = [*leaves, *tensors[len(leaves) :]]
-            cast = [tensor.to(grad_output.dtype) for tensor in all_tensors]
-            result = REFERENCES[loss](*_put(arguments, cast))
-            wanted = [leaf for leaf in leaves if leaf.requires_grad]
-            found = iter(torch.autograd.grad(result, wanted, grad_output))
-        return tuple(
-            next(found) if leaf is not None and leaf.requires_grad else grad_output.new_empty(0)
-            for leaf, _ in zip_longest(leaves, needs)
-        )
-
-    return backward
-
-
-def _put(arguments: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
-    """A call's arguments with tensors in the places of its tensor nodes."""
-    following = iter(tensors)
-    return [
-        next(following) if isinstance(a, Node) and isinstance(a.meta["val"], Tensor) else a
-        for a in arguments
-    ]
-
-
-def _splice(graph: Graph, node: Node, function: Callable[..., Any]) -> bool:
-    """Puts what function does to a call's tensors in the place of the call."""
-    tensors = [a for a in node.args if isinstance(a, Node) and isinstance(a.meta["val"], Tensor)]
-    values = [tensor.meta["val"] for tensor in tensors]
-    with values[0].fake_mode:
-        traced = make_fx(function, decomposition_table=select_decomp_table())(*values)
-    if any(n.op == "get_attr" for n in traced.graph.nodes) or len(tensors) != len(
-        traced.graph.find_nodes(op="placeholder")
-    ):
+def inline(loss: Loss) -> bool:
+    """Replaces a loss and its gradients; False, and nothing changed, where that can't be done."""
+    reference = reference_of(loss.name)
+    if reference is None:
         return False
-    copies = dict(zip(traced.graph.find_nodes(op="placeholder"), tensors, strict=True))
+    # The backward first: what the forward saves for it then has no reader.
+    calls = [*loss.backwards, loss.forward]
+    traced = [_trace(call, reference) for call in calls]
+    if None in traced or not _only_saved_for(loss):
+        return False
+    for call, replacement in zip(calls, traced, strict=True):
+        _splice(call.graph, call, replacement)  # type: ignore[arg-type]
+    return True
+
+
+def inline_backward(node: Node) -> bool:
+    """As :func:`inline`, for a gradient whose loss is not in the graph."""
+    name, _ = fused_call(node) or ("", "")
+    reference = reference_of(name)
+    traced = _trace(node, reference) if reference is not None else None
+    if traced is None:
+        return False
+    _splice(node.graph, node, traced)
+    return True
+
+
+def _only_saved_for(loss: Loss) -> bool:
+    """Whether what a forward returns besides the loss goes to its backward alone."""
+    if len(loss.forward.target._schema.returns) == 1:  # type: ignore[union-attr]
+        return True
+    readers = {*loss.backwards}
+    return all(
+        item.target is operator.getitem and (item.args[1] == 0 or set(item.users) <= readers)
+        for item in loss.forward.users
+    )
+
+
+def _trace(node: Node, reference: Callable[..., Tensor]) -> Graph | None:
+    """What a call does, in ATen; its placeholders stand for ``node.all_input_nodes``."""
+    name, part = fused_call(node) or ("", "")
+    named = named_arguments(node)
+    options = [a.name for a in fused_op(name, "forward")._schema.arguments if a.name != "dtype"]
+    sources = node.all_input_nodes
+    values = [source.meta["val"] for source in sources]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    compute = _forward if part == "forward" else _backward
+
+    def function(*inputs: Any) -> Any:
+        bound = torch.fx.node.map_arg(named, dict(zip(sources, inputs, strict=True)).__getitem__)
+        return compute(reference, bound, options)
+
+    with tensors[0].fake_mode:  # type: ignore[attr-defined]
+        traced = make_fx(function, decomposition_table=select_decomp_table())(*values)
+    graph = traced.graph
+    if graph.find_nodes(op="get_attr") or len(graph.find_nodes(op="placeholder")) != len(sources):
+        return None
+    return graph
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _forward(reference: Callable[..., Tensor], named: dict[str, Any], options: list[str]) -> Any:
+    dtype = named["dtype"]
+    return reference(*(_cast(named[name], dtype) for name in options))
+
+
+def _backward(reference: Callable[..., Tensor], named: dict[str, Any], options: list[str]) -> Any:
+    grad_output = named["grad_output"]
+    needs = {k.removeprefix("needs_grad_"): v for k, v in named.items() if k.startswith("needs_")}
+    given = {k: v for k, v in needs.items() if named[k] is not None} or {"input": True}
+    # The elementwise losses give their gradients before the sum over what was broadcast.
+    shape = torch.broadcast_shapes(*(named[k].shape for k in given if k != "weight"))
+    leaves = {
+        name: named[name].expand(shape).detach().requires_grad_(bool(needed))
+        for name, needed in given.items()
+    }
+    with torch.enable_grad():
+        arguments = ({**named, **leaves}[name] for name in options)
+        value = reference(*(_cast(argument, grad_output.dtype) for argument in arguments))
+        wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+        found = iter(torch.autograd.grad(value, wanted, grad_output))
+    results = [next(found) if leaf.requires_grad else leaf.new_empty(0) for leaf in leaves.values()]
+    return tuple(results) if needs else results[0]
+
+
+def _splice(graph: Graph, node: Node, replacement: Graph) -> None:
+    """Puts a traced call in the place of the call."""
+    placeholders = replacement.find_nodes(op="placeholder")
+    copies = dict(zip(placeholders, node.all_input_nodes, strict=True))
     results: Any = None
     context = {k: v for k, v in node.meta.items() if k not in ("val", "eager_input_vals")}
     with graph.inserting_before(node):
-        for inner in traced.graph.nodes:
+        for inner in replacement.nodes:
             if inner.op == "call_function":
                 copies[inner] = graph.node_copy(inner, copies.__getitem__)
                 copies[inner].meta = {**context, "val": inner.meta.get("val")}
             elif inner.op == "output":
                 results = torch.fx.node.map_arg(inner.args[0], copies.__getitem__)
-    if isinstance(results, Node):
+    if len(node.target._schema.returns) == 1:  # type: ignore[union-attr]
         node.replace_all_uses_with(results)
     else:
+        each = results if isinstance(results, tuple | list) else (results,)
         for item in list(node.users):
-            item.replace_all_uses_with(results[item.args[1]])
+            if item.users:
+                item.replace_all_uses_with(each[item.args[1]])  # type: ignore[index]
             graph.erase_node(item)
     graph.erase_node(node)
-    return True

@@ -6,6 +6,7 @@ from compile_losses.ops import (  # noqa: F401
     huber_loss,
     kl_div,
     l1_loss,
+    linear_cross_entropy,
     mse_loss,
     scale,
     smooth_l1_loss,

@@ -26,10 +26,6 @@ from compile_losses.ops import checks
 from compile_losses.ops.transforms import double_backward, needs_torch
 from compile_losses.ops.weights import NO_WEIGHTS, Weights
 
-#: Each loss in torch's own ops, called as ``reference(input, target, *weights, reduction,
-#: *parameters)``.
-REFERENCES: dict[str, Callable[..., Tensor]] = {}
-
 MEAN, SUM = checks.REDUCTIONS["mean"], checks.REDUCTIONS["sum"]
 
 
@@ -66,8 +62,9 @@ def declare(
 
     Args:
         name: the loss's name in ``torch.nn.functional``.
-        reference: the loss in torch's own ops, see REFERENCES; used inside functorch, for second
-            derivatives, and where Inductor is to fuse the loss with what feeds it.
+        reference: the loss in torch's own ops, with X_forward's arguments less its dtype; used
+            inside functorch, for second derivatives, and where Inductor is to fuse the loss with
+            what feeds it.
         parameters: the loss's own arguments.
         weights: its optional tensors.
         check: raises for bad values of the parameters; called with them.
@@ -75,7 +72,6 @@ def declare(
         like_target: whether an unreduced loss follows target's strides instead of input's.
         exact_target: whether target must have input's shape, and its dtype is the loss's.
     """
-    REFERENCES[name] = reference
     reduction_and = ["int reduction=1", *_declarations(parameters, keyword_only=False)]
     public_arguments = [
         "Tensor input, Tensor target",

@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch.fx import Graph, GraphModule, Node
 
 import compile_losses.ops  # noqa: F401  declares what the graphs will call
+from compile_losses.lower.decision import mark
 from compile_losses.recognize.guards import refusal
+from compile_losses.recognize.linear import through_linear
 from compile_losses.recognize.match import Decline, Match
 from compile_losses.recognize.verify import verify as compare
 from compile_losses.recognize.verify import verify_by_default
@@ -44,31 +46,35 @@ def rewrite_graph(graph: Graph, *, verify: bool | None = None) -> Report:
         if node in taken:
             continue
         refused: tuple[Match | Decline, str] | None = None
-        for found in recognizer.candidates(node):
+        for candidate in recognizer.candidates(node):
+            found = candidate
+            if isinstance(found, Match):
+                found = through_linear(found, recognizer.shadow)
             reason = found.reason if isinstance(found, Decline) else refusal(found)
             if verify and reason is None:
                 assert isinstance(found, Match)
-                reason, remark = compare(found)
-                found.remarks += [remark] if remark else []
+                reason, note = compare(found)
+                found.notes += [note] if note else []
             if reason is None:
                 assert isinstance(found, Match)
-                sites.append(_site(found, None))
+                sites.append(_site(found, None, mark(found.root)))
                 taken.update(found.replace())
                 break
             refused = refused or (found, reason)
         else:
             if refused is not None:
                 found, reason = refused
-                sites.append(_site(found, reason))
+                sites.append(_site(found, reason, mark(found.root)))
                 taken.update(found.interior if isinstance(found, Match) else ())
     return Report(sites[::-1], graphs=1)
 
 
-def _site(found: Match | Decline, reason: str | None) -> Site:
+def _site(found: Match | Decline, reason: str | None, mark: int) -> Site:
     file, line = source_of(found.root)
     if reason is not None:
         name = found.op if isinstance(found, Match) else found.name
-        return Site(name, "declined", reason, file, line)
+        return Site(name, "declined", reason, file, line, mark=mark)
     assert isinstance(found, Match)
-    notes = [f"absorbed {' and '.join(found.absorbed)}"] if found.absorbed else []
-    return Site(found.op, "rewritten", "; ".join([*notes, *found.remarks]), file, line)
+    absorbed = [f"absorbed {' and '.join(found.absorbed)}"] if found.absorbed else []
+    notes = "; ".join([*absorbed, *found.notes])
+    return Site(found.op, "rewritten", notes, file, line, mark=mark)

@@ -29,12 +29,6 @@ NEAR_MISSES = [
         lambda: (torch.arange(6), torch.arange(6) + 1),
         "expected input to be float",
     ),
-    Spelling(
-        "weight of a broadcast input",
-        lambda a, b: F.l1_loss(a[:, :1], b, weight=b[:, :1]),
-        pair,
-        "torch divides by the weight's sum",
-    ),
     Spelling("absolute values", lambda a, b: (a.abs() - b.abs()).mean(), pair),
 ]
 

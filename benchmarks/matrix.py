@@ -1,0 +1,283 @@
+"""The compile matrix: losses after heads, stock torch.compile against this package's.
+
+``python -m benchmarks compile-matrix`` compiles the same step twice for each cell, checks that both
+give the same loss and gradients, times them in turns, and measures the most memory that either
+allocates above what was in use before. The plan is that of ``compile_losses.explain``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import report
+from benchmarks.clock import Call, Clock, make_clock
+from benchmarks.heads import HEADS, LOSSES, Shape
+
+MODES = ("training", "inference")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+#: What is slower than this is measured for longer.
+LIMIT = 1.03
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell's figures: medians, and the median of ours over stock's in neighbouring samples."""
+
+    loss: str
+    head: str
+    dtype: str
+    mode: str
+    shape: str
+    stock_ms: str
+    ours_ms: str
+    ratio: str
+    stock_peak_mib: str
+    ours_peak_mib: str
+    plan: str
+    device: str
+    torch: str
+    commit: str
+
+
+class Step(nn.Module):
+    """A head and a loss, and inputs for them."""
+
+    def __init__(
+        self, loss: str, head: str, shape: Shape, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = HEADS[head](shape).to(device, dtype)
+        self.loss = LOSSES[loss].function
+        wide = torch.float32 if head == "cast from bfloat16" else dtype
+        self.inputs = (self.head.input(dtype, device), LOSSES[loss].target(shape, wide, device))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.loss(self.head(x), target)
+
+    def differentiated(self) -> list[Tensor]:
+        x = self.inputs[0]
+        leaves = [x] if x.is_floating_point() and self.head.differentiates_input else []
+        return [*leaves, *self.head.parameters()]
+
+
+class Run:
+    """One compiled step, called again and again."""
+
+    def __init__(self, step: Step, mode: str, compiled: Callable[..., Tensor]) -> None:
+        self.step, self.mode, self.compiled = step, mode, compiled
+        self.leaves = step.differentiated() if mode == "training" else []
+
+    def next_call(self) -> Call:
+        """A call with no gradient left over: clearing is not timed."""
+        for leaf in self.leaves:
+            leaf.grad = None
+        return self.call
+
+    def call(self) -> Tensor:
+        if self.mode == "inference":
+            with torch.no_grad():
+                return self.compiled(*self.step.inputs)
+        loss = self.compiled(*self.step.inputs)
+        loss.backward()
+        return loss.detach()
+
+    def results(self) -> list[Tensor]:
+        loss = self.next_call()()
+        assert isinstance(loss, Tensor)
+        return [loss.float(), *(leaf.grad.float() for leaf in self.leaves if leaf.grad is not None)]
+
+
+def cpu_peak_mib(call: Call) -> float:
+    """The most memory that torch's CPU allocator gave out during a call, above what it held.
+
+    From the allocator's own records of every allocation and release, which the profiler keeps;
+    Inductor's buffers and the kernels' come from that allocator.
+    """
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        call()
+    results = profile.profiler.kineto_results  # type: ignore[union-attr]
+    allocations: list[tuple[int, int]] = []
+    work = list(results.experimental_event_tree())
+    while work:
+        event = work.pop()
+        work += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            allocations.append((event.start_time_ns, event.extra_fields.alloc_size))
+    held = itertools.accumulate(size for _, size in sorted(allocations, key=lambda pair: pair[0]))
+    return max(held, default=0) / (1 << 20)
+
+
+def peak_mib(run: Run, clock: Clock) -> float:
+    call = run.next_call()
+    measured = clock.peak_mib(call)
+    return cpu_peak_mib(call) if measured is None else measured
+
+
+def check(stock: Run, ours: Run, dtype: torch.dtype) -> None:
+    """The same loss and gradients, by the norm of the difference."""
+    narrow = dtype == torch.bfloat16 or isinstance(stock.step.head, HEADS["cast from bfloat16"])
+    limit = 2e-2 if narrow else 1e-4
+    for expected, actual in zip(stock.results(), ours.results(), strict=True):
+        error = (actual - expected).norm() / expected.norm().clamp(min=1e-30)
+        if not error <= limit:
+            raise AssertionError(f"differs from stock torch.compile by {error:.2e}")
+
+
+def time_in_turns(runs: list[Run], clock: Clock, budget_s: float) -> list[list[float]]:
+    """Milliseconds of each run, in turns, for about ``budget_s`` seconds a run."""
+    leads = [clock.lead_ms(run.next_call) for run in runs]
+    times: list[list[float]] = [[] for _ in runs]
+    spent = 0.0
+    while spent < budget_s * 1e3 * len(runs) or len(times[0]) < 7:
+        for index in (0, 1) if len(times[0]) % 2 else (1, 0):
+            sample = clock.sample(runs[index].next_call, leads[index])
+            times[index].append(sample)
+            spent += 2 * sample  # a sample is two calls
+    return times
+
+
+def ratio_of(times: list[list[float]]) -> float:
+    """The median of ours over stock's right before or after it, whatever else the machine does."""
+    return statistics.median(ours / stock for stock, ours in zip(*times, strict=True))
+
+
+def cells(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str, str]]:
+    for cell in itertools.product(arguments.loss, arguments.head, arguments.dtype, arguments.mode):
+        loss, head, dtype, _ = cell
+        if head == "cast from bfloat16" and dtype != "bfloat16":
+            continue  # it is the same head in either dtype
+        yield loss, head, dtype, cell[3]
+
+
+def measure(
+    cell: tuple[str, str, str, str], shape: Shape, clock: Clock, budget_s: float
+) -> dict[str, str]:
+    import compile_losses
+    from compile_losses.backend import compile_losses as backend
+
+    loss, head, dtype, mode = cell
+    torch._dynamo.reset()
+    step = Step(loss, head, shape, DTYPES[dtype], clock.device)
+    for leaf in step.differentiated():
+        leaf.requires_grad_(mode == "training")
+    stock = Run(step, mode, torch.compile(step))
+    ours = Run(step, mode, torch.compile(step, backend=backend))
+    check(stock, ours, DTYPES[dtype])
+    with torch.set_grad_enabled(mode == "training"):
+        told = compile_losses.explain(step, *step.inputs)
+    plan = "; ".join(", ".join(site.plan) or f"declined: {site.reason}" for site in told.sites)
+    times = time_in_turns([stock, ours], clock, budget_s)
+    if ratio_of(times) > LIMIT:
+        more = time_in_turns([stock, ours], clock, 4 * budget_s)
+        times = [a + b for a, b in zip(times, more, strict=True)]
+    medians = [statistics.median(sample) for sample in times]
+    peaks = [peak_mib(run, clock) for run in (stock, ours)]
+    return {
+        "stock_ms": f"{medians[0]:.4g}",
+        "ours_ms": f"{medians[1]:.4g}",
+        "ratio": f"{ratio_of(times):.3f}",
+        "stock_peak_mib": f"{peaks[0]:.2f}",
+        "ours_peak_mib": f"{peaks[1]:.2f}",
+        "plan": plan,
+    }
+
+
+def verdict(row: Row) -> str:
+    marks = []
+    if row.ratio and float(row.ratio) > LIMIT:
+        marks.append("SLOWER")
+    if row.ours_peak_mib and float(row.ours_peak_mib) > 1.01 * float(row.stock_peak_mib) + 0.01:
+        marks.append("BIGGER")
+    return " ".join(marks)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    device = torch.device(arguments.device)
+    clock = make_clock(device)
+    output: Path = arguments.output or report.default_output(device).with_name(
+        f"compile-matrix-{report.default_output(device).name}"
+    )
+    rows: dict[tuple[str, ...], Row] = {}
+    if arguments.append and output.exists():
+        with output.open(newline="") as file:
+            rows = {key(row): row for row in (Row(**line) for line in csv.DictReader(file))}
+    common = {
+        "shape": "x".join(map(str, arguments.shape)),
+        "device": report.device_name(device),
+        "torch": torch.__version__,
+        "commit": arguments.commit or report.current_commit(),
+    }
+    failed = 0
+    print(f"{'cell':<58}{'stock':>9}{'ours':>9}{'ratio':>7}{'MiB':>9}{'ours':>9}  plan")
+    for cell in cells(arguments):
+        figures = dict.fromkeys(field.name for field in fields(Row))
+        try:
+            figures.update(measure(cell, arguments.shape, clock, arguments.budget))
+        except Exception as error:  # the other cells still count
+            figures["plan"] = f"failed: {type(error).__name__}: {str(error).splitlines()[0]}"
+            failed += 1
+        loss, head, dtype, mode = cell
+        figures.update(common, loss=loss, head=head, dtype=dtype, mode=mode)
+        row = Row(**{name: value or "" for name, value in figures.items()})
+        rows[key(row)] = row
+        print(
+            f"{' / '.join(cell):<58}{row.stock_ms:>9}{row.ours_ms:>9}{row.ratio:>7}"
+            f"{row.stock_peak_mib:>9}{row.ours_peak_mib:>9}  {row.plan} {verdict(row)}",
+            flush=True,
+        )
+        write(output, rows.values())
+        gc.collect()
+    bad = [row for row in rows.values() if verdict(row)]
+    print(f"{len(rows)} cells, {len(bad)} slower than {LIMIT}x or bigger; wrote {output}")
+    return int(failed > 0)
+
+
+def key(row: Row) -> tuple[str, ...]:
+    return row.device, row.loss, row.head, row.dtype, row.mode, row.shape
+
+
+def write(path: Path, rows: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(asdict, rows))  # type: ignore[call-overload]
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
+    summary = "losses after heads, stock torch.compile against ours"
+    parser = commands.add_parser("compile-matrix", help=summary, description=__doc__)
+    choose = partial(parser.add_argument, nargs="+", help="default: all")
+    choose("--loss", choices=LOSSES, default=list(LOSSES))
+    choose("--head", choices=HEADS, default=list(HEADS))
+    choose("--dtype", choices=DTYPES, default=list(DTYPES))
+    choose("--mode", choices=MODES, default=list(MODES))
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    parser.add_argument("--shape", type=_shape, default=(2048, 4096), help="ROWSxCOLS (2048x4096)")
+    parser.add_argument("--budget", type=float, default=0.5, help="seconds a contender (0.5)")
+    parser.add_argument("--output", type=Path, help="CSV file")
+    parser.add_argument("--append", action="store_true", help="keep cells that the file holds")
+    parser.add_argument("--commit", help="the commit to record, where there is no git checkout")
+
+
+def _shape(text: str) -> Shape:
+    rows, cols = text.split("x")
+    return int(rows), int(cols)

@@ -1,0 +1,161 @@
+"""Linear cross entropy as torch 2.13 spells it, for every torch that this package runs on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+import compile_losses.ops  # noqa: F401  declares fused::*
+from compile_losses.ops.checks import REDUCTIONS
+
+__all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy"]
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: Any = None,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Cross entropy of ``linear(input, linear_weight, linear_bias)`` that never holds the logits.
+
+    Signature and results are those of ``torch.nn.functional.linear_cross_entropy`` in torch 2.13,
+    with two arguments more; see :mod:`compile_losses.ops.linear_cross_entropy` for what it computes
+    and raises.
+
+    Args:
+        input: [hidden], [rows, hidden], or with more leading dimensions.
+        linear_weight: [classes, hidden], or [classes, d1, ..., hidden] with input [rows, hidden].
+        target: class indices, int64 or uint8, of input's leading shape (and d1, ...); or class
+            probabilities of the logits' shape.
+        linear_bias: of linear_weight's shape without hidden.
+        weight: [classes], in the loss's dtype.
+        reduction: ``"none"``, ``"mean"`` or ``"sum"``.
+        ignore_index: class indices of this value count for nothing; None is -100.
+        label_smoothing: from 0 to 1.
+        options: accepted for torch's sake, and not needed: chunks are always used, and their size
+            is chosen from the shapes.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
+        z_loss: ``z_loss * logsumexp(logits) ** 2`` is added to the loss of each row (PaLM).
+    """
+    tensors = (input, linear_weight, target, linear_bias, weight)
+    if has_torch_function_variadic(*tensors):
+        return handle_torch_function(
+            linear_cross_entropy,
+            tensors,
+            *tensors[:3],
+            linear_bias=linear_bias,
+            weight=weight,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            options=options,
+            softcap=softcap,
+            z_loss=z_loss,
+        )
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    return torch.ops.fused.linear_cross_entropy(
+        input,
+        linear_weight,
+        target,
+        linear_bias=linear_bias,
+        weight=weight,
+        reduction=REDUCTIONS[reduction],
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        z_loss=z_loss,
+    )
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """A linear layer and its cross entropy, as ``torch.nn.LinearCrossEntropyLoss`` in torch 2.13.
+
+    Parameters have the names of torch's module (``linear.weight``, ``linear.bias``), so that state
+    dicts go from one to the other.
+
+    Args:
+        in_features, num_classes: the linear layer's.
+        out_features: (d1, ..., dK) of a K-dimensional loss.
+        bias, device, dtype: as for ``torch.nn.Linear``; no bias by default.
+        weight: a weight for each class.
+        reduction, ignore_index, label_smoothing, options, softcap, z_loss: as for
+            :func:`linear_cross_entropy`.
+
+    Raises:
+        RuntimeError: weight is not [num_classes]; label_smoothing is outside [0, 1].
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        out_features: tuple[int, ...] = (),
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        reduction: str = "mean",
+        weight: Tensor | None = None,
+        ignore_index: int | None = None,
+        label_smoothing: float = 0.0,
+        options: Any = None,
+        softcap: float | None = None,
+        z_loss: float = 0.0,
+    ) -> None:
+        if weight is not None and tuple(weight.shape) != (num_classes,):
+            raise RuntimeError(
+                f"expected weight shape to be {(num_classes,)}, got {tuple(weight.shape)}"
+            )
+        if not 0 <= label_smoothing <= 1:
+            raise RuntimeError(
+                f"expected label_smoothing to be in range [0, 1], got {label_smoothing}"
+            )
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.num_classes, self.out_features = num_classes, tuple(out_features)
+        self.reduction, self.ignore_index = reduction, ignore_index
+        self.label_smoothing, self.options = label_smoothing, options
+        self.softcap, self.z_loss = softcap, z_loss
+        outputs = math.prod(self.out_features, start=num_classes)
+        self.linear = nn.Linear(in_features, outputs, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss of input [rows, in_features] or [in_features]."""
+        shape = (self.num_classes, *self.out_features)
+        bias: Tensor | None = self.linear.bias
+        return linear_cross_entropy(
+            input,
+            self.linear.weight.reshape(*shape, self.linear.in_features),
+            target,
+            linear_bias=None if bias is None else bias.reshape(shape),
+            weight=self.weight,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            options=self.options,
+            softcap=self.softcap,
+            z_loss=self.z_loss,
+        )
+
+    def extra_repr(self) -> str:
+        names = (
+            "num_classes", "out_features", "reduction", "ignore_index", "label_smoothing",
+            "softcap", "z_loss",
+        )  # fmt: skip
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)

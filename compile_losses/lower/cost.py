@@ -1,0 +1,203 @@
+"""What a loss costs in memory, as a kernel and as torch's own ops.
+
+Two figures for each choice: the bytes that the loss's forward and backward move, with the writing
+and reading back of what stands between the loss and its neighbours; and the most bytes that are
+held for it at a time. They are estimates from shapes, made to compare the two choices. Inductor
+fuses pointwise ops and small reductions with what reads them, so an argument that such ops compute
+costs torch's own ops no more than reading what *they* read, and is never in memory; a kernel is
+opaque, and its arguments are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch._functorch.partitioners import OpTypes
+from torch.fx import Node
+
+from compile_losses.lower.aliases import is_view, storage_of
+
+aten = torch.ops.aten
+
+_MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+_CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+#: What a symbolic size without a hint counts as, Inductor's own assumption.
+_UNKNOWN_SIZE = 8192
+#: A backward reads an argument that takes so many times its size to compute again.
+_SAVED = 1.5
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes moved by forward and backward, and the most bytes held at a time."""
+
+    moved: int
+    held: int
+
+    def __str__(self) -> str:
+        return f"{megabytes(self.moved)} moved, {megabytes(self.held)} held"
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Where an argument of a loss comes from.
+
+    Attributes:
+        kind: of what computed it, in words.
+        nbytes: its size.
+        source: the bytes that a kernel reads which computes it on the way; None where it is in
+            memory whatever reads it.
+        buffer: the size of the buffer that it lies in.
+        stored: whether it occupies memory that is not a graph input's.
+    """
+
+    kind: str
+    nbytes: int
+    source: int | None
+    buffer: int
+    stored: bool
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient that the backward computes; ``fused`` where a generated kernel consumes it."""
+
+    nbytes: int
+    fused: bool
+
+
+def megabytes(nbytes: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes} B"
+
+
+def nbytes_of(value: Any) -> int:
+    """The bytes of a fake tensor's distinct elements, symbols by their hints; else 0."""
+    if not isinstance(value, Tensor):
+        return 0
+    numel = 1
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        numel *= 1 if isinstance(stride, int) and stride == 0 else _hint(size)
+    return numel * value.element_size()
+
+
+def _hint(size: Any) -> int:
+    if isinstance(size, SymInt):
+        return int(size.node.hint) if size.node.has_hint() else _UNKNOWN_SIZE
+    return int(size)
+
+
+def behind_views(node: Any) -> Any:
+    """What computed a value that views only look at, or a result of an op that has several."""
+    passed = (aten._unsafe_view.default, operator.getitem)
+    while isinstance(node, Node) and (is_view(node) or node.target in passed):
+        node = node.args[0]
+    return node
+
+
+def feed_of(argument: Node, ops: OpTypes) -> Feed:
+    producer = behind_views(argument)
+    nbytes = nbytes_of(argument.meta["val"])
+    kind = _kind(producer, ops)
+    if argument is not producer:
+        kind = f"view of a {kind}"
+    if producer.op != "call_function" or not ops.is_fusible(producer):
+        return Feed(kind, nbytes, None, nbytes, producer.op == "call_function")
+    buffer = nbytes_of(producer.meta["val"]) or nbytes
+    return Feed(kind, nbytes, _source_bytes(producer, ops), buffer, True)
+
+
+def _kind(producer: Node, ops: OpTypes) -> str:
+    target: Any = producer.target
+    if producer.op == "placeholder":
+        return "graph input"
+    if producer.op != "call_function":
+        return "constant"
+    if target in _MATMULS:
+        return "matrix product"
+    if target is aten.convolution.default:
+        return "convolution"
+    if target in _CASTS:
+        return "cast"
+    if target is aten.clone.default:
+        return "copy"
+    if isinstance(target, torch._ops.OpOverload):
+        if torch.Tag.pointwise in target.tags:
+            return f"pointwise {target._schema.name.partition('::')[2]}"
+        return target._schema.name.partition("::")[2]
+    return str(producer.name)
+
+
+def _source_bytes(producer: Node, ops: OpTypes) -> int:
+    """The size of what a fused kernel reads that computes ``producer``, each buffer once."""
+    seen = {producer}
+    frontier: dict[Any, int] = {}
+    work = [producer]
+    while work:
+        for source in work.pop().all_input_nodes:
+            if source in seen:
+                continue
+            seen.add(source)
+            node = behind_views(source)
+            if node.op == "call_function" and ops.is_fusible(node):
+                work.append(node)
+            else:
+                frontier[storage_of(source)] = nbytes_of(source.meta.get("val"))
+    return sum(frontier.values())
+
+
+def kernel_cost(
+    feeds: Sequence[Feed],
+    loss: int,
+    gradients: Sequence[Gradient],
+    *,
+    hoisted: bool,
+    in_place: bool,
+) -> Cost:
+    """As custom ops.
+
+    Args:
+        feeds: the arguments of the size of the loss's input.
+        loss: the bytes of the loss that generated kernels read; 0 for a reduced one.
+        gradients: what the backward computes; empty without a backward.
+        hoisted: whether the gradient is computed with the loss.
+        in_place: whether it is written over the input.
+    """
+    read = sum(feed.nbytes for feed in feeds)
+    computed = [feed for feed in feeds if feed.source is not None]
+    moved = read + loss + sum((feed.source or 0) + feed.buffer for feed in computed)
+    if gradients and not hoisted:
+        moved += read
+    moved += sum(g.nbytes * (2 if g.fused else 1) for g in gradients)
+    held = sum(feed.buffer for feed in feeds if feed.stored)
+    # What reads the gradient writes its own result into a new buffer, or over the gradient.
+    held += sum(g.nbytes for g in gradients if g.fused or not in_place)
+    return Cost(moved, held)
+
+
+def inline_cost(feeds: Sequence[Feed], gradients: Sequence[Gradient], passes: int) -> Cost:
+    """As torch's own ops, which Inductor fuses with what feeds and what reads them.
+
+    Args:
+        feeds, gradients: as for :func:`kernel_cost`.
+        passes: how often the forward reads its arguments.
+    """
+    moved = held = 0
+    for feed in feeds:
+        source = feed.nbytes if feed.source is None else feed.source
+        moved += passes * source
+        # A backward computes its argument again, or reads it where that is cheaper.
+        saved = feed.source is not None and source > _SAVED * feed.nbytes
+        if gradients:
+            moved += 2 * feed.nbytes if saved else source
+        if feed.stored and (feed.source is None or (gradients and saved)):
+            held += feed.nbytes
+    written = sum(g.nbytes for g in gradients if not g.fused)
+    return Cost(moved + written, held + written)

@@ -1,0 +1,177 @@
+"""What is known in the forward of the gradient that will reach a loss.
+
+With ``0.5 * loss``, ``loss / num_items`` or ``a * loss1 + b * loss2`` in the graph, the loss's
+grad_output is the tangent of the whole times or divided by numbers that the forward has. They go
+into the gradient when it is computed; the backward then multiplies by the tangent alone, which is 1
+after ``total.backward()``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import SymFloat, SymInt, Tensor
+from torch.fx import Graph, Node
+
+from compile_losses.lower.aliases import is_view
+
+aten = torch.ops.aten
+
+_CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+_PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
+_QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
+_COPIES = (aten.clone.default, aten.alias.default, aten._unsafe_view.default)
+
+
+@dataclass
+class Factor:
+    """``tangent * constant * product(numerators) / product(denominators)`` is a grad_output."""
+
+    tangent: Node
+    constant: float = 1.0
+    numerators: list[Node] = field(default_factory=list)
+    denominators: list[Node] = field(default_factory=list)
+
+    @property
+    def nodes(self) -> list[Node]:
+        return [*self.numerators, *self.denominators]
+
+
+def factor_of(grad_output: Any, backward: set[Node]) -> Factor | None:
+    """What stands between the tangent of the whole and a grad_output of one element.
+
+    Args:
+        grad_output: a node of a joint graph.
+        backward: the nodes that depend on tangents.
+
+    Returns:
+        None where that is nothing, or more than factors.
+    """
+    if not isinstance(grad_output, Node):
+        return None
+    factor = Factor(grad_output)
+    while factor.tangent.op == "call_function":
+        # A view of one number, and a number times it, is that everywhere, whatever its shape.
+        node = factor.tangent
+        target: Any = node.target
+        if is_view(node) or target in _CASTS or target in _COPIES:
+            factor.tangent = node.args[0]  # type: ignore[assignment]
+        elif target is aten.neg.default:
+            factor.constant = -factor.constant
+            factor.tangent = node.args[0]  # type: ignore[assignment]
+        elif target in (*_PRODUCTS, *_QUOTIENTS) and not node.kwargs:
+            if not _peel(factor, node, backward):
+                return None
+        else:
+            return None
+    if factor.tangent not in backward or not _is_one_number(factor.tangent):
+        return None
+    if factor.constant == 1.0 and not factor.nodes:
+        return None
+    return factor
+
+
+def _is_one_number(node: Node) -> bool:
+    value = node.meta.get("val")
+    return (
+        isinstance(value, Tensor)
+        and value.is_floating_point()
+        and all(isinstance(size, int) and size == 1 for size in value.shape)
+    )
+
+
+def _peel(factor: Factor, node: Node, backward: set[Node]) -> bool:
+    left, right = node.args
+    divides = node.target in _QUOTIENTS
+    if not divides and right in backward:
+        left, right = right, left
+    if left not in backward or right in backward:
+        return False
+    if isinstance(right, int | float):
+        if divides and right == 0:
+            return False
+        constant = factor.constant / right if divides else factor.constant * right
+        # Beyond the smallest normal number of float32 the product would lose digits.
+        if not math.isfinite(constant) or abs(constant) < torch.finfo(torch.float32).tiny:
+            return False
+        factor.constant = constant
+    elif isinstance(right, Node) and _is_number(right):
+        (factor.denominators if divides else factor.numerators).append(right)
+    else:
+        return False
+    factor.tangent = left  # type: ignore[assignment]
+    return True
+
+
+def _is_number(node: Node) -> bool:
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return all(isinstance(size, int) and size == 1 for size in value.shape)
+    return isinstance(value, SymInt | SymFloat)
+
+
+def move_before(nodes: list[Node], first: Node) -> bool:
+    """Moves what ``nodes`` are computed by to before ``first``; False where that can't be done."""
+    order = {node: i for i, node in enumerate(first.graph.nodes)}
+    late: set[Node] = set()
+    work = list(nodes)
+    while work:
+        node = work.pop()
+        if node in late or order[node] < order[first]:
+            continue
+        if node is first or not _is_movable(node):
+            return False
+        late.add(node)
+        work += node.all_input_nodes
+    for node in sorted(late, key=order.__getitem__):
+        first.prepend(node)
+    return True
+
+
+def _is_movable(node: Node) -> bool:
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def emit(factor: Factor, dtype: torch.dtype, like: Tensor, graph: Graph) -> Node:
+    """Computes a factor where the graph inserts; in float32, or in float64 for such a loss.
+
+    Args:
+        dtype: of the loss.
+        like: a tensor on the loss's device, of the graph's fake mode.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def call(op: Any, *args: Any, **kwargs: Any) -> Node:
+        node = graph.call_function(op, args, kwargs)
+        values, named = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with like.fake_mode:  # type: ignore[attr-defined]
+            node.meta["val"] = op(*values, **named)
+        return node
+
+    def widened(node: Node) -> Node:
+        value = node.meta["val"]
+        if not isinstance(value, Tensor) or value.dtype == wide:
+            return node
+        return call(torch.ops.prims.convert_element_type.default, node, wide)
+
+    product: Node | None = None
+    tensors = [n for n in factor.numerators if isinstance(n.meta["val"], Tensor)]
+    symbols = [n for n in factor.numerators if n not in tensors]
+    for numerator in map(widened, tensors):
+        product = numerator if product is None else call(aten.mul.Tensor, product, numerator)
+    if product is None:
+        options = {"dtype": wide, "device": like.device, "layout": torch.strided}
+        product = call(aten.full.default, [], factor.constant, **options)
+    elif factor.constant != 1.0:
+        product = call(aten.mul.Tensor, product, factor.constant)
+    for symbol in symbols:
+        product = call(aten.mul.Tensor, product, symbol)
+    for denominator in map(widened, factor.denominators):
+        product = call(aten.div.Tensor, product, denominator)
+    return product

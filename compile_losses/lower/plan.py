@@ -1,0 +1,121 @@
+"""What becomes of each loss of a joint or inference graph: a kernel, or torch's own ops.
+
+A kernel reads its arguments once and computes the gradient in the same read (see ``hoist``);
+torch's ops read them again in the backward, but are fused with what feeds the loss (see
+``inline``). A loss is a kernel unless ``cost`` says that it would move or hold more bytes than
+torch's ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.partitioners import OpTypes, get_default_op_list
+from torch.fx import Graph, Node
+
+from compile_losses.lower.aliases import is_fused_into_readers
+from compile_losses.lower.calls import Loss, find_losses, fused_call
+from compile_losses.lower.cost import (
+    Cost,
+    Feed,
+    Gradient,
+    feed_of,
+    inline_cost,
+    kernel_cost,
+    nbytes_of,
+)
+from compile_losses.lower.decision import Decision, log, site_of
+from compile_losses.lower.hoist import hoist, overwrites_buffers, refusal
+from compile_losses.lower.in_place import overwritable
+from compile_losses.lower.inline import inline, inline_backward
+from compile_losses.lower.linear import plan_linear
+from compile_losses.ops.checks import REDUCTIONS
+
+#: A kernel may cost this much more by the estimate, which is not so exact.
+_MARGIN = 1.05
+
+
+def plan(graph: Graph) -> list[Decision]:
+    """Inlines or hoists every loss of a graph; returns what was decided, for each loss."""
+    losses = find_losses(graph)
+    if not losses and not any(fused_call(node) for node in graph.nodes):
+        return []
+    ops = get_default_op_list()
+    overwrites = overwrites_buffers(graph)
+    decisions = []
+    for loss in losses:
+        decision = _choose(loss, ops, overwrites)
+        if decision.choice == "inlined" and not inline(loss):
+            decision = Decision(decision.site, loss.name, "kernel", "it can't be inlined")
+        decisions.append(decision)
+    for node in list(graph.nodes):
+        if (fused_call(node) or ("", ""))[1] == "backward" and _is_stray(node, losses):
+            feeds = [feed_of(n, ops) for n in node.all_input_nodes[1:3] if _is_tensor(n)]
+            if any(feed.source is not None for feed in feeds):
+                inline_backward(node)
+    decisions = [*decisions, *hoist(graph), *plan_linear(graph)]
+    for decision in decisions:
+        log.debug("%s", decision)
+    return decisions
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def _is_stray(node: Node, losses: Sequence[Loss]) -> bool:
+    return not any(node in loss.backwards for loss in losses)
+
+
+def _choose(loss: Loss, ops: OpTypes, overwrites: bool) -> Decision:
+    feeds = feeds_of(loss, ops)
+    hoisted = bool(loss.backwards) and refusal(loss, overwrites) is None
+    kernel, stock = costs(loss, feeds, hoisted)
+    site = site_of(loss.forward)
+    if kernel.moved <= _MARGIN * stock.moved and kernel.held <= _MARGIN * stock.held:
+        kinds = " and ".join(dict.fromkeys(feed.kind for feed in feeds))
+        return Decision(site, loss.name, "kernel", f"of {kinds}", kernel, stock)
+    fused = [feed.kind for feed in feeds if feed.source is not None]
+    if fused:
+        reason = f"{fused[0]} is computed in the same kernel"
+    elif loss.arguments["reduction"] == REDUCTIONS["none"]:
+        reason = "an unreduced loss is fused with what reads it"
+    else:
+        reason = "the gradient is fused with what reads it"
+    return Decision(site, loss.name, "inlined", f"{reason}; as a kernel {kernel}", stock, stock)
+
+
+def feeds_of(loss: Loss, ops: OpTypes) -> list[Feed]:
+    """Of the arguments laid out like input; class indices and weights of classes don't count."""
+    named = loss.arguments
+    names = ("input", "target", "weight", "pos_weight")
+    tensors = [named[name] for name in names if isinstance(named.get(name), Node)]
+    dim = loss.input.meta["val"].dim()
+    values = [(tensor, tensor.meta["val"]) for tensor in tensors]
+    return [feed_of(t, ops) for t, v in values if v.is_floating_point() and v.dim() == dim]
+
+
+def costs(loss: Loss, feeds: Sequence[Feed], hoisted: bool) -> tuple[Cost, Cost]:
+    """As a kernel, and in torch's own ops."""
+    gradients = [
+        Gradient(nbytes_of(node.meta["val"]), is_fused_into_readers(node))
+        for node in loss.gradients()
+    ]
+    value = loss.value
+    between = 0
+    if value is not None and loss.arguments["reduction"] == REDUCTIONS["none"]:
+        # The loss is written and read back, and so is its grad_output.
+        between = nbytes_of(value.meta["val"]) * (4 if gradients else 2)
+    in_place = hoisted and overwritable(loss.input, {loss.forward, *loss.backwards}) is None
+    kernel = kernel_cost(feeds, between, gradients, hoisted=hoisted, in_place=in_place)
+    return kernel, inline_cost(feeds, gradients, _forward_passes(loss))
+
+
+def _forward_passes(loss: Loss) -> int:
+    """How often torch's ops read the input: a softmax on the CPU, for its maximum and its sum."""
+    device: torch.device = loss.input.meta["val"].device
+    returns: Any = loss.forward.target._schema.returns  # type: ignore[union-attr]
+    return 2 if len(returns) > 1 and device.type == "cpu" else 1

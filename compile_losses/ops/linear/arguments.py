@@ -1,0 +1,127 @@
+"""What the arguments of linear cross entropy must be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compile_losses.ops import checks
+from compile_losses.ops.checks import describe
+
+NAME = "linear_cross_entropy"
+
+
+def has_probabilities(input: Tensor, linear_weight: Tensor, target: Tensor) -> bool:
+    """Whether target holds a probability for each class: it has the logits' shape, as in torch."""
+    return tuple(target.shape) == (*input.shape[:-1], *linear_weight.shape[:-1])
+
+
+def check(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int | None,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+    dtype: torch.dtype,
+    *,
+    leaf: bool = False,
+) -> None:
+    """Raises torch's classes of exceptions; leaf: as the leaf ops take their arguments."""
+    checks.check_reduction(NAME, reduction)
+    checks.check_floating(NAME, input=input, linear_weight=linear_weight)
+    others = {"linear_weight": linear_weight, "target": target}
+    checks.check_same_device(NAME, input, **others, linear_bias=linear_bias, weight=weight)
+    _check_linear(input, linear_weight, linear_bias)
+    if leaf and (input.dim() != 2 or linear_weight.dim() != 2):
+        raise RuntimeError(
+            f"{NAME}: expected input of shape [rows, hidden] and linear_weight of shape "
+            f"[classes, hidden], got {list(input.shape)} and {list(linear_weight.shape)}"
+        )
+    _check_target(input, linear_weight, target, ignore_index, leaf)
+    classes = linear_weight.shape[0]
+    if weight is not None:
+        if tuple(weight.shape) != (classes,):
+            raise RuntimeError(
+                f"{NAME}: expected weight of shape {[classes]}, got {list(weight.shape)}"
+            )
+        if weight.dtype != dtype:
+            raise RuntimeError(
+                f"{NAME}: expected weight to have the loss's dtype {dtype}, got {weight.dtype}"
+            )
+        if weight.requires_grad and not has_probabilities(input, linear_weight, target):
+            raise RuntimeError(
+                f"{NAME}: expected weight not to require grad with class indices as target"
+            )
+    if label_smoothing > 1:
+        raise RuntimeError(
+            f"{NAME}: expected label_smoothing to be at most 1, got {label_smoothing}"
+        )
+    if softcap is not None and not softcap > 0:
+        raise RuntimeError(f"{NAME}: expected softcap to be positive, got {softcap}")
+
+
+def _check_linear(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> None:
+    if input.dim() < 1:
+        raise RuntimeError(f"{NAME}: expected input to have at least 1 dimension, got 0")
+    if linear_weight.dim() < 2:
+        raise RuntimeError(
+            f"{NAME}: expected linear_weight with dimensionality at least 2, "
+            f"got {linear_weight.dim()}"
+        )
+    if input.shape[-1] != linear_weight.shape[-1]:
+        raise RuntimeError(
+            f"{NAME}: expected equal input and linear_weight last dimensions (in_features), "
+            f"got {input.shape[-1]} and {linear_weight.shape[-1]}, respectively"
+        )
+    if linear_bias is not None and linear_bias.shape != linear_weight.shape[:-1]:
+        raise RuntimeError(
+            f"{NAME}: expected linear_bias shape {tuple(linear_weight.shape[:-1])}, "
+            f"got {tuple(linear_bias.shape)}"
+        )
+    for name, tensor in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if tensor is not None and tensor.dtype != input.dtype:
+            raise RuntimeError(
+                f"{NAME}: expected {name} to have input's dtype {input.dtype}, got {tensor.dtype}"
+            )
+    if linear_weight.dim() > 2 and input.dim() != 2:
+        raise RuntimeError(
+            f"{NAME}: K-dimensional loss defined by linear_weight shape "
+            f"{tuple(linear_weight.shape)} requires batched input, (N, {input.shape[-1]}), got "
+            f"{'unbatched ' if input.dim() == 1 else ''}input with shape {tuple(input.shape)}"
+        )
+
+
+def _check_target(
+    input: Tensor, linear_weight: Tensor, target: Tensor, ignore_index: int | None, leaf: bool
+) -> None:
+    if has_probabilities(input, linear_weight, target) and not leaf:
+        if ignore_index is not None:
+            raise RuntimeError(
+                f"{NAME}: ignore_index cannot be specified when target contains probabilities, "
+                f"got {ignore_index}"
+            )
+        checks.check_floating(NAME, target=target)
+        return
+    if target.is_floating_point():
+        raise RuntimeError(
+            f"{NAME}: expected class indices as target, or probabilities in the logits' shape "
+            f"{[*input.shape[:-1], *linear_weight.shape[:-1]]}, got {describe(target)}"
+        )
+    if target.dtype not in (torch.int64, torch.uint8):
+        raise NotImplementedError(
+            f"{NAME}: expected target to be int64 or uint8, got {describe(target)}"
+        )
+    expected = [*input.shape[:-1], *linear_weight.shape[1:-1]]
+    if list(target.shape) == expected:
+        return
+    message = (
+        f"{NAME}: expected target of shape {expected} for input of shape {list(input.shape)} and "
+        f"linear_weight of shape {list(linear_weight.shape)}, got {list(target.shape)}"
+    )
+    batches = input.dim() > 1 and target.dim() > 0 and input.shape[0] != target.shape[0]
+    raise ValueError(message) if batches else RuntimeError(message)

@@ -1,0 +1,138 @@
+"""Cross entropy, soft-cap and z-loss of a chunk of logits, and the gradient of these logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compile_losses.ops import cross_entropy
+from compile_losses.ops.checks import REDUCTIONS
+
+aten = torch.ops.aten
+NONE, MEAN, SUM = (REDUCTIONS[name] for name in ("none", "mean", "sum"))
+
+
+def accumulation_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class RowLosses:
+    """The loss of each row of logits, as its target and the options say.
+
+    With reduction mean or sum the gradient is that for grad_output, one number, or 1; with none,
+    for a grad_output of each row, and without one there is no gradient.
+    """
+
+    def __init__(
+        self,
+        target: Tensor,  # int64 [rows]
+        weight: Tensor | None,
+        reduction: int,
+        ignore_index: int,
+        label_smoothing: float,
+        softcap: float | None,
+        z_loss: float,
+        dtype: torch.dtype,  # that sums are made in
+        grad_output: Tensor | None,
+    ) -> None:
+        self.target, self.weight, self.reduction = target, weight, reduction
+        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
+        self.softcap, self.z_loss, self.dtype = softcap, z_loss, dtype
+        nothing = target.new_zeros((), dtype=dtype)
+        self.sums, self.square_sums = [nothing], [nothing]
+        self.factor = self.z_factor = grad_output
+        if reduction != NONE and grad_output is not None:
+            self.factor = self.z_factor = grad_output.to(dtype).reshape(())
+        if reduction == MEAN:
+            kept = target != ignore_index
+            self.count = kept.sum(dtype=dtype)
+            self.total_weight = self.count
+            if weight is not None:
+                # Bounds are checked by the kernels.
+                classes = target.clamp(0, len(weight) - 1)
+                weights = weight.to(dtype).index_select(0, classes)
+                self.total_weight = torch.where(kept, weights, 0).sum(dtype=torch.float64).to(dtype)
+            one = self.count.new_ones(()) if self.factor is None else self.factor
+            self.factor, self.z_factor = one / self.total_weight, one / self.count
+
+    @property
+    def by_row(self) -> bool:
+        return self.reduction == NONE
+
+    def buffers(self, *, gradient: bool) -> int:
+        """How many tensors of a chunk's size there are at a time, the logits included."""
+        capped = self.softcap is not None
+        return 1 + (capped + self.by_row + (self.z_loss != 0)) * gradient
+
+    def value(self, rows: slice, logits: Tensor) -> Tensor:
+        """The loss of each row; overwrites the logits."""
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        losses, stats, _ = self._each(rows, logits)
+        self.sums.append(losses.sum())
+        if self.z_loss == 0:
+            return losses
+        squares = self._squares(rows, stats)
+        self.square_sums.append(squares.sum())
+        return losses + self.z_loss * squares
+
+    def gradient(self, rows: slice, logits: Tensor) -> Tensor:
+        """The gradient of the logits before the soft-cap; overwrites the logits.
+
+        It lies over them where grad_output is one number.
+        """
+        tanh = None
+        if self.softcap is not None:  # rounds where torch's three ops do
+            tanh = logits.div_(self.softcap).tanh_()
+            logits = tanh * self.softcap
+        squares_gradient = None
+        if self.by_row or self.z_loss != 0:
+            _, stats, total = self._each(rows, logits)
+            if self.z_loss != 0:
+                self.square_sums.append(self._squares(rows, stats).sum())
+                squares_gradient = self._squares_gradient(rows, logits, stats)
+        if self.by_row:
+            assert self.factor is not None
+            logits = cross_entropy.backward(
+                self.factor[rows], logits, self.target[rows], self.weight, stats, total, NONE,
+                self.ignore_index, self.label_smoothing,
+            )  # fmt: skip
+        else:
+            loss = cross_entropy.with_grad_(
+                logits, self.target[rows], self.weight, SUM, self.ignore_index,
+                self.label_smoothing, self.dtype, self.factor,
+            )  # fmt: skip
+            self.sums.append(loss)
+        if squares_gradient is not None:
+            logits += squares_gradient
+        if tanh is not None:
+            aten.tanh_backward.grad_input(logits, tanh, grad_input=logits)
+        return logits
+
+    def reduced(self) -> Tensor:
+        """The loss of the rows seen so far."""
+        total = torch.stack(self.sums).sum(dtype=torch.float64)
+        squares = self.z_loss * torch.stack(self.square_sums).sum(dtype=torch.float64)
+        if self.reduction != MEAN:
+            return total + squares
+        total = total / self.total_weight
+        return total if self.z_loss == 0 else total + squares / self.count
+
+    def _each(self, rows: slice, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cross entropy of each row, its statistics, and the total weight."""
+        return cross_entropy.forward(
+            logits, self.target[rows], self.weight, NONE, self.ignore_index, self.label_smoothing,
+            self.dtype,
+        )  # fmt: skip
+
+    def _squares(self, rows: slice, stats: Tensor) -> Tensor:
+        """The square of each row's logsumexp, 0 where the row is ignored."""
+        return torch.where(self.target[rows] != self.ignore_index, stats.sum(1).square(), 0)
+
+    def _squares_gradient(self, rows: slice, logits: Tensor, stats: Tensor) -> Tensor:
+        """The gradient of z_loss * logsumexp^2: 2 z_loss logsumexp * softmax."""
+        factors = 2 * self.z_loss * stats.sum(1)
+        if self.z_factor is not None:
+            factors = factors * (self.z_factor[rows] if self.by_row else self.z_factor)
+        factors = torch.where(self.target[rows] != self.ignore_index, factors, 0)
+        return torch.softmax(logits, 1).mul_(factors.to(logits.dtype).unsqueeze(1))

@@ -1,0 +1,102 @@
+"""Cross entropy of a linear layer's output, without ever holding that output.
+
+``torch.ops.fused.linear_cross_entropy(input, linear_weight, target, *, linear_bias=None,
+weight=None, reduction=1, ignore_index=None, label_smoothing=0.0, softcap=None, z_loss=0.0,
+dtype=None)`` equals torch 2.13's ``torch.nn.functional.linear_cross_entropy``: ``cross_entropy`` of
+``linear(input, linear_weight, linear_bias)``. Input is [hidden], [rows, hidden] or with any other
+leading dimensions, linear_weight [classes, hidden], linear_bias [classes], target class indices
+(int64 or uint8) of input's leading shape. The logits are computed a chunk of rows at a time, and
+their gradient replaces them there (:mod:`compile_losses.ops.linear.row_chunks`).
+
+Additions, for what models do between the two:
+
+``softcap``: logits become ``softcap * tanh(logits / softcap)``, in the logits' own dtype.
+``z_loss``: ``z_loss * logsumexp(logits) ** 2`` is added to the loss of each row that is not ignored
+    (PaLM, https://arxiv.org/abs/2204.02311). Reduction mean divides it by the number of such rows,
+    whatever the class weights.
+``dtype``: of the loss; the result is that of casting the logits, after the soft-cap, to it. When it
+    is given autocast changes nothing; otherwise arguments are cast as autocast casts those of
+    ``linear``.
+
+Gradients of a loss that is reduced are computed with the loss, in three matrix products in all, and
+only those that are needed. Where that can't be (reduction none, float16, whose unit gradients
+underflow) the backward recomputes the logits. Ignored rows have gradients of exactly 0; in torch a
+row of nan has gradients of nan even when it is ignored.
+
+Two cases are computed as torch does, over all logits: class probabilities as target, which are as
+large as the logits themselves, and K-dimensional classes (linear_weight [classes, d1, ..., hidden]
+with input [rows, hidden]), whose softmax goes over a part of linear_weight's rows.
+
+Raises:
+    RuntimeError: shapes, dtypes or devices that don't go together; label_smoothing above 1; a
+        softcap that is not positive; ignore_index together with class probabilities.
+    ValueError: input's and target's numbers of rows differ; unknown reduction.
+    IndexError: on the CPU, a target outside [0, classes) that is not ignore_index. On CUDA the
+        kernel stops with a device-side assertion.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compile_losses import library
+from compile_losses.ops.checks import REDUCTIONS, loss_dtype
+from compile_losses.ops.linear.arguments import check, has_probabilities
+from compile_losses.ops.linear.leaves import forward, with_grad
+from compile_losses.ops.linear.reference import autocast_off, reference, under_autocast
+from compile_losses.ops.transforms import needs_torch
+
+public = library.define(
+    "linear_cross_entropy(Tensor input, Tensor linear_weight, Tensor target, *, "
+    "Tensor? linear_bias=None, Tensor? weight=None, int reduction=1, int? ignore_index=None, "
+    "float label_smoothing=0.0, float? softcap=None, float z_loss=0.0, ScalarType? dtype=None) "
+    "-> Tensor"
+)
+
+
+def public_kernel(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    result = loss_dtype(dtype, input)
+    if dtype is None and result != torch.float64 and under_autocast(input):
+        lower = torch.get_autocast_dtype(input.device.type)
+        input, linear_weight = input.to(lower), linear_weight.to(lower)
+        linear_bias = None if linear_bias is None else linear_bias.to(lower)
+        weight = None if weight is None else weight.to(result)
+    tensors = (input, linear_weight, target, linear_bias, weight)
+    more = (softcap, z_loss, result)
+    check(*tensors, reduction, ignore_index, label_smoothing, *more)
+    ignored = -100 if ignore_index is None else ignore_index
+    options: Any = (reduction, ignored, max(label_smoothing, 0.0), *more)
+    whole = linear_weight.dim() > 2 or has_probabilities(input, linear_weight, target)
+    if whole or needs_torch(*tensors):
+        with autocast_off(input):
+            return reference(*tensors, *options)
+    rows = (input.reshape(-1, input.shape[-1]), linear_weight, target.reshape(-1), *tensors[3:])
+    needs = [t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)]
+    if (
+        reduction != REDUCTIONS["none"]
+        and torch.is_grad_enabled()
+        and any(needs)
+        and input.dtype != torch.float16
+    ):
+        loss, *_ = with_grad(*rows, *options, *needs)
+        return loss
+    return forward(*rows, *options).reshape(target.shape if reduction == 0 else ())
+
+
+library.implement_public(public, public_kernel)

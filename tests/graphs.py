@@ -1,0 +1,83 @@
+"""The graphs that the passes on AOTAutograd's graphs leave, as text."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from compile_losses import backend
+
+
+class Head(nn.Module):
+    """A linear layer and a loss of what it returns."""
+
+    def __init__(self, loss: Callable[..., torch.Tensor], prepare=lambda x: x):
+        super().__init__()
+        self.linear = nn.Linear(16, 12)
+        self.loss = loss
+        self.prepare = prepare
+
+    def forward(self, x, target, *others):
+        return self.loss(self.prepare(self.linear(x)), target, *others)
+
+
+def real(rows=8):
+    return torch.randn(rows, 16), torch.randn(rows, 12)
+
+
+def classes(rows=8):
+    return torch.randn(rows, 16), torch.randint(12, (rows,))
+
+
+def distributions(rows=8):
+    return torch.randn(rows, 16), torch.rand(rows, 12).softmax(-1)
+
+
+def listing(graph: torch.fx.Graph) -> str:
+    calls = (node for node in graph.nodes if node.op in ("call_function", "call_method"))
+    lines = (str(node.format_node()) for node in calls)
+    return "\n".join(
+        re.sub(r" : \[.*?\]|: \"[^\"]*\"|\[num_users=\d+\]", "", line) for line in lines
+    )
+
+
+@contextmanager
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[str]]]:
+    """The joint and the forward and backward graphs, before and after our passes."""
+    found: dict[str, list[str]] = {"before": [], "joint": [], "post": []}
+
+    def record(kind, function):
+        def wrapped(graph):
+            if kind == "joint":
+                found["before"].append(listing(graph))
+            result = function(graph)
+            found[kind].append(listing(graph))
+            return result
+
+        return staticmethod(wrapped)
+
+    for kind, lowering in (("joint", backend._PlanPass), ("post", backend._InPlacePass)):
+        monkeypatch.setattr(lowering, "lower", record(kind, lowering.lower))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield found
+
+
+def step(model, function, inputs, factor=1.0):
+    model.zero_grad()
+    loss = function(*inputs)
+    (loss * factor).backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def compare(model, inputs, factors=(1.0, 3.0, -0.5), rtol=1e-4, **options):
+    compiled = torch.compile(copy.deepcopy(model), backend=backend.compile_losses, **options)
+    for factor in factors:
+        expected = step(model, model, inputs, factor)
+        actual = step(compiled, compiled, inputs, factor)
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol / 100)

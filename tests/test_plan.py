@@ -1,0 +1,243 @@
+"""The plan: kernel or torch's own ops, by what they cost; and how explain() tells it."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor import config
+
+import compile_losses
+from compile_losses.lower.cost import Feed, Gradient, inline_cost, kernel_cost, megabytes
+from compile_losses.report import Report, Site
+from tests.graphs import Head, classes, distributions, real
+
+
+def test_costs():
+    """Training over a matrix product moves three buffers as a kernel, five in torch's ops."""
+    product = Feed("matrix product", 1000, None, 1000, True)
+    target = Feed("graph input", 1000, None, 1000, False)
+    gradients = [Gradient(1000, False)]
+    kernel = kernel_cost([product, target], 0, gradients, hoisted=True, in_place=True)
+    stock = inline_cost([product, target], gradients, 1)
+    assert (kernel.moved, kernel.held) == (3000, 1000)
+    assert (stock.moved, stock.held) == (5000, 2000)
+    # A pointwise op before and after: only torch's ops keep what is between in registers.
+    pointwise = Feed("pointwise gelu", 1000, 1000, 1000, True)
+    gradients = [Gradient(1000, True)]
+    kernel = kernel_cost([pointwise, target], 0, gradients, hoisted=True, in_place=False)
+    stock = inline_cost([pointwise, target], gradients, 1)
+    assert (kernel.moved, kernel.held) == (6000, 2000)
+    assert (stock.moved, stock.held) == (4000, 0)
+    # A reduction reads far more than it returns, and is not computed again in the backward.
+    reduction = Feed("mean", 10, 1000, 10, True)
+    assert inline_cost([reduction], gradients, 1).moved == 1000 + 2 * 10
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 B"), (999, "999 B"), (2048, "2.05 kB"), (3.2e9, "3.2 GB")]
+)
+def test_megabytes(number, text):
+    assert megabytes(int(number)) == text
+
+
+def heads():
+    conv = nn.Conv2d(3, 12, 1)
+    embedding = nn.Embedding(12, 16)
+    linear = nn.Linear(16, 12)
+    hoisted = ("kernel", "hoisted", "in place", "scale in place")
+    own_buffer = ("kernel", "hoisted", "not in place", "scale in place")
+    cross_entropy, mse = F.cross_entropy, F.mse_loss
+    return {
+        "linear": (lambda x, t: mse(linear(x), t), real(), hoisted),
+        "view": (lambda x, t: mse(linear(x).view(4, 2, 12), t.view(4, 2, 12)), real(), hoisted),
+        "transposed": (lambda x, t: cross_entropy(linear(x.view(2, 4, 16)).transpose(1, 2), t),
+                       (torch.randn(8, 16), torch.randint(12, (2, 4))), hoisted),
+        "sliced": (lambda x, t: cross_entropy(linear(x)[:, :10], t % 10), classes(),
+                   ("inlined",)),
+        "tied": (lambda x, t: cross_entropy(embedding(t) @ embedding.weight.t(), t),
+                 classes(), hoisted),
+        "conv": (lambda x, t: mse(conv(x), t), (torch.randn(2, 3, 4, 4), torch.randn(2, 12, 4, 4)),
+                 own_buffer),
+        "gelu": (lambda x, t: cross_entropy(F.gelu(linear(x)), t), classes(), ("inlined",)),
+        "layer norm": (lambda x, t: F.kl_div(F.layer_norm(linear(x), (12,)), t), distributions(),
+                       ("inlined",)),
+        "unreduced": (lambda x, t: mse(linear(x), t, reduction="none").mean(0).max(), real(),
+                      ("inlined",)),
+        "inference": (lambda x, t: mse(linear(x).detach(), t), real(), ("kernel",)),
+        "float16": (lambda x, t: mse(linear(x).half(), t.half()), real(), ("inlined",)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("head", heads())
+def test_plan_of_a_head(head):
+    function, inputs, plan = heads()[head]
+    report = compile_losses.explain(function, *inputs)
+    (site,) = report.sites
+    assert report.errors == []
+    assert site.plan == plan
+    assert site.bytes_moved <= 1.05 * site.stock_bytes_moved
+    assert site.bytes_held <= 1.05 * site.stock_bytes_held
+
+
+def test_reasons():
+    """Each loss of a program has its own plan, whatever stands between."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 12), nn.Linear(16, 12)
+
+        def forward(self, x, y, t):
+            first = F.cross_entropy(self.a(x), t)
+            second = F.smooth_l1_loss(torch.tanh(self.b(x)), y)
+            third = F.huber_loss(x, x.flip(0))
+            return first + second + third + F.binary_cross_entropy(x.sigmoid(), x.sigmoid())
+
+    inputs = torch.randn(8, 16, requires_grad=True), torch.randn(8, 12), torch.randint(12, (8,))
+    for _ in range(2):
+        report = compile_losses.explain(Model(), *inputs)
+        cross_entropy, smooth_l1, huber, declined = report.sites
+        assert cross_entropy.plan == ("kernel", "hoisted", "in place", "scale in place")
+        assert cross_entropy.stock_bytes_moved > cross_entropy.bytes_moved > 0
+        assert smooth_l1.plan == ("inlined",)
+        assert "pointwise tanh is computed in the same kernel" in smooth_l1.notes
+        assert huber.plan == ("inlined",) or "not hoisted" in huber.plan
+        assert declined.plan == ()
+        assert declined.bytes_moved is None
+    text = str(report)
+    assert "kernel, hoisted, in place, scale in place" in text
+    assert "bytes / stock" in text
+
+
+def test_dynamic_shapes_are_planned():
+    inputs = real(6)
+    for tensor in inputs:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    (site,) = compile_losses.explain(Head(F.mse_loss), *inputs).sites
+    assert site.plan == ("kernel", "hoisted", "in place", "scale in place")
+    assert site.bytes_moved == 3 * 6 * 12 * 4
+
+
+@pytest.mark.parametrize("door", ["backend", "enable"])
+def test_nothing_is_disturbed(door):
+    """What was compiled stays compiled, passes of the user's stay where they are."""
+    model, inputs = Head(F.mse_loss), real()
+    calls = []
+    users = lambda graph: calls.append(graph)  # noqa: E731  Inductor wants a plain function here
+    with config.patch(post_grad_custom_post_pass=users, force_disable_caches=True):
+        if door == "enable":
+            compile_losses.enable()
+        try:
+            before = {slot: getattr(config, slot) for slot in ("post_grad_custom_post_pass",)}
+            backend = "inductor" if door == "enable" else "compile_losses"
+            compiled = torch.compile(model, backend=backend)
+            compiled(*inputs).backward()
+            gradients = [p.grad.clone() for p in model.parameters()]
+            frames = torch._dynamo.utils.counters["frames"]["ok"]
+            rng = torch.get_rng_state()
+            for _ in range(2):
+                (site,) = compile_losses.explain(compiled, *inputs).sites
+                assert site.plan[0] == "kernel"
+            assert torch.equal(torch.get_rng_state(), rng)
+            assert all(getattr(config, slot) is value for slot, value in before.items())
+            torch.testing.assert_close([p.grad for p in model.parameters()], gradients)
+            explained = torch._dynamo.utils.counters["frames"]["ok"]
+            compiled(*inputs)
+            assert torch._dynamo.utils.counters["frames"]["ok"] == explained > frames
+        finally:
+            compile_losses.disable()
+    assert calls
+
+
+def test_plan_without_a_plan(monkeypatch):
+    """Where the graphs can't be had, the report says so, and the function has run all the same."""
+    monkeypatch.setattr(
+        "compile_losses.backend.decide", lambda *_: (_ for _ in ()).throw(RuntimeError("no luck"))
+    )
+    report = compile_losses.explain(Head(F.mse_loss), *real())
+    assert report.sites[0].status == "rewritten"
+    assert report.sites[0].plan == ()
+    assert report.errors == ["RuntimeError: no luck"]
+    assert "no plan: RuntimeError: no luck" in str(report)
+
+
+class Checker(html.parser.HTMLParser):
+    """The text of a page, with the tags balanced and nothing loaded from elsewhere."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        assert not {name for name, _ in attributes} & {"src", "href", "onload"}
+        assert tag != "script"
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_page(tmp_path):
+    source = tmp_path / "<b>model.py"
+    source.write_text('loss = F.mse_loss(a, b) if a < b else "<script>"\n')
+    site = Site("mse_loss", "rewritten", "a <script>alert(1)</script> & more", str(source), 1)
+    report = Report([site], graphs=1, graph_breaks=["<img src=x>"], errors=["'<'"])
+    page = report.to_html()
+    text = " ".join(Checker(page).text)
+    assert 'loss = F.mse_loss(a, b) if a < b else "<script>"' in text
+    assert "a <script>alert(1)</script> & more" in text
+    assert "<img src=x>" in text
+    assert "<b>model.py" in text
+
+
+def test_page_and_dictionary_of_a_model():
+    report = compile_losses.explain(Head(F.mse_loss), *real())
+    text = " ".join(Checker(report.to_html()).text)
+    assert "kernel, hoisted, in place, scale in place" in text
+    assert "return self.loss(self.prepare(self.linear(x)), target, *others)" in text
+    (site,) = json.loads(json.dumps(report.to_dict()))["sites"]
+    assert site["plan"] == ["kernel", "hoisted", "in place", "scale in place"]
+    assert Checker(compile_losses.explain(lambda a: 3, torch.rand(3)).to_html()).text
+
+
+def test_logged(caplog):
+    with (
+        caplog.at_level(logging.DEBUG, logger="compile_losses"),
+        config.patch(force_disable_caches=True),
+    ):
+        torch.compile(Head(F.mse_loss), backend="compile_losses")(*real()).backward()
+    assert "mse_loss: kernel" in caplog.text
+    assert "mse_loss: hoisted" in caplog.text
+
+
+def test_torch_logs():
+    """TORCH_LOGS knows the package's logger by its name, before the package is imported."""
+    script = """
+import torch, torch.nn.functional as F
+f = torch.compile(F.mse_loss, backend="compile_losses")
+f(torch.rand(3), torch.rand(3))
+"""
+    import os
+
+    environment = {**os.environ, "TORCH_LOGS": "+compile_losses"}
+    environment["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    assert "mse_loss: kernel" in result.stderr

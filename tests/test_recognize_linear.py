@@ -1,0 +1,304 @@
+"""From a linear layer and the cross entropy of its output to one op, and when not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import compile_losses
+from compile_losses.ops.linear import chunk_size
+
+ROWS, HIDDEN, CLASSES = (2, 6), 8, 50
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Chunks of four rows, so that small logits are worth the op."""
+    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 4)
+    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+
+
+def head(dtype=torch.float32):
+    hidden = torch.randn(*ROWS, HIDDEN).to(dtype).requires_grad_()
+    weight = torch.randn(CLASSES, HIDDEN).to(dtype).requires_grad_()
+    bias = torch.randn(CLASSES).to(dtype).requires_grad_()
+    labels = torch.randint(CLASSES, ROWS)
+    labels[0, 1] = -100
+    return hidden, weight, bias, labels
+
+
+def flat(logits, labels, **options):
+    return F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), **options)
+
+
+def causal_lm(h, w, b, labels):
+    """transformers' ForCausalLMLoss."""
+    logits = F.linear(h[:, slice(0, None), :], w).float()
+    labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    logits = logits.view(-1, CLASSES)
+    return F.cross_entropy(logits, labels.view(-1), ignore_index=-100, reduction="sum") / 7
+
+
+def shifted_logits(h, w, b, labels):
+    """The older spelling: the logits are shifted."""
+    logits = F.linear(h, w, b)[..., :-1, :].contiguous()
+    return flat(logits, labels[..., 1:].contiguous())
+
+
+def soft_capped(h, w, b, labels):
+    logits = torch.tanh(F.linear(h, w) / 30.0) * 30.0
+    return flat(logits.float(), labels)
+
+
+def autocast_inside(h, w, b, labels):
+    with torch.autocast("cpu", torch.bfloat16):
+        return flat(F.linear(h, w, b), labels)
+
+
+def autocast_of_the_layer(h, w, b, labels):
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = F.linear(h, w, b)
+    return flat(logits.float(), labels)
+
+
+def autocast_of_the_loss(h, w, b, labels):
+    logits = F.linear(h, w, b)
+    with torch.autocast("cpu", torch.bfloat16):
+        return flat(logits, labels)
+
+
+MATCHES = {
+    "flattened": lambda h, w, b, t: flat(F.linear(h, w, b), t),
+    "reshape": lambda h, w, b, t: F.cross_entropy(F.linear(h, w).reshape(12, 50), t.reshape(12)),
+    "flatten": lambda h, w, b, t: F.cross_entropy(F.linear(h, w).flatten(0, 1), t.flatten()),
+    "flattened before": lambda h, w, b, t: F.cross_entropy(F.linear(h.view(-1, 8), w), t.view(-1)),
+    "causal": causal_lm,
+    "shifted": shifted_logits,
+    "soft-cap": soft_capped,
+    "soft-cap by reciprocal": lambda h, w, b, t: flat(
+        torch.tanh(F.linear(h, w, b) * (1 / 3)) * 3.0, t
+    ),
+    "factor and soft-cap": lambda h, w, b, t: flat(
+        5.0 * torch.tanh(F.linear(h, w, b) * 0.5 / 5.0), t
+    ),
+    "factor": lambda h, w, b, t: flat(F.linear(h, w, b) * 0.3, t),
+    "temperature": lambda h, w, b, t: flat(F.linear(h, w, b) / 0.7, t),
+    "matmul": lambda h, w, b, t: flat(h @ w.t(), t),
+    "method": lambda h, w, b, t: flat(h.matmul(w.T), t),
+    "classes second": lambda h, w, b, t: F.cross_entropy(F.linear(h, w, b).transpose(1, 2), t),
+    "permuted": lambda h, w, b, t: F.cross_entropy(F.linear(h, w, b).permute(1, 2, 0), t.t()),
+    "one position": lambda h, w, b, t: F.cross_entropy(F.linear(h, w, b)[:, -1], t[:, -1] % 50),
+    "every other": lambda h, w, b, t: F.cross_entropy(
+        F.linear(h, w, b)[:, ::2].reshape(-1, 50), t[:, ::2].reshape(-1)
+    ),
+    "one dimension more": lambda h, w, b, t: flat(F.linear(h, w, b).unsqueeze(1).squeeze(1), t),
+    "options": lambda h, w, b, t: flat(
+        F.linear(h, w, b), t, weight=torch.linspace(1, 2, 50), label_smoothing=0.1
+    ),
+    "frozen head": lambda h, w, b, t: flat(F.linear(h, w.detach()), t),
+    "frozen trunk": lambda h, w, b, t: flat(F.linear(h.detach(), w, b), t),
+    "tied": lambda h, w, b, t: flat(F.linear(h + F.embedding(t.clamp(min=0), w), w), t),
+    "without gradients": lambda h, w, b, t: flat(
+        F.linear(h.detach(), w.detach(), b.detach()), t, reduction="none"
+    ),
+    "autocast inside": autocast_inside,
+    "autocast of the layer": autocast_of_the_layer,
+    "autocast of the loss": autocast_of_the_loss,
+}
+
+
+def step(function, inputs):
+    loss = function(*inputs)
+    leaves = [t for t in inputs if t.requires_grad]
+    if not loss.requires_grad:
+        return (loss,)
+    return loss, *torch.autograd.grad(loss.sum() * 3, leaves, allow_unused=True)
+
+
+def compare(function, inputs, **tolerance):
+    torch._dynamo.reset()
+    options = {"inner_backend": "aot_eager"}
+    compiled = torch.compile(function, backend="compile_losses", options=options)
+    torch.testing.assert_close(step(compiled, inputs), step(function, inputs), **tolerance)
+
+
+def only_site(function, inputs):
+    (site,) = compile_losses.explain(function, *inputs).sites
+    return site
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MATCHES)
+def test_matches(name, dtype):
+    if dtype == torch.bfloat16 and name in ("options", "autocast of the loss"):
+        pytest.skip(reason="torch itself refuses these in bfloat16")
+    inputs = head(dtype)
+    site = only_site(MATCHES[name], inputs)
+    assert (site.op, site.status) == ("linear_cross_entropy", "rewritten"), site
+    assert "absorbed a linear layer" in site.reason
+    narrow = dtype == torch.bfloat16 or "autocast" in name
+    compare(MATCHES[name], inputs, **({"rtol": 5e-2, "atol": 3e-2} if narrow else {}))
+
+
+def returned(h, w, b, labels):
+    logits = F.linear(h, w, b)
+    return flat(logits, labels) + logits.sum()
+
+
+def changed_in_place(h, w, b, labels):
+    h = h * 1
+    logits = F.linear(h, w.detach(), b)
+    h.add_(1)
+    return flat(logits, labels)
+
+
+def logits_changed_in_place(h, w, b, labels):
+    logits = F.linear(h, w, b)
+    logits[..., 0] = -torch.inf
+    return flat(logits, labels.clamp(min=1))
+
+
+def cut(h, w, b, labels):
+    return flat(F.linear(h, w, b).detach() + 0 * h.sum(), labels)
+
+
+def no_grad_layer(h, w, b, labels):
+    with torch.no_grad():
+        logits = F.linear(h, w, b)
+    return flat(logits, labels) * h.sum()
+
+
+CROSS_ENTROPY_ALONE = {
+    "live logits": (returned, "the logits have other users"),
+    "unreduced": (
+        lambda h, w, b, t: flat(F.linear(h, w, b), t, reduction="none"),
+        "would need the logits twice",
+    ),
+    "other soft-cap": (
+        lambda h, w, b, t: flat(torch.tanh(F.linear(h, w) / 30) * 20, t),
+        "two different factors",
+    ),
+    "tanh": (lambda h, w, b, t: flat(torch.tanh(F.linear(h, w)), t), "factors of a soft-cap"),
+    "half a soft-cap": (
+        lambda h, w, b, t: flat(torch.tanh(F.linear(h, w) / 3), t),
+        "factors of a soft-cap",
+    ),
+    "scaled after its soft-cap": (
+        lambda h, w, b, t: flat(torch.tanh(F.linear(h, w) / 3) * 3 * 2, t),
+        "scaled after their soft-cap",
+    ),
+    "tensor factor": (lambda h, w, b, t: flat(F.linear(h, w) * b.sum(), t), "another tensor"),
+    "classes cut": (
+        lambda h, w, b, t: F.cross_entropy(F.linear(h, w)[..., :9].reshape(-1, 9), t.view(-1) % 9),
+        "takes rows of logits apart",
+    ),
+    "rows taken apart": (
+        lambda h, w, b, t: F.cross_entropy(F.linear(h, w).view(-1, 25), t.view(-1).repeat(2) % 9),
+        "takes rows of logits apart",
+    ),
+    "changed hidden states": (changed_in_place, "changed in place"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CROSS_ENTROPY_ALONE)
+def test_cross_entropy_alone(name):
+    function, reason = CROSS_ENTROPY_ALONE[name]
+    inputs = head()
+    site = only_site(function, inputs)
+    assert (site.op, site.status) == ("cross_entropy", "rewritten"), site
+    assert "without its linear layer: " in site.reason
+    assert reason in site.reason, site.reason
+    compare(function, inputs)
+
+
+@pytest.mark.parametrize("function", [logits_changed_in_place, cut, no_grad_layer])
+def test_never_taken_along(function):
+    inputs = head()
+    for site in compile_losses.explain(function, *inputs).sites:
+        assert site.op == "cross_entropy"
+    compare(function, inputs)
+
+
+def test_casts_before_a_soft_cap_stay():
+    def function(h, w, b, labels):
+        return flat(torch.tanh(F.linear(h, w).float() / 30) * 30, labels)
+
+    site = only_site(function, head(torch.bfloat16))
+    assert "soft-cap in float32" in site.reason
+
+
+def test_float16_computes_its_logits_once():
+    inputs = head(torch.float16)
+    site = only_site(MATCHES["flattened"], inputs)
+    assert "gradients in float16" in site.reason
+
+
+def test_small_logits_stay(monkeypatch):
+    """One chunk would hold them all; the reason says how large they are."""
+    monkeypatch.undo()
+    site = only_site(MATCHES["flattened"], head())
+    assert (site.op, site.status) == ("cross_entropy", "rewritten")
+    assert "0.0 MiB of logits are one chunk" in site.reason
+    big = torch.randn(2048, 4, requires_grad=True), torch.randn(30_000, 4, requires_grad=True)
+    site = only_site(lambda h, w, t: F.cross_entropy(h @ w.t(), t), (*big, torch.arange(2048)))
+    assert site.op == "linear_cross_entropy"
+
+
+def test_torchs_own_function():
+    function = getattr(F, "linear_cross_entropy", None)
+    if function is None:
+        pytest.skip(reason="torch has no linear_cross_entropy before 2.13")
+
+    def loss(h, w, b, labels):
+        return function(h.view(-1, HIDDEN), w, labels.view(-1), linear_bias=b)
+
+    inputs = head()
+    assert only_site(loss, inputs).op == "linear_cross_entropy"
+    compare(loss, inputs)
+
+
+def test_dynamic_shapes():
+    compiled = torch.compile(
+        MATCHES["shifted"],
+        backend="compile_losses",
+        options={"inner_backend": "aot_eager"},
+        dynamic=True,
+    )
+    for rows in (6, 9, 30):
+        h, w, b, _ = head()
+        h = torch.randn(2, rows, HIDDEN, requires_grad=True)
+        inputs = (h, w, b, torch.randint(CLASSES, (2, rows)))
+        torch.testing.assert_close(step(compiled, inputs), step(MATCHES["shifted"], inputs))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.head = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, CLASSES)
+
+    def forward(self, x, labels):
+        return flat(self.head(torch.tanh(self.trunk(x))), labels)
+
+
+def test_inductor():
+    """Both doors; three steps that accumulate gradients, with a factor."""
+    inputs, labels = torch.randn(*ROWS, HIDDEN), torch.randint(CLASSES, ROWS)
+    results = []
+    for door in (None, "backend", "enable"):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = Model()
+        if door == "backend":
+            model.compile(backend="compile_losses")
+        if door == "enable":
+            with compile_losses.enable():
+                model.compile()
+                model(inputs, labels).backward()
+                model.zero_grad()
+        for factor in (1.0, 3.0, -0.5):
+            (model(inputs, labels) * factor).backward()
+        results.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[2], results[0])
