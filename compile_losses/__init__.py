@@ -2,7 +2,17 @@
 
 from compile_losses import functional
 from compile_losses.backend import disable, enable
+from compile_losses.linear import LinearCrossEntropyLoss
 from compile_losses.recognize import rewrite
 from compile_losses.report import Report, Site, explain
 
-__all__ = ["Report", "Site", "disable", "enable", "explain", "functional", "rewrite"]
+__all__ = [
+    "LinearCrossEntropyLoss",
+    "Report",
+    "Site",
+    "disable",
+    "enable",
+    "explain",
+    "functional",
+    "rewrite",
+]

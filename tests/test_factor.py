@@ -102,7 +102,7 @@ def test_several_losses(graphs):
 %permute_1 = call_function[target=torch.ops.aten.permute.default](args = (%primals_5, [1, 0]), kwargs = {})
 %addmm_1 = call_function[target=torch.ops.aten.addmm.default](args = (%primals_6, %primals_3, %permute_1), kwargs = {})
 %full_default_3 = call_function[target=torch.ops.aten.full.default](args = ([], 5.0), kwargs = {dtype: torch.float32, layout: torch.strided, device: cpu, pin_memory: False})
-%smooth_l1_loss_with_grad__default = call_function[target=torch.ops.fused.smooth_l1_loss_with_grad_.default](args = (%addmm_1, %primals_7, 1, 1.0, torch.float32), kwargs = {grad_output: %full_default_3})
+%smooth_l1_loss_with_grad__default = call_function[target=torch.ops.fused.smooth_l1_loss_with_grad_.default](args = (%addmm_1, %primals_7, None, 1, 1.0, torch.float32), kwargs = {grad_output: %full_default_3})
 %mul_1 = call_function[target=torch.ops.aten.mul.Tensor](args = (%smooth_l1_loss_with_grad__default, 5), kwargs = {})
 %add = call_function[target=torch.ops.aten.add.Tensor](args = (%mul, %mul_1), kwargs = {})""",
     )

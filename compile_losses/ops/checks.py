@@ -3,8 +3,6 @@ value."""
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -75,9 +73,9 @@ def accumulation_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@cache
-def _has_autocast(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type)
+def _autocasts(device_type: str) -> bool:
+    available = torch.amp.is_autocast_available(device_type)
+    return available and torch.is_autocast_enabled(device_type)
 
 
 def loss_dtype(dtype: torch.dtype | None, input: Tensor, *others: Tensor) -> torch.dtype:
@@ -90,8 +88,9 @@ def loss_dtype(dtype: torch.dtype | None, input: Tensor, *others: Tensor) -> tor
         return dtype
     promoted = input.dtype
     for other in others:
-        promoted = torch.promote_types(promoted, other.dtype)
+        if other.dtype != promoted:
+            promoted = torch.promote_types(promoted, other.dtype)
+    if not torch._C._is_any_autocast_enabled() or promoted == torch.float64:
+        return promoted
     device = input.device.type
-    if promoted != torch.float64 and _has_autocast(device) and torch.is_autocast_enabled(device):
-        return torch.float32
-    return promoted
+    return torch.float32 if _autocasts(device) else promoted

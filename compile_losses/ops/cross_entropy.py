@@ -143,7 +143,9 @@ def public_kernel(
     if needs_torch(input, weight):
         weight = None if weight is None else weight.to(result)
         return reference(input.to(result), target, weight, reduction, ignore_index, label_smoothing)
-    loss, _, _ = forward(input, target, weight, reduction, ignore_index, label_smoothing, result)
+    loss, _, _ = direct_forward(
+        input, target, weight, reduction, ignore_index, label_smoothing, result
+    )
     return loss
 
 
@@ -225,11 +227,13 @@ def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 def forward_vjp(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     input, target, weight, stats, total_weight = ctx.saved_tensors
-    gradient = backward(grad_output, input, target, weight, stats, total_weight, *ctx.options)
+    gradient = direct_backward(
+        grad_output, input, target, weight, stats, total_weight, *ctx.options
+    )
     return (gradient, *(None for _ in range(2 + len(ctx.options))), None)
 
 
-library.register_autograd(forward, forward_vjp, setup_forward)
+direct_forward = library.register_autograd(forward, forward_vjp, setup_forward)
 
 
 def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -252,4 +256,4 @@ def backward_vjp(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
     return (*products, *(None for _ in range(4 + len(ctx.options))))
 
 
-library.register_autograd(backward, backward_vjp, setup_backward)
+direct_backward = library.register_autograd(backward, backward_vjp, setup_backward)
