@@ -186,14 +186,14 @@ def _softmax_divergence(
             if not all(same_sizes(v.fake.shape, form.body.fake.shape) for v in (x, z)):
                 continue
             temperature, x, z = _temperature(x, z, terms.shadow)
-            last = [_move(v, dim, -1, terms.shadow) for v in (x, z)]
-            if None in last:
-                continue
+            options: dict[str, Any] = {} if temperature == 1 else {"temperature": temperature}
+            if dim != form.body.fake.dim() - 1:
+                options["dim"] = dim
             shape = form.body.fake.shape
             yield Written(
                 "softmax_kl_div",
-                (last[0].argument, last[1].argument, "reduction"),  # type: ignore[union-attr]
-                {} if temperature == 1 else {"temperature": temperature},
+                (x.argument, z.argument, "reduction"),
+                options,
                 form=replace(form, constant=form.constant * scale),
                 counts={"batchmean": shape[0], "mean": math.prod(shape)},
                 each=form.root.fake.dim() > 0 or form.body.fake.dim() == 1,
