@@ -9,9 +9,11 @@ from tests.specs.inputs import distillation, square_logits, student_pixels
 from tests.specs.spec import Spelling
 
 
-def hinton(student, teacher, T=2.0):
-    soft = F.softmax(teacher / T, dim=-1)
-    return F.kl_div(F.log_softmax(student / T, dim=-1), soft, reduction="batchmean") * T * T
+def hinton(student, teacher):
+    temperature = 2.0
+    soft = F.softmax(teacher / temperature, dim=-1)
+    log_p = F.log_softmax(student / temperature, dim=-1)
+    return F.kl_div(log_p, soft, reduction="batchmean") * temperature**2
 
 
 def of_logs(student, teacher):
@@ -51,7 +53,7 @@ def pixelwise(student, teacher):
 
 MATCHES = [
     Spelling("other temperatures", of_temperatures, distillation),
-    Spelling("Hinton", lambda s, t: hinton(s, t, 2), distillation),
+    Spelling("Hinton", hinton, distillation),
     Spelling("log_target", of_logs, distillation),
     Spelling("reverse", reverse, distillation),
     Spelling("softmax times logs", softmax_and_logs, distillation),
