@@ -35,6 +35,7 @@ SPECS: dict[str, Spec] = {
 }
 
 # Spellings in torch's other functions have files of their own.
-for _name, _module in written_out.MODULES.items():
+for _name in written_out.MODULES.keys() & SPECS.keys():
+    _module = written_out.MODULES[_name]
     SPECS[_name].matches.extend(_module.MATCHES)
     SPECS[_name].near_misses.extend(_module.NEAR_MISSES)
