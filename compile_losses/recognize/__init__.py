@@ -46,14 +46,15 @@ def rewrite_graph(graph: Graph, *, verify: bool | None = None) -> Report:
         if node in taken:
             continue
         refused: tuple[Match | Decline, str] | None = None
-        for found in recognizer.candidates(node):
+        for candidate in recognizer.candidates(node):
+            found = candidate
             if isinstance(found, Match):
                 found = through_linear(found, recognizer.shadow)
             reason = found.reason if isinstance(found, Decline) else refusal(found)
             if verify and reason is None:
                 assert isinstance(found, Match)
-                reason, remark = compare(found)
-                found.remarks += [remark] if remark else []
+                reason, note = compare(found)
+                found.notes += [note] if note else []
             if reason is None:
                 assert isinstance(found, Match)
                 sites.append(_site(found, None, mark(found.root)))
@@ -74,5 +75,6 @@ def _site(found: Match | Decline, reason: str | None, mark: int) -> Site:
         name = found.op if isinstance(found, Match) else found.name
         return Site(name, "declined", reason, file, line, mark=mark)
     assert isinstance(found, Match)
-    notes = [f"absorbed {' and '.join(found.absorbed)}"] if found.absorbed else []
-    return Site(found.op, "rewritten", "; ".join([*notes, *found.remarks]), file, line, mark=mark)
+    absorbed = [f"absorbed {' and '.join(found.absorbed)}"] if found.absorbed else []
+    notes = "; ".join([*absorbed, *found.notes])
+    return Site(found.op, "rewritten", notes, file, line, mark=mark)

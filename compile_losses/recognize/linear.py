@@ -29,7 +29,7 @@ def through_linear(match: Match, shadow: Shadow) -> Match:
     if match.op != "cross_entropy" or refusal(match) is not None:
         return match
     try:
-        logits = find_logits(match.args[0], shadow)
+        logits = find_logits(match, shadow)
         if logits is None:
             return match
         _check_gain(match, logits)
@@ -39,7 +39,7 @@ def through_linear(match: Match, shadow: Shadow) -> Match:
             return found
     except NotAbsorbedError as error:
         reason = str(error)
-    match.remarks.append(f"without its linear layer: {reason}")
+    match.notes.append(f"without its linear layer: {reason}")
     return match
 
 
@@ -110,8 +110,8 @@ def _match(match: Match, logits: Logits) -> Match:
         {name: value for name, value in kwargs.items() if value is not None},
         list(dict.fromkeys([*match.interior, *reversed(logits.nodes), logits.linear])),
         absorbed,
-        match.remarks,
         match.steps,
+        match.notes,
     )
 
 

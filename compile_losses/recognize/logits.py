@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from compile_losses.recognize.match import example
+from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.shadow import Shadow
 from compile_losses.recognize.values import Value
 
@@ -60,15 +60,15 @@ class Logits:
     cast: torch.dtype | None = None
 
 
-def find_logits(argument: Node | Value, shadow: Shadow) -> Logits | None:
-    """The linear layer behind a tensor and the way from it, None where there is no such layer.
+def find_logits(match: Match, shadow: Shadow) -> Logits | None:
+    """The linear layer behind a match's input and the way from it, None where there is none.
 
     Raises:
         NotAbsorbedError: there is one, and something on the way can't be taken along.
     """
     nodes: list[Node] = []
     steps: list[Value] = []
-    current = argument
+    current: Node | Value = match.args[0]
     while True:
         if isinstance(current, Value) and not current.whole:
             value = current
@@ -87,7 +87,7 @@ def find_logits(argument: Node | Value, shadow: Shadow) -> Logits | None:
         current = value.args[0]
     if not all(isinstance(example(n), FakeTensor) for n in (node, *node.all_input_nodes)):
         return None
-    _check_users([node, *reversed(nodes)])
+    _check_users({node, *nodes, *match.interior}, match.root)
     logits = Logits(node, nodes[::-1], example(node).dim() - 1)
     _Walk(logits).over(steps[::-1])
     return logits
@@ -107,9 +107,10 @@ def is_product(node: Node) -> bool:
     return isinstance(left, Tensor) and isinstance(right, Tensor) and right.dim() == 2
 
 
-def _check_users(nodes: list[Node]) -> None:
+def _check_users(nodes: set[Node], root: Node) -> None:
+    """That neither the logits nor what the loss makes of them is needed elsewhere."""
     for node in nodes:
-        if len(node.users) > 1:
+        if not set(node.users) <= {*nodes, root}:
             raise NotAbsorbedError("the logits have other users")
 
 

@@ -23,8 +23,8 @@ class Match:
         interior: nodes between the arguments and the root that the op makes superfluous. They are
             erased where nothing else uses them.
         absorbed: what those nodes did beyond the op's plain meaning, in words.
-        remarks: what else the report is to say.
         steps: what makes the root of the op's result: functions, each with further arguments.
+        notes: what else the report should say.
     """
 
     root: Node
@@ -33,8 +33,8 @@ class Match:
     kwargs: dict[str, Any] = field(default_factory=dict)
     interior: list[Node] = field(default_factory=list)
     absorbed: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
     steps: list[tuple[Callable[..., Any], tuple[Any, ...]]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def overload(self) -> torch._ops.OpOverload[..., Any]:

@@ -47,6 +47,10 @@ def classes():
     return torch.randn(6, 10, requires_grad=True), torch.randint(10, (6,))
 
 
+def plain_classes():
+    return torch.randn(6, 10), torch.randint(10, (6,))
+
+
 def half_classes():
     x, t = classes()
     return x.bfloat16(), t
