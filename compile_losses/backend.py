@@ -19,9 +19,12 @@ from torch.fx import Graph, GraphModule
 from compile_losses.library import fingerprint
 from compile_losses.lower import Decision, in_place, plan
 from compile_losses.recognize import rewrite, rewrite_graph
+from compile_losses.recognize.verify import verify_by_default
 
 #: The option of the backend that names another backend to compile the rewritten graph.
 INNER_BACKEND = "inner_backend"
+#: The option that compares every loss with its rewrite while compiling.
+VERIFY = "verify"
 
 
 class _Pass(CustomGraphPass):
@@ -55,6 +58,10 @@ class _RewritePass(_Pass):
         report = rewrite_graph(graph)
         if graph.owning_module is not None:
             graph.owning_module.meta["compile_losses"] = report
+
+    def uuid(self) -> Any:
+        own = super().uuid()
+        return own and (*own, verify_by_default())  # what it declines depends on that
 
 
 class _LoweringPass(_Pass):
@@ -109,11 +116,13 @@ def compile_losses(
         gm, example_inputs: what Dynamo passes to a backend.
         mode: as for ``torch.compile``'s own backend.
         options: Inductor's options, and ``inner_backend``: the name of another backend to hand the
-            rewritten graph to (``"aot_eager"``, ``"eager"``, ...).
+            rewritten graph to (``"aot_eager"``, ``"eager"``, ...); and ``verify``: whether to
+            evaluate every loss and its rewrite on random numbers, and to leave alone what differs
+            (by default if COMPILE_LOSSES_VERIFY=1 is in the environment).
     """
     options = dict(options or {})
     inner = options.pop(INNER_BACKEND, "inductor")
-    rewrite(gm)
+    rewrite(gm, verify=options.pop(VERIFY, None))
     if inner != "inductor":
         keywords = {k: v for k, v in (("mode", mode), ("options", options)) if v}
         return torch._dynamo.lookup_backend(inner)(gm, example_inputs, **keywords)

@@ -145,6 +145,17 @@ def test_numbers_on_the_host():
     assert value.dtype == torch.float32
 
 
+def test_weighted_mean():
+    """The sum of the weights divides the gradient where it is computed."""
+
+    def loss(p, t, w):
+        return F.mse_loss(p, t, weight=w)
+
+    inputs = torch.randn(8, 16), torch.randn(8, 12), torch.rand(8, 12)
+    (site,) = compile_losses.explain(Head(loss), *inputs).sites
+    assert site.plan == ("kernel", "hoisted with its factor", "in place", "scale in place")
+
+
 def test_told():
     report = compile_losses.explain(Head(FACTORS["constant"]), *classes(), torch.tensor(7.0))
     assert report.sites[0].plan == (

@@ -63,6 +63,8 @@ def test_threads_do_not_change_results(spec):
     threads = torch.get_num_threads()
     try:
         for sample in spec.samples("cpu", torch.float32):
+            if sample.weights and sample.options["reduction"] == 1 and "weight" in sample.weights:
+                continue  # torch.sum adds the weight up in an order that depends on the threads
             results = []
             for count in (1, 2, 3):
                 torch.set_num_threads(count)

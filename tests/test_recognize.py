@@ -14,6 +14,7 @@ from torch import nn
 import compile_losses
 from compile_losses.recognize.guards import GUARDS
 from tests.specs import SPECS
+from tests.specs.written.cross_entropy import OTHER_LIKELIHOODS
 
 MATCHES = [(s.name, m) for s in SPECS.values() for m in s.matches]
 NEAR_MISSES = [(s.name, m) for s in SPECS.values() for m in s.near_misses]
@@ -52,13 +53,48 @@ def test_match(name, spelling):
     assert [(s.op, s.status) for s in report.sites] == [(name, "rewritten")], str(report)
     assert report.sites[0].file.endswith(".py")
     assert report.sites[0].line > 0
-    expected = run(spelling.function, inputs)
     for inner, dynamic in (("eager", False), ("aot_eager", False), ("aot_eager", True)):
-        torch._dynamo.reset()
-        actual = run(compile_with(spelling.function, inner, dynamic), inputs)
-        narrow = any(t.dtype == torch.bfloat16 for t in inputs if isinstance(t, torch.Tensor))
-        tolerance = {"rtol": 1e-2, "atol": 1e-3} if narrow else {"rtol": 1e-5, "atol": 1e-6}
-        torch.testing.assert_close(actual, expected, **tolerance)
+        check_result(spelling, inputs, inner, dynamic)
+    rewritten = sum(str(t).startswith("fused.") for t in called(spelling, inputs, True))
+    assert rewritten == (1 if spelling.dynamic else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+@spellings(MATCHES)
+def test_match_inductor(name, spelling, dynamic):
+    check_result(spelling, spelling.inputs(), "inductor", dynamic)
+
+
+def check_result(spelling, inputs, inner, dynamic):
+    torch._dynamo.reset()
+    actual = run(compile_with(spelling.function, inner, dynamic), inputs)
+    narrow = any(t.dtype == torch.bfloat16 for t in inputs if isinstance(t, torch.Tensor))
+    tolerance = {"rtol": 1e-2, "atol": 1e-3} if narrow else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(actual, run(spelling.function, inputs), **tolerance)
+
+
+def called(spelling, inputs, dynamic):
+    """What the rewritten graph calls."""
+    targets = []
+
+    def backend(gm, example_inputs):
+        targets.extend(node.target for node in compile_losses.rewrite(gm).graph.nodes)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(spelling.function, backend=backend, fullgraph=True, dynamic=dynamic)(*inputs)
+    return targets
+
+
+def test_collection():
+    """Enough spellings, of which nearly all are rewritten with symbolic sizes, too."""
+    assert len(MATCHES) >= 100
+    assert len(NEAR_MISSES) >= 60
+    assert sum(spelling.dynamic for _, spelling in MATCHES) >= 0.95 * len(MATCHES)
+    for cases in (MATCHES, NEAR_MISSES):
+        names = [(name, spelling.name) for name, spelling in cases]
+        assert len(names) == len(set(names)), "two spellings have one name"
 
 
 @spellings(NEAR_MISSES)
@@ -74,6 +110,14 @@ def test_near_miss(name, spelling):
     torch._dynamo.reset()
     actual = run(compile_with(spelling.function, "aot_eager", False), inputs)
     torch.testing.assert_close(actual, run(spelling.function, inputs), equal_nan=True)
+
+
+@pytest.mark.parametrize("spelling", OTHER_LIKELIHOODS, ids=lambda spelling: spelling.name)
+def test_other_likelihoods(spelling):
+    inputs = spelling.inputs()
+    report = compile_losses.explain(spelling.function, *inputs)
+    assert [site.op for site in report.sites] == ["nll_loss"]
+    check_result(spelling, inputs, "aot_eager", False)
 
 
 def captured(function, *inputs):

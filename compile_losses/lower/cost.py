@@ -25,7 +25,7 @@ from compile_losses.lower.aliases import is_view, storage_of
 aten = torch.ops.aten
 
 _MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
-_CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 #: What a symbolic size without a hint counts as, Inductor's own assumption.
 _UNKNOWN_SIZE = 8192
 #: A backward reads an argument that takes so many times its size to compute again.
@@ -124,7 +124,7 @@ def _kind(producer: Node, ops: OpTypes) -> str:
         return "matrix product"
     if target is aten.convolution.default:
         return "convolution"
-    if target in _CASTS:
+    if target in CASTS:
         return "cast"
     if target is aten.clone.default:
         return "copy"

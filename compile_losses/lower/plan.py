@@ -17,8 +17,9 @@ from torch._functorch.partitioners import OpTypes, get_default_op_list
 from torch.fx import Graph, Node
 
 from compile_losses.lower.aliases import is_fused_into_readers
-from compile_losses.lower.calls import Loss, find_losses, fused_call
+from compile_losses.lower.calls import Loss, find_losses, fused_call, merge_twins
 from compile_losses.lower.cost import (
+    CASTS,
     Cost,
     Feed,
     Gradient,
@@ -34,12 +35,15 @@ from compile_losses.lower.inline import inline, inline_backward
 from compile_losses.lower.linear import plan_linear
 from compile_losses.ops.checks import REDUCTIONS
 
+aten = torch.ops.aten
+
 #: A kernel may cost this much more by the estimate, which is not so exact.
 _MARGIN = 1.05
 
 
 def plan(graph: Graph) -> list[Decision]:
     """Inlines or hoists every loss of a graph; returns what was decided, for each loss."""
+    merge_twins(graph)
     losses = find_losses(graph)
     if not losses and not any(fused_call(node) for node in graph.nodes):
         return []
@@ -111,7 +115,20 @@ def costs(loss: Loss, feeds: Sequence[Feed], hoisted: bool) -> tuple[Cost, Cost]
         between = nbytes_of(value.meta["val"]) * (4 if gradients else 2)
     in_place = hoisted and overwritable(loss.input, {loss.forward, *loss.backwards}) is None
     kernel = kernel_cost(feeds, between, gradients, hoisted=hoisted, in_place=in_place)
+    # A weighted mean divides by the weight's sum, for which torch's ops need no read of their own.
+    weight = loss.arguments.get("weight")
+    if isinstance(weight, Node) and weight.op == "placeholder" and _is_summed(weight):
+        kernel = Cost(kernel.moved + nbytes_of(weight.meta["val"]), kernel.held)
     return kernel, inline_cost(feeds, gradients, _forward_passes(loss))
+
+
+def _is_summed(node: Node) -> bool:
+    """Whether a graph sums a tensor up, or a cast of it."""
+    return any(
+        user.target in (aten.sum.default, aten.sum.dim_IntList)
+        or (user.target in CASTS and _is_summed(user))
+        for user in node.users
+    )
 
 
 def _forward_passes(loss: Loss) -> int:

@@ -218,7 +218,11 @@ def declare(
                 None if tensor is None else tensor.to(grad_output.dtype)
                 for tensor in (*arguments, *saved[count:])
             ]
-            return reference(*cast, *ctx.options)
+            if ctx.options[0] != checks.REDUCTIONS["batchmean"]:
+                return reference(*cast, *ctx.options)
+            # The arguments are expanded here: the batch is that of the input as it was given.
+            batch = saved[0].shape[0] if saved[0].dim() > 0 else 1
+            return reference(*cast, SUM, *ctx.options[1:]) / batch
 
         products = double_backward(
             loss,

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from compile_losses.recognize.match import Match, example
+from compile_losses.recognize.shadow import aten, compute
+from compile_losses.recognize.values import Value
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -19,7 +21,7 @@ def absorb(match: Match) -> None:
         return
     if match.op == "kl_div":
         _absorb_log(match)
-    # cross_entropy's target is an index; the other losses' may be cast like input.
+    # cross_entropy's target may be an index; the other losses' may be cast like input.
     for i in range(len(_floating_arguments(match))):
         _absorb_cast(match, i)
     # Computing in a wider dtype than the arguments', because of an absorbed cast or of autocast.
@@ -40,7 +42,9 @@ def _absorb_log(match: Match) -> None:
     if not _is_log(input) or len(input.args) != 1 or input.kwargs:
         return
     probabilities = input.args[0]
-    if not _absorbable(input, probabilities) or not example(probabilities).is_floating_point():
+    if not _absorbable(match, input, probabilities):
+        return
+    if not example(probabilities).is_floating_point():
         return
     match.args = (probabilities, *match.args[1:])
     match.kwargs["log_input"] = False
@@ -48,13 +52,15 @@ def _absorb_log(match: Match) -> None:
     match.absorbed.append("the logarithm")
 
 
-def _is_log(node: Node) -> bool:
+def _is_log(node: Any) -> bool:
+    if not isinstance(node, Node):
+        return False
     if node.op == "call_method":
         return node.target == "log"
     return node.op == "call_function" and node.target in (
         torch.log,
         torch.Tensor.log,
-        torch.ops.aten.log.default,
+        aten.log.default,
     )
 
 
@@ -64,18 +70,42 @@ def _absorb_cast(match: Match, index: int) -> None:
     The result is that of torch: each element is converted on the way, and the gradient is rounded
     to x's dtype once, as by the backward of torch's cast.
     """
-    cast = match.args[index]
-    source = _cast_source(cast)
-    if source is None or not _absorbable(cast, source):
+    found = _without_cast(match, match.args[index])
+    if found is None:
         return
-    to, origin = example(cast).dtype, example(source).dtype
+    source, cast = found
+    to, origin = example(match.args[index]).dtype, example(source).dtype
     if (to, origin) not in {(torch.float32, narrow) for narrow in _NARROW}:
         return
     arguments = list(match.args)
     arguments[index] = source
     match.args = tuple(arguments)
-    match.interior.append(cast)
+    if cast is not None and cast not in match.interior:
+        match.interior.append(cast)
     match.absorbed.append(f"a cast from {str(origin).removeprefix('torch.')}")
+
+
+def _without_cast(match: Match, argument: Any) -> tuple[Any, Node | None] | None:
+    """What a cast is made of, and its node if it has one; views in between stay."""
+    if isinstance(argument, Node):
+        source = _cast_source(argument)
+        if source is None or not _absorbable(match, argument, source):
+            return None
+        return source, argument
+    if not isinstance(argument, Value) or argument.op is None:
+        return None
+    inner = argument.args[0]
+    if argument.op is aten._to_copy.default:
+        return inner.argument, None
+    if argument.op is not aten.permute.default:
+        return None
+    found = _without_cast(match, inner.argument)
+    if found is None:
+        return None
+    source, cast = found
+    value = source if isinstance(source, Value) else Value(example(source), source, whole=True)
+    moved = compute(argument.op, value, *argument.args[1:])
+    return None if moved is None else (moved, cast)
 
 
 def _cast_source(node: Any) -> Node | None:
@@ -89,15 +119,15 @@ def _cast_source(node: Any) -> Node | None:
     return None
 
 
-def _absorbable(node: Node, argument: Any) -> bool:
-    """Whether a match may read ``argument`` in place of ``node``, which has no other user.
+def _absorbable(match: Match, node: Node, argument: Any) -> bool:
+    """Whether a match may read ``argument`` in place of ``node``, which has no user outside it.
 
     With another user the node's tensor is in memory anyway, and gradients would be added up in
     another dtype. Neither may be written to, nor may the node cut gradients off.
     """
     value, source = example(node), example(argument)
     return (
-        len(node.users) == 1
+        set(node.users) <= {match.root, *match.interior}
         and isinstance(value, Tensor)
         and isinstance(source, Tensor)
         and value.shape == source.shape

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
-from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from compile_losses import library
 from compile_losses.recognize.match import Match, example
+from compile_losses.recognize.values import Value, examples
 
 
 def _tensors(match: Match) -> list[Tensor]:
@@ -25,6 +25,18 @@ def unknown_values(match: Match) -> str | None:
     if all(example(node) is not None for node in (match.root, *match.inputs)):
         return None
     return "the graph does not say what the loss's arguments are"
+
+
+def symbols(match: Match) -> str | None:
+    """A size that is a symbol belongs to a node; what the rewrite computes can't hold one."""
+    waiting = [match.args, match.kwargs]
+    while waiting:
+        for argument in tree_leaves(waiting.pop()):
+            if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
+                return "what feeds it depends on a size that the graph has no node for"
+            if isinstance(argument, Value) and not argument.whole:
+                waiting += [argument.args, argument.kwargs]
+    return None
 
 
 def inside_functorch(match: Match) -> str | None:
@@ -80,6 +92,8 @@ def gradient_cut(match: Match) -> str | None:
     changes that mode, the root is under no_grad as well, and so is the op.
     """
     for node in match.interior:
+        if not isinstance(example(node), Tensor):
+            continue
         sources = [example(source) for source in node.all_input_nodes]
         needed = any(isinstance(s, Tensor) and s.requires_grad for s in sources)
         if needed == example(node).requires_grad:
@@ -102,9 +116,8 @@ def _changes_grad_mode(first: Node, last: Node) -> bool:
 def different_result(match: Match) -> str | None:
     """Runs the op on the traced values: it must accept them and return what the root holds."""
     expected = example(match.root)
-    args, kwargs = map_arg((match.args, match.kwargs), example)
     try:
-        result = _evaluate(match.overload, args, kwargs)
+        result = _evaluate(match)
     except Exception as error:
         return " ".join(str(error).split())
     for name in ("dtype", "shape", "device"):
@@ -116,14 +129,19 @@ def different_result(match: Match) -> str | None:
     return None
 
 
-def _evaluate(op: Any, args: Any, kwargs: Any) -> Tensor:
+def _evaluate(match: Match) -> Tensor:
+    args, kwargs = examples((match.args, match.kwargs))
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, FakeTensor)]
     with tensors[0].fake_mode, torch.no_grad():
-        return op(*args, **kwargs)
+        result: Tensor = match.overload(*args, **kwargs)
+        for function, rest in match.steps:
+            result = function(result, *examples(rest))
+    return result
 
 
 GUARDS: list[Callable[[Match], str | None]] = [
     unknown_values,
+    symbols,
     inside_functorch,
     tensor_subclass,
     not_strided,

@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from compile_losses.recognize.match import example
-from compile_losses.recognize.shadow import Shadow, Value
+from compile_losses.recognize.match import Match, example
+from compile_losses.recognize.shadow import Shadow
+from compile_losses.recognize.values import Value
 
 aten = torch.ops.aten
 
@@ -59,48 +60,37 @@ class Logits:
     cast: torch.dtype | None = None
 
 
-def find_logits(node: Any, shadow: Shadow) -> Logits | None:
-    """The linear layer behind a node and the way from it, None where there is no such layer.
+def find_logits(match: Match, shadow: Shadow) -> Logits | None:
+    """The linear layer behind a match's input and the way from it, None where there is none.
 
     Raises:
         NotAbsorbedError: there is one, and something on the way can't be taken along.
     """
     nodes: list[Node] = []
     steps: list[Value] = []
-    while isinstance(node, Node) and not _is_linear(node):
-        value = shadow.of(node)
-        inner: list[Value] = []
-        while value.op is not None:
-            inner.append(value)
-            if not value.args or not isinstance(value.args[0], Value):
-                return None
-            value = value.args[0]
-        nodes.append(node)
-        steps += inner
-        if value.node is node:
-            if not _is_identity(node):
-                return None
-            node = node.args[0]
+    current: Node | Value = match.args[0]
+    while True:
+        if isinstance(current, Value) and not current.whole:
+            value = current
         else:
-            node = value.node
-    if not isinstance(node, Node) or not all(
-        isinstance(example(n), FakeTensor) for n in (node, *node.all_input_nodes)
-    ):
+            node = current if isinstance(current, Node) else current.node
+            if _is_linear(node):
+                break
+            nodes.append(node)
+            value = shadow.of(node)
+            if value.node is not node:  # the node hands its argument on
+                current = value.node
+                continue
+        if value.op is None or not value.args or not isinstance(value.args[0], Value):
+            return None
+        steps.append(value)
+        current = value.args[0]
+    if not all(isinstance(example(n), FakeTensor) for n in (node, *node.all_input_nodes)):
         return None
-    _check_users([node, *reversed(nodes)])
+    _check_users({node, *nodes, *match.interior}, match.root)
     logits = Logits(node, nodes[::-1], example(node).dim() - 1)
     _Walk(logits).over(steps[::-1])
     return logits
-
-
-def _is_identity(node: Node) -> bool:
-    """Whether a node returns its argument, as a cast to the dtype that it has already does."""
-    if node.op != "call_method" or node.target not in ("float", "to", "type", "contiguous"):
-        return False
-    after, before = example(node), example(node.args[0])
-    if not isinstance(after, Tensor) or not isinstance(before, Tensor):
-        return False
-    return (after.dtype, after.device, after.shape) == (before.dtype, before.device, before.shape)
 
 
 def _is_linear(node: Node) -> bool:
@@ -117,9 +107,10 @@ def is_product(node: Node) -> bool:
     return isinstance(left, Tensor) and isinstance(right, Tensor) and right.dim() == 2
 
 
-def _check_users(nodes: list[Node]) -> None:
+def _check_users(nodes: set[Node], root: Node) -> None:
+    """That neither the logits nor what the loss makes of them is needed elsewhere."""
     for node in nodes:
-        if len(node.users) > 1:
+        if not set(node.users) <= {*nodes, root}:
             raise NotAbsorbedError("the logits have other users")
 
 

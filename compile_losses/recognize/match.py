@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Node
+
+from compile_losses.recognize.values import Value, emit, example, sources
 
 
 @dataclass
@@ -16,11 +19,11 @@ class Match:
     Attributes:
         root: the node that holds the loss; it is replaced.
         op: the name of the public fused op.
-        args, kwargs: the op's arguments, nodes or constants.
+        args, kwargs: the op's arguments: nodes, Values computed from nodes, or constants.
         interior: nodes between the arguments and the root that the op makes superfluous. They are
             erased where nothing else uses them.
         absorbed: what those nodes did beyond the op's plain meaning, in words.
-        multiplier: the root is this many times the op's result.
+        steps: what makes the root of the op's result: functions, each with further arguments.
         notes: what else the report should say.
     """
 
@@ -30,7 +33,7 @@ class Match:
     kwargs: dict[str, Any] = field(default_factory=dict)
     interior: list[Node] = field(default_factory=list)
     absorbed: list[str] = field(default_factory=list)
-    multiplier: float = 1.0
+    steps: list[tuple[Callable[..., Any], tuple[Any, ...]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -39,23 +42,35 @@ class Match:
 
     @property
     def inputs(self) -> list[Node]:
-        return [a for a in (*self.args, *self.kwargs.values()) if isinstance(a, Node)]
+        """The nodes that the rewrite reads."""
+        extra = [arguments for _, arguments in self.steps]
+        return list(dict.fromkeys(sources((self.args, self.kwargs, extra))))
 
-    def replace(self) -> None:
-        """Puts the op where the root stood, and erases what nobody uses any more."""
-        graph = self.root.graph
+    def replace(self) -> list[Node]:
+        """Puts the op where the root stood, and erases what nobody uses any more.
+
+        Returns:
+            The nodes erased.
+        """
+        graph, meta = self.root.graph, self.root.meta
         with graph.inserting_before(self.root):
-            node = graph.call_function(self.overload, self.args, self.kwargs)
-            node.meta = dict(self.root.meta)
-            if self.multiplier != 1.0:
-                node = graph.call_function(torch.mul, (node, self.multiplier))
-                node.meta = dict(self.root.meta)
+            args = [emit(graph, argument, meta) for argument in self.args]
+            kwargs = {key: emit(graph, argument, meta) for key, argument in self.kwargs.items()}
+            node = graph.call_function(self.overload, tuple(args), kwargs)
+            node.meta = dict(meta)
+            for function, rest in self.steps:
+                more = [emit(graph, argument, meta) for argument in rest]
+                node = graph.call_function(function, (node, *more))
+                node.meta = dict(meta)
         self.root.replace_all_uses_with(node)
         # Only the match's own nodes: dead-code elimination on a Dynamo graph would take in-place
         # operations with it, whose effect is not in their result.
+        erased = []
         for old in [self.root, *self.interior]:
             if not old.users:
                 graph.erase_node(old)
+                erased.append(old)
+        return erased
 
 
 @dataclass(frozen=True)
@@ -67,8 +82,4 @@ class Decline:
     reason: str
 
 
-def example(node: Any) -> Any:
-    """The fake tensor or number recorded for a node in tracing; a constant stands for itself."""
-    if not isinstance(node, Node):
-        return node
-    return node.meta.get("example_value", node.meta.get("val"))
+__all__ = ["Decline", "Match", "Value", "example"]

@@ -7,8 +7,9 @@ takes, so that a recogniser has one spelling to look for. Nodes are replayed onl
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,29 +17,23 @@ from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from compile_losses.recognize.match import example
+from compile_losses.recognize.values import Value, example, examples
 
+aten = torch.ops.aten
 
-@dataclass(eq=False)
-class Value:
-    """A tensor of the shadow.
-
-    Attributes:
-        fake: its dtype, shape and so on.
-        node: the Dynamo node during which it was computed.
-        op: the ATen op that made it, None where the shadow does not look further.
-        args, kwargs: the op's arguments; tensors are Values.
-    """
-
-    fake: Tensor
-    node: Node
-    op: OpOverload[..., Any] | None = None
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+#: Ops whose results are the same whenever their arguments are: no random numbers, no state.
+_REPEATABLE = {
+    *(aten.add, aten.sub, aten.mul, aten.div, aten.neg, aten.pow, aten.abs, aten.log, aten.exp),
+    *(aten._softmax, aten._log_softmax, aten.logsumexp, aten.clamp, aten.remainder),
+    *(aten._to_copy, aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.permute),
+    *(aten.transpose, aten.t, aten.slice, aten.select, aten.expand, aten.alias),
+    *(aten.lt, aten.where, aten.reciprocal),
+}
 
 
 class _MutationError(Exception):
@@ -65,24 +60,62 @@ class _Recorder(TorchDispatchMode):
 
     def value_of(self, tensor: Tensor) -> Value:
         """A constant, or one of several results of an op, is opaque: no recogniser knows its op."""
-        opaque = Value(tensor, self.node, torch.ops.aten.lift_fresh.default)
+        opaque = Value(tensor, self.node, aten.lift_fresh.default)
         return self.values.setdefault(id(tensor), opaque)
 
 
 class Shadow:
-    """The ATen view of one graph, built as it is looked at."""
+    """The ATen view of one graph, built as it is looked at.
+
+    Attributes:
+        replayed: how many nodes were replayed, which is what recognition costs.
+    """
 
     def __init__(self) -> None:
         self._of_node: dict[Node, Value] = {}
+        self._keys: dict[Value, Hashable] = {}
+        self.replayed = 0
 
     def of(self, node: Node) -> Value:
         """The Value that a node with a tensor result holds."""
         if node not in self._of_node:
-            self._of_node[node] = self._replay(node)
+            value = self._replay(node)
+            value.whole = value.whole or value.node is node
+            self._of_node[node] = value
         return self._of_node[node]
 
+    def looked_at(self, node: Node) -> bool:
+        return node in self._of_node
+
+    def resolve(self, value: Value) -> Value:
+        """Looks through a Value that stands for a whole node."""
+        return self.of(value.node) if value.op is None else value
+
+    def same(self, left: Any, right: Any) -> bool:
+        """Whether two Values certainly hold the same numbers."""
+        return (
+            isinstance(left, Value)
+            and isinstance(right, Value)
+            and self.key(left) == self.key(right)
+        )
+
+    def key(self, value: Value) -> Hashable:
+        """Equal for tensors that are computed in the same way from the same tensors."""
+        value = self.resolve(value)
+        if value not in self._keys:
+            self._keys[value] = self._key(value)
+        return self._keys[value]
+
+    def _key(self, value: Value) -> Hashable:
+        if value.op is None:
+            return value.node
+        if value.op._overloadpacket not in _REPEATABLE:
+            return value
+        parts = tree_map_only(Value, self.key, (value.args, value.kwargs))
+        return (value.op, _hashable(parts))
+
     def _replay(self, node: Node) -> Value:
-        leaf = Value(example(node), node)
+        leaf = Value(example(node), node, whole=True)
         if node.op not in ("call_function", "call_method"):
             return leaf
         if isinstance(node.target, HigherOrderOperator):
@@ -91,26 +124,57 @@ class Shadow:
         if not inputs or not all(type(example(n)) is FakeTensor for n in inputs):
             return leaf
         # Keyed by identity: the fakes of this node's inputs, then of whatever the replay makes.
-        values = {id(example(n)): Value(example(n), n) for n in inputs}
+        values = {id(example(n)): Value(example(n), n, whole=True) for n in inputs}
         args, kwargs = map_arg((node.args, node.kwargs), example)
-        fake_mode = example(inputs[0]).fake_mode
-        shape_env = fake_mode.shape_env
-        no_new_symbols = shape_env.ignore_fresh_unbacked_symbols() if shape_env else nullcontext()
+        self.replayed += 1
         try:
-            with fake_mode, torch.no_grad(), no_new_symbols, _Recorder(values, node):
+            with _quietly(example(inputs[0])), _Recorder(values, node):
                 result = _call(node, args, kwargs)
         except Exception:  # whatever can't be replayed is opaque, and nothing more
             return leaf
         value = values.get(id(result)) if isinstance(result, Tensor) else None
         # Autocast regions are nodes of the graph and not in force here: their casts would be
         # missed.
-        if value is None or value.op is None or result.dtype != leaf.fake.dtype:
+        if value is None or result.dtype != leaf.fake.dtype:
             return leaf
+        if value.op is None:  # a node that hands an argument on, such as float() of float32
+            return self.of(value.node)
         return value
 
-    def resolve(self, value: Value) -> Value:
-        """Looks through a Value that stands for a whole node."""
-        return self.of(value.node) if value.op is None else value
+
+def compute(op: OpOverload[..., Any], *args: Any) -> Value | None:
+    """A tensor that is in no graph yet, or None if the op refuses its arguments."""
+    first = next(a for a in args if isinstance(a, Value))
+    try:
+        with _quietly(first.fake):
+            return Value(op(*examples(args)), first.node, op, args)
+    except Exception:
+        return None
+
+
+@contextmanager
+def _quietly(fake: Tensor) -> Iterator[None]:
+    """Runs ops on fakes once more: no gradients, no new symbols, no warning a second time."""
+    assert isinstance(fake, FakeTensor)
+    env = fake.fake_mode.shape_env
+    no_new_symbols = env.ignore_fresh_unbacked_symbols() if env else nullcontext()
+    with fake.fake_mode, torch.no_grad(), no_new_symbols, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _hashable(argument: Any) -> Hashable:
+    if isinstance(argument, list | tuple):
+        return tuple(map(_hashable, argument))
+    if isinstance(argument, dict):
+        return tuple(sorted((key, _hashable(item)) for key, item in argument.items()))
+    if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return (type(argument), argument.node.expr)  # hashing one itself may specialise it
+    try:
+        hash(argument)
+    except TypeError:
+        return id(argument)
+    return (type(argument), argument)
 
 
 def _call(node: Node, args: Any, kwargs: Any) -> Any:
@@ -119,3 +183,25 @@ def _call(node: Node, args: Any, kwargs: Any) -> Any:
         return getattr(receiver, str(node.target))(*rest, **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
+
+
+def same_sizes(left: Any, right: Any) -> bool:
+    """Whether two shapes are certainly equal; comparing symbols by == would add guards."""
+    return len(left) == len(right) and all(
+        statically_known_true(a == b) for a, b in zip(left, right, strict=True)
+    )
+
+
+def equal_sizes(left: Any, right: Any) -> bool:
+    """Whether two shapes are equal, if need be by a guard that they stay so.
+
+    For what torch does not require but a loss does: gather takes an index of fewer rows.
+    """
+    if len(left) != len(right):
+        return False
+    pairs = [pair for pair in zip(left, right, strict=True) if not same_sizes(*zip(pair))]
+    symbols = [size for pair in pairs for size in pair if isinstance(size, torch.SymInt)]
+    if any(size.node.hint is None for size in symbols):
+        return False
+    hints = [[getattr(getattr(s, "node", None), "hint", s) for s in pair] for pair in pairs]
+    return all(a == b for a, b in hints) and all(bool(a == b) for a, b in pairs)

@@ -158,21 +158,35 @@ _ROWS = {
 }
 
 
-def recognize_call(node: Node) -> Match | Decline | None:
-    """A loss that is one call of torch's, with what feeds it absorbed where that is free."""
+#: A row of the table and the arguments that a node calls it with, by name.
+Call = tuple[Loss, Arguments]
+
+
+def bind(node: Node) -> Call | Decline | None:
+    """The row that a node is a call of, and its arguments by name."""
     if node.op != "call_function" or node.target not in _ROWS:
         return None
     loss, signature = _ROWS[node.target]
+    try:
+        bound = signature.bind(*node.args, **node.kwargs)
+    except TypeError as error:
+        return Decline(node, loss.name, f"its arguments do not fit its signature: {error}")
+    bound.apply_defaults()
+    return loss, bound.arguments
+
+
+def recognize_call(node: Node) -> Match | Decline | None:
+    """A loss that is one call of torch's, with what feeds it absorbed where that is free."""
+    bound = bind(node)
+    if bound is None or isinstance(bound, Decline):
+        return bound
+    loss, arguments = bound
     if loss.convert is None:
         return Decline(node, loss.name, "there is no fused op for it yet")
     try:
-        bound = signature.bind(*node.args, **node.kwargs)
-        bound.apply_defaults()
-        args, kwargs = loss.convert(bound.arguments)
+        args, kwargs = loss.convert(arguments)
     except UnsupportedError as error:
         return Decline(node, loss.name, str(error))
-    except TypeError as error:
-        return Decline(node, loss.name, f"its arguments do not fit its signature: {error}")
     match = Match(node, loss.name, args, kwargs)
     if not all(isinstance(argument, Node) for argument in args[:2]):
         return Decline(node, loss.name, "input and target are not both tensors of the graph")

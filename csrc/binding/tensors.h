@@ -65,7 +65,7 @@ void check_broadcasts(const Tensor& tensor, const Sizes& shape, const char* op,
 Tensor empty_like(const Tensor& tensor, const Sizes& shape, ScalarType dtype);
 Tensor empty_scalar(const Tensor& like, ScalarType dtype);
 
-// Strides of tensor in the iteration space `shape`: 0 where it is broadcast.
+// Strides of tensor in the iteration space `shape`: 0 where it is broadcast. Throws if it can't be.
 Sizes broadcast_strides(const Tensor& tensor, const Sizes& shape);
 
 // Orders the dimensions by the first operand's strides (ties by the next one's), drops those of

@@ -12,6 +12,7 @@ from tests.specs import (
     mse_loss,
     smooth_l1_loss,
 )
+from tests.specs import written as written_out
 from tests.specs.spec import Spec
 
 SPECS: dict[str, Spec] = {
@@ -26,3 +27,8 @@ SPECS: dict[str, Spec] = {
         cross_entropy,
     )
 }
+
+# Spellings in torch's other functions have files of their own.
+for _name, _module in written_out.MODULES.items():
+    SPECS[_name].matches.extend(_module.MATCHES)
+    SPECS[_name].near_misses.extend(_module.NEAR_MISSES)

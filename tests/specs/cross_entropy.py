@@ -150,12 +150,6 @@ MATCHES = [
 
 NEAR_MISSES = [
     Spelling("class probabilities", F.cross_entropy, soft_targets, "class probabilities"),
-    Spelling(
-        "nll_loss",
-        lambda x, t: F.nll_loss(F.log_softmax(x, -1), t),
-        logits_and_classes,
-        "no fused op",
-    ),
 ]
 
 SPEC = Spec(

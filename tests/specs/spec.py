@@ -44,6 +44,7 @@ class Spelling:
     function: Callable[..., Any]
     inputs: Callable[[], tuple[Any, ...]]
     reason: str = ""  # for near misses: a part of the reason in the report; "" where none is given
+    dynamic: bool = True  # for matches: whether it is also rewritten with dynamic=True
 
 
 @dataclass

@@ -1,0 +1,266 @@
+"""The normal form of a loss: ``scale * sum(weights * body)``.
+
+Means, sums, views, constant factors and weights are peeled off a root, from the outside in. Each
+step leaves a form whose body may be a loss's; which one is for the families to say. The scale is
+kept as integers and symbols, so that ``.sum() / a.numel()`` is a mean under dynamic shapes, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from compile_losses.recognize.shadow import Shadow, compute, same_sizes
+from compile_losses.recognize.values import Size, Value, example
+
+aten = torch.ops.aten
+
+_VIEWS = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.alias.default,
+    aten.permute.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.clone.default,  # contiguous(), reshape()
+)
+_SUMS = (aten.sum.default, aten.sum.dim_IntList)
+_MEANS = (aten.mean.default, aten.mean.dim)
+#: Ops that only scale; a root of this kind may be left to the user.
+SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default)
+_NORM = aten.linalg_vector_norm.default
+
+Steps = list[tuple[Callable[..., Any], tuple[Any, ...]]]
+
+
+@dataclass(frozen=True)
+class NormalForm:
+    """``root == constant * numerator / denominator * sum(weights * body)``.
+
+    Attributes:
+        root: the Value that holds the loss.
+        body: what is left of it.
+        weights: tensors, broadcast with the body, that its elements are multiplied by.
+        reduced: the dimensions added up and whether they are kept, for each sum or mean on the way;
+            None for all dimensions.
+        views: whether elements were rearranged on the way.
+    """
+
+    root: Value
+    body: Value
+    constant: float = 1.0
+    numerator: Any = 1
+    denominator: Any = 1
+    weights: tuple[Value, ...] = ()
+    reduced: tuple[tuple[tuple[int, ...] | None, bool], ...] = ()
+    views: bool = False
+
+    def scale(self, counts: dict[str, Any], sized: list[Node]) -> tuple[str, Steps] | None:
+        """The reduction that makes the scale, and what then remains to be done.
+
+        Args:
+            counts: what each reduction of the op divides its sum by.
+            sized: tensors in whose sizes the remaining divisor may be said.
+        """
+        constant, numerator, denominator = self.constant, self.numerator, self.denominator
+        divisors: list[Size] = []
+        exact = [
+            r for r, n in counts.items() if statically_known_true(numerator * n == denominator)
+        ]
+        reduction = exact[0] if exact else "sum"
+        if not exact:
+            if isinstance(numerator, int) and isinstance(denominator, int):
+                if denominator == 0:
+                    return None
+                constant = constant * numerator / denominator
+            elif not statically_known_true(numerator == denominator):
+                found = _as_sizes(numerator, denominator, sized)
+                if found is None:
+                    return None
+                divisors = found
+        steps: Steps = [(torch.mul, (constant,))] if constant not in (1.0, -1.0) else []
+        steps += [(torch.neg, ())] if constant == -1.0 else []
+        return reduction, steps + [(torch.div, (size,)) for size in divisors]
+
+
+def normal_forms(node: Node, shadow: Shadow) -> Iterator[NormalForm]:
+    """Every form of a node, the one with the largest body first."""
+    root = shadow.of(node)
+    waiting = [NormalForm(root, root)]
+    while waiting:
+        form = waiting.pop()
+        form = replace(form, body=shadow.resolve(form.body))
+        yield form
+        waiting += reversed(_peel(form, shadow))
+
+
+def _peel(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
+    value = form.body
+    if value.op is None or value.kwargs.get("dtype") is not None:
+        return []
+    whole = form.root.fake.dim() == 0
+    if value.op in _SUMS or value.op in _MEANS:
+        return _reduction(form, shadow) if whole or not form.reduced else []
+    if value.op in _VIEWS:
+        # Ahead of the last sum the order of elements does not matter; behind it there is but one.
+        movable = whole and (form.reduced or value.fake.numel() == 1)
+        if not movable or value.kwargs.get("memory_format") not in (None, torch.contiguous_format):
+            return []
+        return _view(form, value.args[0])
+    if value.op in SCALINGS:
+        return _scaling(form, shadow)
+    if value.op is aten.pow.Tensor_Scalar and _is_two(value.args[1]) and not form.reduced:
+        norm = shadow.resolve(value.args[0])
+        if whole and _is_two_norm(norm):  # the square of a norm is a sum of squares
+            inner = norm.args[0]
+            square = Value(inner.fake, norm.node, aten.pow.Tensor_Scalar, (inner, 2))
+            return [replace(form, body=square, reduced=((None, False),))]
+    return []
+
+
+def _reduction(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
+    value = form.body
+    inner = value.args[0]
+    shape = inner.fake.shape
+    named = value.op in (aten.sum.dim_IntList, aten.mean.dim) and value.args[1]
+    dims = tuple(sorted(d % max(len(shape), 1) for d in value.args[1])) if named else None
+    keep = len(value.args) > 2 and bool(value.args[2])
+    denominator = form.denominator
+    if value.op in _MEANS:
+        denominator = denominator * math.prod(shape[d] for d in dims or range(len(shape)))
+    weights = []
+    for weight in form.weights:
+        aligned: Value | None = weight
+        for dim in dims if dims and not keep and weight.fake.dim() > 0 else ():
+            aligned = aligned and compute(aten.unsqueeze.default, aligned, dim)
+        if aligned is None:
+            return []
+        weights.append(aligned)
+    return [
+        replace(
+            form,
+            body=inner,
+            denominator=denominator,
+            weights=tuple(weights),
+            reduced=(*form.reduced, (dims, keep)),
+        )
+    ]
+
+
+def _view(form: NormalForm, inner: Value) -> list[NormalForm]:
+    """Weights must be viewed the other way round."""
+    weights = []
+    for weight in form.weights:
+        aligned = _unviewed(weight, form.body, inner)
+        if aligned is None:
+            return []
+        weights.append(aligned)
+    return [replace(form, body=inner, weights=tuple(weights), views=True)]
+
+
+def _unviewed(weight: Value, after: Value, before: Value) -> Value | None:
+    """A weight from before a view, where that is known: the view merged or split dimensions along
+    which the weight is the same."""
+    if after.op is aten.clone.default:
+        return weight
+    if after.op not in (aten.view.default, aten._unsafe_view.default):
+        return None
+    shape = weight.fake.shape
+    if same_sizes(shape, after.fake.shape):
+        return compute(aten.view.default, weight, list(before.fake.shape))
+    rows = 0
+    while rows < len(shape) and not statically_known_true(shape[rows] == 1):
+        rows += 1
+    if not all(statically_known_true(size == 1) for size in shape[rows:]):
+        return None
+    if not same_sizes(after.fake.shape[:rows], before.fake.shape[:rows]):
+        return None
+    aligned: Value | None = weight
+    while aligned and aligned.fake.dim() > before.fake.dim():
+        aligned = compute(aten.squeeze.dim, aligned, -1)
+    while aligned and aligned.fake.dim() < before.fake.dim():
+        aligned = compute(aten.unsqueeze.default, aligned, -1)
+    return aligned
+
+
+def _scaling(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
+    """Takes a factor off a product, a quotient or a negation: a number, a symbol or a weight."""
+    value = form.body
+    if value.op is aten.neg.default:
+        return [replace(form, body=value.args[0], constant=-form.constant)]
+    left, right = value.args[:2]
+    multiplies = value.op in (aten.mul.Tensor, aten.mul.Scalar)
+    if multiplies and not isinstance(left, Value):
+        left, right = right, left
+    if isinstance(right, Value):
+        return _weights(form, left, right, multiplies, shadow)
+    if isinstance(right, bool):
+        return []
+    if isinstance(right, int | torch.SymInt):
+        if multiplies:
+            return [replace(form, body=left, numerator=form.numerator * right)]
+        return [replace(form, body=left, denominator=form.denominator * right)]
+    if isinstance(right, float) and (multiplies or right != 0):
+        constant = form.constant * right if multiplies else form.constant / right
+        return [replace(form, body=left, constant=constant)]
+    return []
+
+
+def _weights(
+    form: NormalForm, left: Value, right: Value, multiplies: bool, shadow: Shadow
+) -> list[NormalForm]:
+    if not form.reduced or form.root.fake.dim() > 0 or "rounding_mode" in form.body.kwargs:
+        return []
+    forms = []
+    pairs = [(left, right), (right, left)] if multiplies else [(left, right)]
+    for body, factor in pairs:
+        weight: Value | None = factor
+        if not multiplies:
+            weight = compute(aten.reciprocal.default, factor)
+        elif not factor.fake.is_floating_point():
+            weight = compute(_CAST, factor, body.fake.dtype)
+        while weight is not None and weight.fake.dim() < form.body.fake.dim():
+            weight = compute(aten.unsqueeze.default, weight, 0)
+        # A factor that enlarges what it weighs would repeat it in the sum.
+        if weight is None or not same_sizes(body.fake.shape, form.body.fake.shape):
+            continue
+        if body.fake.is_floating_point() and weight.fake.is_floating_point():
+            forms.append(replace(form, body=body, weights=(*form.weights, weight)))
+    return forms
+
+
+_CAST = torch.ops.prims.convert_element_type.default
+
+
+def _is_two(number: Any) -> bool:
+    return isinstance(number, int | float) and number == 2  # comparing a symbol would add a guard
+
+
+def _is_two_norm(value: Value) -> bool:
+    if value.op is not _NORM:
+        return False
+    order = value.args[1] if len(value.args) > 1 else value.kwargs.get("ord", 2)
+    return _is_two(order) and value.fake.dim() == 0 and value.kwargs.get("dtype") is None
+
+
+def _as_sizes(numerator: Any, denominator: Any, sized: list[Node]) -> list[Size] | None:
+    """The sizes of one tensor whose product is the reciprocal of a symbolic quotient."""
+    for node in sized:
+        shape = example(node).shape
+        for many in range(1, len(shape) + 1):
+            for dims in combinations(range(len(shape)), many):
+                product = math.prod(shape[d] for d in dims)
+                if statically_known_true(numerator * product == denominator):
+                    return [Size(node, d) for d in dims]
+    return None

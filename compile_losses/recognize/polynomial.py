@@ -1,0 +1,181 @@
+"""Polynomials of tensors, their logarithms and exponentials, and quantities of a row.
+
+An *atom* is a tuple: its kind, then what it is of.
+
+``("leaf", key)``               a tensor taken as it is
+``("log", key)``                its logarithm
+``("exp", polynomial)``         an exponential
+``("lse", key, dim)``           logsumexp, one number for each row
+``("sumexp", key, dim)``        the sum of exponentials of a row
+``("pick", key, index, dim)``   the entry at an index of each row
+``("one_hot", index, dim)``     1 there, 0 elsewhere
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+Atom = tuple[Any, ...]
+#: A product of powers of atoms.
+Monomial = frozenset[tuple[Atom, int]]
+_ONE: Monomial = frozenset()
+
+
+class Polynomial(Mapping[Monomial, float]):
+    """A sum of monomials with coefficients, compared by value."""
+
+    def __init__(self, terms: Mapping[Monomial, float]) -> None:
+        self._terms = {m: c for m, c in terms.items() if c != 0.0}
+        # Coefficients that differ by rounding alone are to hash alike.
+        self._key = frozenset((m, float(f"{c:.12g}")) for m, c in self._terms.items())
+
+    def __getitem__(self, monomial: Monomial) -> float:
+        return self._terms[monomial]
+
+    def __iter__(self) -> Iterator[Monomial]:
+        return iter(self._terms)
+
+    def __len__(self) -> int:
+        return len(self._terms)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Polynomial) and self._key == other._key
+
+    def __add__(self, other: Polynomial) -> Polynomial:
+        terms = dict(self._terms)
+        for monomial, coefficient in other.items():
+            terms[monomial] = terms.get(monomial, 0.0) + coefficient
+        return Polynomial(terms)
+
+    def __sub__(self, other: Polynomial) -> Polynomial:
+        return self + other * -1.0
+
+    def __mul__(self, other: Polynomial | float) -> Polynomial:
+        if isinstance(other, float | int):
+            return Polynomial({m: c * other for m, c in self.items()})
+        if len(self) * len(other) > _MOST_TERMS:
+            raise OpaqueError
+        terms: dict[Monomial, float] = {}
+        for m, c in self.items():
+            for n, d in other.items():
+                monomial = _times(m, n)
+                terms[monomial] = terms.get(monomial, 0.0) + c * d
+        return Polynomial(terms)
+
+    def atoms(self) -> set[Atom]:
+        return {atom for monomial in self for atom, _ in monomial}
+
+    def ratio(self, other: Polynomial) -> float | None:
+        """c if this is c times the other."""
+        if not self or self.keys() != other.keys():
+            return None
+        monomial = next(iter(self))
+        ratio = self[monomial] / other[monomial]
+        return ratio if other * ratio == self else None
+
+
+_MOST_TERMS = 64
+
+
+class OpaqueError(Exception):
+    """A Value that the algebra takes as it is."""
+
+
+def _times(left: Monomial, right: Monomial) -> Monomial:
+    powers = dict(left)
+    for atom, power in right:
+        powers[atom] = powers.get(atom, 0) + power
+    return frozenset((atom, power) for atom, power in powers.items() if power != 0)
+
+
+def number(value: float) -> Polynomial:
+    return Polynomial({_ONE: float(value)})
+
+
+def atom(name: Atom) -> Polynomial:
+    return Polynomial({frozenset({(name, 1)}): 1.0})
+
+
+def exp(exponent: Polynomial) -> Polynomial:
+    if len(exponent) == 1:
+        (monomial, coefficient) = next(iter(exponent.items()))
+        if coefficient == 1.0 and len(monomial) == 1:
+            (inner, power) = next(iter(monomial))
+            if power == 1 and inner[0] == "log":
+                return atom(("leaf", inner[1]))
+    return atom(("exp", exponent))
+
+
+def log(argument: Polynomial) -> Polynomial:
+    """Of a product; of leaves only if there is one, or a quotient of two."""
+    if len(argument) != 1 or next(iter(argument.values())) != 1.0:
+        raise OpaqueError
+    result = Polynomial({})
+    for inner, power in next(iter(argument)):
+        if inner[0] == "exp":
+            result = result + inner[1] * float(power)
+        elif inner[0] == "leaf" and abs(power) == 1:
+            result = result + atom(("log", inner[1])) * float(power)
+        elif inner[0] == "sumexp" and abs(power) == 1:
+            result = result + atom(("lse", *inner[1:])) * float(power)
+        else:
+            raise OpaqueError
+    if not result:
+        raise OpaqueError
+    return result
+
+
+def log_softmax(key: Hashable, dim: int) -> Polynomial:
+    return atom(("leaf", key)) - atom(("lse", key, dim))
+
+
+def row_dim(found: Atom) -> int | None:
+    """The class dimension of an atom that is one number for each row."""
+    if found[0] in ("lse", "sumexp"):
+        return int(found[2])
+    if found[0] == "pick":
+        return int(found[3])
+    if found[0] == "exp":
+        dims = {row_dim(inner) for inner in found[1].atoms()}
+        return dims.pop() if len(dims) == 1 else None
+    return None
+
+
+def picked(polynomial: Polynomial, target: Hashable, dim: int) -> Polynomial:
+    """Picking an entry of each row commutes with whatever is done elementwise."""
+    result = Polynomial({})
+    for monomial, coefficient in polynomial.items():
+        term = number(coefficient)
+        for found, power in monomial:
+            if found[0] in ("lse", "sumexp") and found[2] == dim:
+                term = term * Polynomial({frozenset({(found, power)}): 1.0})
+            elif power == 1:
+                term = term * _picked_atom(found, target, dim)
+            else:
+                raise OpaqueError
+        result = result + term
+    return result
+
+
+def _picked_atom(found: Atom, target: Hashable, dim: int) -> Polynomial:
+    if found[0] == "leaf":
+        return atom(("pick", found[1], target, dim))
+    if found[0] == "exp":
+        return exp(picked(found[1], target, dim))
+    raise OpaqueError
+
+
+def selected(polynomial: Polynomial, dim: int) -> Polynomial | None:
+    """What is left of the sum over classes of a one-hot target times something."""
+    hot = [found for found in polynomial.atoms() if found[0] == "one_hot" and found[2] == dim]
+    if len(hot) != 1 or not all((hot[0], 1) in monomial for monomial in polynomial):
+        return None
+    rest = Polynomial({m - {(hot[0], 1)}: c for m, c in polynomial.items()})
+    try:
+        return picked(rest, hot[0][1], dim)
+    except OpaqueError:
+        return None

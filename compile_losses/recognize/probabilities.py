@@ -1,0 +1,303 @@
+"""Losses of probabilities: cross entropy and Kullback-Leibler divergence, written out.
+
+A body is turned into a polynomial (:mod:`compile_losses.recognize.terms`) and compared with that of
+each loss, for every choice of arguments among the tensors that the body is made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import permutations
+from typing import Any
+
+import torch
+
+from compile_losses.recognize.normal_form import NormalForm, Steps
+from compile_losses.recognize.polynomial import (
+    OpaqueError,
+    Polynomial,
+    atom,
+    exp,
+    log_softmax,
+    selected,
+)
+from compile_losses.recognize.shadow import Shadow, aten, compute, same_sizes
+from compile_losses.recognize.terms import Terms
+from compile_losses.recognize.values import Value
+
+#: Class indices of a hand-written loss have no value that is ignored.
+NOTHING_IGNORED = -(2**62)
+
+
+@dataclass
+class Written:
+    """A loss found in a normal form: ``root == scale of the form * op(*args, **kwargs)``.
+
+    Attributes:
+        counts: what the op's reductions divide a sum by.
+        each: whether the root holds a number for each row, instead of their sum.
+        last: what then remains to be done to the shape.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    form: NormalForm = field(kw_only=True)
+    counts: dict[str, Any] = field(kw_only=True)
+    each: bool = field(kw_only=True, default=False)
+    last: Steps = field(kw_only=True, default_factory=list)
+
+
+def written_probabilities(form: NormalForm, terms: Terms) -> Iterator[Written]:
+    """The losses of probabilities that a form may be."""
+    if form.weights:
+        return
+    polynomial = terms.of(form.body)
+    if not {found[0] for found in polynomial.atoms()} & {"lse", "log", "exp", "one_hot"}:
+        return
+    yield from _cross_entropy_of_rows(form, polynomial, terms)
+    yield from _cross_entropy_of_one_hot(form, polynomial, terms)
+    if _sums_classes(form) is not None:
+        yield from _softmax_divergence(form, polynomial, terms)
+        yield from _soft_cross_entropy(form, polynomial, terms)
+        yield from _divergence(form, polynomial, terms)
+
+
+def _sums_classes(form: NormalForm) -> tuple[int, ...] | None:
+    """The dimensions added up first; None if there are none or the root holds more than rows."""
+    if not form.reduced or (form.root.fake.dim() > 0 and len(form.reduced) > 1):
+        return None
+    dims, keep = form.reduced[-1]
+    if form.root.fake.dim() > 0 and (keep or dims is None or len(dims) != 1):
+        return None
+    return tuple(range(form.body.fake.dim())) if dims is None else dims
+
+
+def _cross_entropy_of_rows(
+    form: NormalForm, polynomial: Polynomial, terms: Terms
+) -> Iterator[Written]:
+    """logsumexp(x) - x[target], for each row."""
+    if len(polynomial) != 2 or (form.reduced and form.root.fake.dim() > 0):
+        return
+    for lse in [found for found in polynomial.atoms() if found[0] == "lse"]:
+        for pick in [found for found in polynomial.atoms() if found[0] == "pick"]:
+            _, key, dim = lse
+            scale = polynomial.ratio(atom(lse) - atom(pick))
+            if scale is None or (pick[1], pick[3]) != (key, dim):
+                continue
+            x, target = terms.values[key], terms.values[pick[2]]
+            found = _class_indices(form, scale, x, target, dim, terms.shadow)
+            if found is not None:
+                yield found
+
+
+def _cross_entropy_of_one_hot(
+    form: NormalForm, polynomial: Polynomial, terms: Terms
+) -> Iterator[Written]:
+    """sum(one_hot(target) * (logsumexp(x) - x)) over the classes."""
+    dims = _sums_classes(form)
+    for hot in [found for found in polynomial.atoms() if found[0] == "one_hot"]:
+        if dims is None or hot[2] not in dims:
+            continue
+        rows = selected(polynomial, hot[2])
+        if rows is None:
+            continue
+        # With the sum over classes done, that over rows is left.
+        whole = form.root.fake.dim() == 0
+        reduced = form.reduced if whole and (len(dims) > 1 or len(form.reduced) > 1) else ()
+        shape = list(form.body.fake.shape)
+        size = shape.pop(hot[2])
+        if not isinstance(size, int):
+            continue
+        yield from _cross_entropy_of_rows(replace(form, reduced=reduced), rows, terms)
+
+
+def _class_indices(
+    form: NormalForm, scale: float, x: Value, target: Value, dim: int, shadow: Shadow
+) -> Written | None:
+    rows = list(x.fake.shape)
+    del rows[dim]
+    moved = _classes_second(x, dim, shadow)
+    if moved is None or not same_sizes(target.fake.shape, rows):
+        return None
+    if target.fake.dtype != torch.int64:
+        return None
+    last: Steps = []
+    if not form.reduced and not same_sizes(form.root.fake.shape, rows):
+        last = [(torch.unsqueeze, (dim,))]
+    return Written(
+        "cross_entropy",
+        (moved.argument, target.argument, None, "reduction", NOTHING_IGNORED, 0.0),
+        form=replace(form, constant=form.constant * scale),
+        counts={"mean": math.prod(rows)},
+        each=not form.reduced,
+        last=last,
+    )
+
+
+def _soft_cross_entropy(
+    form: NormalForm, polynomial: Polynomial, terms: Terms
+) -> Iterator[Written]:
+    """-sum(q * log_softmax(x)) over the classes."""
+    dims = _sums_classes(form) or ()
+    for _, key, dim in [found for found in polynomial.atoms() if found[0] == "lse"]:
+        x = terms.values[key]
+        if dim not in dims or not same_sizes(x.fake.shape, form.body.fake.shape):
+            continue
+        for q in named_values(form.body, terms.shadow):
+            try:
+                weights = terms.of(q)
+                scale = polynomial.ratio(weights * log_softmax(key, dim) * -1.0)
+            except OpaqueError:
+                continue
+            if exp(log_softmax(key, dim)).atoms() & weights.atoms():
+                continue  # an entropy: one softmax is all it needs
+            moved = _classes_second(x, dim, terms.shadow)
+            target = _classes_second(q, dim, terms.shadow)
+            if scale is None or moved is None or target is None:
+                continue
+            rows = math.prod(s for i, s in enumerate(x.fake.shape) if i != dim)
+            yield Written(
+                "cross_entropy",
+                (moved.argument, target.argument, None, "reduction", -100, 0.0),
+                form=replace(form, constant=form.constant * scale),
+                counts={"mean": rows},
+                each=form.root.fake.dim() > 0 or form.body.fake.dim() == 1,
+            )
+
+
+def _softmax_divergence(
+    form: NormalForm, polynomial: Polynomial, terms: Terms
+) -> Iterator[Written]:
+    """sum(softmax(z) * (log_softmax(z) - log_softmax(x))) over the classes."""
+    dims = _sums_classes(form) or ()
+    found = [inner for inner in polynomial.atoms() if inner[0] == "lse"]
+    for _, key, dim in found:
+        for _, other, other_dim in found:
+            if key == other or dim != other_dim or dim not in dims:
+                continue
+            log_p, log_q = log_softmax(key, dim), log_softmax(other, dim)
+            scale = polynomial.ratio(exp(log_q) * (log_q - log_p))
+            if scale is None:
+                continue
+            x, z = terms.values[key], terms.values[other]
+            if not all(same_sizes(v.fake.shape, form.body.fake.shape) for v in (x, z)):
+                continue
+            temperature, x, z = _temperature(x, z, terms.shadow)
+            last = [_move(v, dim, -1, terms.shadow) for v in (x, z)]
+            if None in last:
+                continue
+            shape = form.body.fake.shape
+            yield Written(
+                "softmax_kl_div",
+                (last[0].argument, last[1].argument, "reduction"),  # type: ignore[union-attr]
+                {} if temperature == 1 else {"temperature": temperature},
+                form=replace(form, constant=form.constant * scale),
+                counts={"batchmean": shape[0], "mean": math.prod(shape)},
+                each=form.root.fake.dim() > 0 or form.body.fake.dim() == 1,
+            )
+
+
+def _temperature(x: Value, z: Value, shadow: Shadow) -> tuple[float, Value, Value]:
+    """What both tensors are divided by, and what they are before."""
+    found = []
+    for value in (x, z):
+        resolved = shadow.resolve(value)
+        factor = resolved.args[1] if resolved.op in (aten.div.Tensor, aten.mul.Tensor) else None
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
+            return 1.0, x, z
+        divides = resolved.op is aten.div.Tensor
+        found.append((float(factor) if divides else 1.0 / factor, resolved.args[0]))
+        if resolved.kwargs:
+            return 1.0, x, z
+    (one, inner_x), (other, inner_z) = found
+    return (one, inner_x, inner_z) if one == other else (1.0, x, z)
+
+
+def _divergence(form: NormalForm, polynomial: Polynomial, terms: Terms) -> Iterator[Written]:
+    """q * (log(q) - log(p)), with either argument as it is or as a logarithm."""
+    if form.root.fake.dim() > 0 or form.body.fake.dim() == 0:
+        return
+    atoms = polynomial.atoms()
+    if not {found[0] for found in atoms} & {"log", "exp"}:
+        return
+    if any(_guarded(terms.values[found[1]]) for found in atoms if found[0] == "log"):
+        return
+    named = named_values(form.body, terms.shadow)
+    shape = form.body.fake.shape
+    found = []
+    for (i, q), (j, p) in permutations(enumerate(named), 2):
+        for options, pattern in _divergences(p, q, terms):
+            scale = polynomial.ratio(pattern)
+            if scale is not None:
+                # What the graph holds anyway comes before what would be computed once more, then
+                # what is computed first: logarithms are left to the op.
+                preference = (not p.whole) + (not q.whole), -i - j
+                found.append((preference, p, q, options, scale))
+    for _, p, q, options, scale in sorted(found, key=lambda candidate: candidate[0]):
+        yield Written(
+            "kl_div",
+            (p.argument, q.argument, "reduction"),
+            options,
+            form=replace(form, constant=form.constant * scale),
+            counts={"batchmean": shape[0], "mean": math.prod(shape)},
+        )
+
+
+def _guarded(p: Value) -> bool:
+    """Whether a logarithm is kept from 0, by a number added to its argument or by a bound.
+
+    The loss would still be that of the tensor with the number added; but it would have to be
+    computed, and Inductor has better ways to do it.
+    """
+    if p.op is None:
+        return False
+    packet, rest = p.op._overloadpacket, p.args[1:]
+    plus = packet in (aten.add, aten.sub) and not isinstance(rest[0], Value)
+    return plus or packet in (aten.clamp, aten.clamp_min, aten.maximum)
+
+
+def _divergences(p: Value, q: Value, terms: Terms) -> Iterator[tuple[dict[str, Any], Polynomial]]:
+    log_input: dict[str, Any] = {"log_input": False}
+    as_written = terms.of(p), terms.of(q)
+    for options, logarithm in (({}, lambda: as_written[0]), (log_input, lambda: terms.log_of(p))):
+        for log_target in (False, True):
+            try:
+                if log_target:
+                    pattern = exp(terms._argument(q, 0)) * (as_written[1] - logarithm())
+                    yield {**options, "log_target": True}, pattern
+                else:
+                    yield options, as_written[1] * (terms.log_of(q) - logarithm())
+            except OpaqueError:
+                continue
+
+
+def named_values(body: Value, shadow: Shadow) -> list[Value]:
+    """The floating-point tensors of a body's shape that it is made of, outermost first."""
+    found: dict[Any, Value] = {}
+    waiting, levels = [body], 6
+    while waiting and levels > 0 and len(found) < 12:
+        following = []
+        for value in waiting:
+            value = shadow.resolve(value)
+            if same_sizes(value.fake.shape, body.fake.shape) and value.fake.is_floating_point():
+                found.setdefault(shadow.key(value), value)
+            following += [a for a in value.args if isinstance(a, Value)]
+        waiting, levels = following, levels - 1
+    return list(found.values())[1:]
+
+
+def _classes_second(x: Value, dim: int, shadow: Shadow) -> Value | None:
+    """A view of x with the classes where cross_entropy looks for them."""
+    return x if x.fake.dim() == 1 else _move(x, dim, 1, shadow)
+
+
+def _move(x: Value, dim: int, to: int, shadow: Shadow) -> Value | None:
+    rank = x.fake.dim()
+    if dim == to % rank:
+        return x
+    order = [d for d in range(rank) if d != dim]
+    order.insert(to % rank, dim)
+    return compute(aten.permute.default, x, order)

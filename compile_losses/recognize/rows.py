@@ -1,0 +1,172 @@
+"""Rows of logits: how targets pick their entries, and views that leave the classes alone."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from compile_losses.recognize.shadow import Shadow, aten, compute, equal_sizes, same_sizes
+from compile_losses.recognize.values import Size, Value, example
+
+_SOFTMAXES = (aten._log_softmax.default, aten._softmax.default)
+
+
+class RowIndexError(Exception):
+    """An index that does not pick one entry of each row."""
+
+
+def target_of_gather(value: Value, shadow: Shadow) -> tuple[Value, int]:
+    """``x.gather(dim, target.unsqueeze(dim))``: the target, shaped like the rows, and dim."""
+    source, dim, index = value.args[:3]
+    dim = dim % max(source.fake.dim(), 1)
+    expected = list(source.fake.shape)
+    if not expected:
+        raise RowIndexError
+    expected[dim] = 1
+    if not equal_sizes(index.fake.shape, expected):
+        raise RowIndexError
+    rows = expected[:dim] + expected[dim + 1 :]
+    resolved = shadow.resolve(index)
+    if resolved.op in (aten.unsqueeze.default, aten.view.default):
+        inner = resolved.args[0]
+        if same_sizes(inner.fake.shape, rows):  # neither op changes the order of elements
+            return shadow.resolve(inner), dim
+    target = compute(aten.squeeze.dim, resolved, dim)
+    if target is None:
+        raise RowIndexError
+    return target, dim
+
+
+def target_of_index(value: Value, shadow: Shadow) -> tuple[Value, int]:
+    """``x[arange(rows), target]``, with an arange for every dimension but the last."""
+    source, indices = value.args
+    rows = list(source.fake.shape[:-1])
+    if len(indices) != len(rows) + 1 or not rows:
+        raise RowIndexError
+    *positions, target = indices
+    for dim, position in enumerate(positions):
+        if not isinstance(position, Value) or not _is_arange(position, dim, rows, shadow):
+            raise RowIndexError
+    classes = source.fake.shape[-1]
+    if not isinstance(target, Value) or target.fake.dtype != torch.int64:
+        raise RowIndexError
+    if not equal_sizes(target.fake.shape, rows):
+        raise RowIndexError
+    if not isinstance(classes, int):
+        base = shadow.resolve(source)
+        while not base.whole or base.op is not None:  # up to a tensor that the rewrite keeps
+            if base.op is None or not base.args or not isinstance(base.args[0], Value):
+                raise RowIndexError
+            base = shadow.resolve(base.args[0])
+        if not statically_known_true(base.fake.shape[-1] == classes):
+            raise RowIndexError
+        classes = Size(base.node, base.fake.dim() - 1)
+    # Indexing counts negative numbers from the end, and so must the target.
+    negative = compute(aten.lt.Scalar, target, 0)
+    wrapped = compute(aten.add.Scalar, target, classes)
+    result = negative and wrapped and compute(aten.where.self, negative, wrapped, target)
+    if not result:
+        raise RowIndexError
+    return result, len(rows)
+
+
+def _is_arange(position: Value, dim: int, rows: list[Any], shadow: Shadow) -> bool:
+    """Whether an index counts along one dimension of the rows, and lies along it."""
+    shape = [1] * (len(rows) - position.fake.dim()) + list(position.fake.shape)
+    expected = [size if i == dim else 1 for i, size in enumerate(rows)]
+    if not equal_sizes(shape, expected):
+        return False
+    base = shadow.resolve(position)
+    while base.op in (aten.unsqueeze.default, aten.view.default):
+        base = shadow.resolve(base.args[0])
+    if base.op is aten.lift_fresh.default:  # a range of Python's
+        while isinstance(base, Value) and base.op is aten.lift_fresh.default and base.args:
+            base = base.args[0]
+        constant = base.fake
+        return type(constant) is torch.Tensor and constant.tolist() == [*range(len(constant))]
+    node = base.node
+    if base.op is not None or node.op != "call_function" or node.target is not torch.arange:
+        return False
+    bounds = [*node.args, *(node.kwargs[k] for k in ("start", "end") if k in node.kwargs)]
+    if len(node.args) > 2 or len(bounds) not in (1, 2) or "step" in node.kwargs:
+        return False
+    if len(bounds) == 2 and bounds[0] != 0:
+        return False
+    return statically_known_true(operator.eq(example(bounds[-1]), rows[dim]))
+
+
+def as_one_hot(value: Value, shadow: Shadow) -> Value | None:
+    """The classes, if a Value is ``F.one_hot(classes, C)``."""
+    node = value.node
+    if not value.whole or getattr(node.target, "__name__", "") != "one_hot":
+        return None
+    arguments = [*node.args, *node.kwargs.values()]
+    if len(arguments) != 2 or not isinstance(arguments[0], torch.fx.Node):
+        return None
+    return shadow.of(arguments[0])
+
+
+def pushed_under_softmax(value: Value, shadow: Shadow) -> Value | None:
+    """A view of a softmax as the softmax of a view, where the view leaves the classes together."""
+    inner = shadow.resolve(value.args[0])
+    if inner.op not in _SOFTMAXES:
+        if inner.op is None or inner.op._overloadpacket not in _VIEWS:
+            return None
+        deeper = pushed_under_softmax(inner, shadow)
+        if deeper is None:
+            return None
+        inner = deeper
+    x, dim = inner.args[0], inner.args[1] % max(inner.fake.dim(), 1)
+    place = _new_place(value, inner, dim)
+    if place is None:
+        return None
+    arguments = list(value.args[1:])
+    if value.op in (aten.view.default, aten._unsafe_view.default):
+        arguments[0] = [_without_symbol(size, x) for size in arguments[0]]
+        if arguments[0].count(-1) > 1:
+            return None
+    op = aten.view.default if value.op is aten._unsafe_view.default else value.op
+    assert op is not None
+    moved = compute(op, x, *arguments)  # None if x has other strides and no such view
+    if moved is None:
+        return None
+    return Value(value.fake, value.node, inner.op, (moved, place, inner.args[2]))
+
+
+def _without_symbol(size: Any, x: Value) -> Any:
+    """A size as a rewrite may say it: a number, that of a tensor in the graph, or what is left."""
+    if isinstance(size, int):
+        return size
+    for dim, candidate in enumerate(x.fake.shape if x.whole else ()):
+        if statically_known_true(candidate == size):
+            return Size(x.node, dim)
+    return -1
+
+
+_VIEWS = {aten.slice, aten.select, aten.permute, aten.transpose, aten.t, aten.view}
+
+
+def _new_place(value: Value, inner: Value, dim: int) -> int | None:
+    """Where the view puts the dimension of the classes; None if it cuts or merges them."""
+    rank = inner.fake.dim()
+    packet = value.op._overloadpacket  # type: ignore[union-attr]
+    if packet is aten.t:
+        return rank - 1 - dim
+    if packet is aten.transpose:
+        one, other = (d % rank for d in value.args[1:3])
+        return {one: other, other: one}.get(dim, dim)
+    if packet is aten.permute:
+        return [d % rank for d in value.args[1]].index(dim)
+    if packet in (aten.slice, aten.select):
+        along = (value.args[1] if len(value.args) > 1 else 0) % rank
+        if along == dim:
+            return None
+        return dim - (packet is aten.select and along < dim)
+    if packet in (aten.view, aten._unsafe_view) and dim == rank - 1:
+        last = value.fake.dim() - 1
+        kept = last >= 0 and statically_known_true(value.fake.shape[-1] == inner.fake.shape[-1])
+        return last if kept else None
+    return None

@@ -1,0 +1,214 @@
+"""The algebra of losses made of logarithms, exponentials and softmaxes.
+
+A Value becomes a polynomial of *atoms*: tensors taken as they are, logarithms and exponentials,
+and two quantities of a row, its logsumexp and the entry at an index. ``log_softmax(x)`` is
+``x - logsumexp(x)``, ``softmax(x)`` its exponential, and a gathered log-probability the difference
+of an entry and a logsumexp; so that spellings of the same loss become the same polynomial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from compile_losses.recognize.polynomial import (
+    OpaqueError,
+    Polynomial,
+    atom,
+    exp,
+    log,
+    log_softmax,
+    number,
+    picked,
+    row_dim,
+    selected,
+)
+from compile_losses.recognize.rows import (
+    RowIndexError,
+    as_one_hot,
+    pushed_under_softmax,
+    target_of_gather,
+    target_of_index,
+)
+from compile_losses.recognize.shadow import Shadow, aten, same_sizes
+from compile_losses.recognize.values import Value
+
+_DEEPEST = 12
+
+
+class Terms:
+    """Polynomials of the Values of one graph.
+
+    Attributes:
+        values: the Value of each leaf, by its key.
+    """
+
+    def __init__(self, shadow: Shadow) -> None:
+        self.shadow = shadow
+        self.values: dict[Hashable, Value] = {}
+        self._done: dict[Value, Polynomial] = {}
+
+    def leaf(self, value: Value) -> Hashable:
+        key = self.shadow.key(value)
+        self.values.setdefault(key, self.shadow.resolve(value))
+        return key
+
+    def of(self, value: Value, depth: int = 0) -> Polynomial:
+        value = self.shadow.resolve(value)
+        if value not in self._done:
+            try:
+                if depth > _DEEPEST or value.op is None or not value.fake.is_floating_point():
+                    raise OpaqueError
+                self._done[value] = self._of(value, depth + 1)
+            except (OpaqueError, RowIndexError):
+                self._done[value] = atom(("leaf", self.leaf(value)))
+        return self._done[value]
+
+    def logits(self, value: Value) -> tuple[Value, int] | None:
+        """The logits and the dimension of the classes, if a Value is a log_softmax."""
+        polynomial = self.of(value)
+        for found in polynomial.atoms():
+            if found[0] == "lse" and polynomial == log_softmax(*found[1:]):
+                return self.values[found[1]], found[2]
+        return None
+
+    def _of(self, value: Value, depth: int) -> Polynomial:
+        packet = value.op._overloadpacket  # type: ignore[union-attr]
+        args = value.args
+        if packet in (aten.add, aten.sub, aten.mul, aten.div, aten.rsub, aten.xlogy):
+            return self._arithmetic(packet, value, depth)
+        if packet is aten.neg:
+            return self.of(args[0], depth) * -1.0
+        if packet in (aten._log_softmax, aten._softmax):
+            return self._softmax(value)
+        if packet is aten.logsumexp:
+            (dim,) = args[1] if len(args[1]) == 1 else (None,)
+            if dim is None:
+                raise OpaqueError
+            return atom(("lse", self.leaf(args[0]), dim % args[0].fake.dim()))
+        if packet is aten.log:
+            return self.log_of(args[0], depth)
+        if packet is aten.exp:
+            return exp(self._argument(args[0], depth))
+        if packet is aten.gather:
+            target, dim = target_of_gather(value, self.shadow)
+            return self._picked(args[0], target, dim, depth)
+        if packet is aten.index:
+            target, dim = target_of_index(value, self.shadow)
+            return self._picked(args[0], target, dim, depth)
+        if packet in (aten.squeeze, aten.unsqueeze, aten.view, aten._unsafe_view):
+            return self._moved(value, depth)
+        if packet is aten.sum:
+            return self._sum(value, depth)
+        if packet in (aten.slice, aten.select, aten.permute, aten.transpose, aten.t):
+            return self._under_softmax(value)
+        if packet is aten._to_copy:
+            one_hot = as_one_hot(self.shadow.resolve(args[0]), self.shadow)
+            if one_hot is not None:
+                return atom(("one_hot", self.leaf(one_hot), value.fake.dim() - 1))
+        if packet is aten.alias or (
+            packet is aten.expand and same_sizes(args[0].fake.shape, value.fake.shape)
+        ):
+            return self.of(args[0], depth)
+        raise OpaqueError
+
+    def log_of(self, value: Value, depth: int = 0) -> Polynomial:
+        return log(self._argument(value, depth))
+
+    def _argument(self, value: Value, depth: int) -> Polynomial:
+        """Of a logarithm or exponential: sums and scaled tensors count as leaves there."""
+        resolved = self.shadow.resolve(value)
+        inner = self.of(resolved, depth)
+        if resolved.op is aten.div.Tensor and isinstance(resolved.args[1], Value):
+            return inner
+        rows = {"exp", "lse", "pick", "sumexp"}
+        return inner if {a[0] for a in inner.atoms()} & rows else atom(("leaf", self.leaf(value)))
+
+    def _arithmetic(self, packet: Any, value: Value, depth: int) -> Polynomial:
+        if set(value.kwargs) - {"alpha"} or value.kwargs.get("alpha", 1) != 1:
+            raise OpaqueError
+        left, right = (self._operand(argument, value, depth) for argument in value.args[:2])
+        if packet is aten.rsub:
+            left, right = right, left
+        if packet is aten.add:
+            return left + right
+        if packet in (aten.sub, aten.rsub):
+            return left - right
+        if packet is aten.xlogy:
+            return left * self.log_of(value.args[1], depth)
+        if packet is aten.div:
+            if len(right) != 1:
+                raise OpaqueError
+            monomial, coefficient = next(iter(right.items()))
+            inverse = frozenset((inner, -power) for inner, power in monomial)
+            right = Polynomial({inverse: 1.0 / coefficient})
+        return left * right
+
+    def _operand(self, argument: Any, value: Value, depth: int) -> Polynomial:
+        """Tensors combine if they have the result's rank: a row's numbers are kept in place."""
+        if isinstance(argument, bool) or not isinstance(argument, int | float | Value):
+            raise OpaqueError
+        if not isinstance(argument, Value):
+            return number(argument)
+        if argument.fake.dim() != value.fake.dim():
+            raise OpaqueError
+        resolved = self.shadow.resolve(argument)
+        one_hot = as_one_hot(resolved, self.shadow)
+        if resolved.op is aten.neg.default and not resolved.fake.is_floating_point():
+            return self._operand(resolved.args[0], value, depth) * -1.0
+        if one_hot is not None:  # an integer tensor times a floating one
+            return atom(("one_hot", self.leaf(one_hot), value.fake.dim() - 1))
+        return self.of(argument, depth)
+
+    def _softmax(self, value: Value) -> Polynomial:
+        x, dim, half_to_float = value.args
+        if half_to_float:
+            raise OpaqueError
+        result = log_softmax(self.leaf(x), dim % max(x.fake.dim(), 1))
+        return result if value.op is aten._log_softmax.default else exp(result)
+
+    def _under_softmax(self, value: Value) -> Polynomial:
+        moved = pushed_under_softmax(value, self.shadow)
+        if moved is None:
+            raise OpaqueError
+        return self._softmax(moved)
+
+    def _picked(self, source: Value, target: Value, dim: int, depth: int) -> Polynomial:
+        key = self.leaf(target)
+        return picked(self.of(source, depth), key, dim)
+
+    def _moved(self, value: Value, depth: int) -> Polynomial:
+        """Dropping or restoring the class dimension of one number for each row."""
+        inner = value.args[0]
+        polynomial = self.of(inner, depth)
+        dims = {row_dim(found) for found in polynomial.atoms()}
+        dim = dims.pop() if len(dims) == 1 else None
+        if dim is not None:
+            dropped, kept = sorted((inner.fake.shape, value.fake.shape), key=len)
+            rest = [size for i, size in enumerate(kept) if i != dim]
+            one = len(rest) < len(kept) and statically_known_true(kept[dim] == 1)
+            if one and same_sizes(rest, dropped):
+                return polynomial
+        if value.op is aten.unsqueeze.default:
+            raise OpaqueError
+        return self._under_softmax(value)
+
+    def _sum(self, value: Value, depth: int) -> Polynomial:
+        """Over the classes: of exponentials, and of what a one-hot target selects."""
+        inner = value.args[0]
+        dims: Any = value.args[1] if value.op is aten.sum.dim_IntList else ()
+        if len(dims) != 1 or value.kwargs.get("dtype") is not None:
+            raise OpaqueError
+        dim = dims[0] % inner.fake.dim()
+        polynomial = self.of(inner, depth)
+        rows = selected(polynomial, dim)
+        if rows is not None:
+            return rows
+        for found in polynomial.atoms():
+            if found[0] == "exp" and polynomial == atom(found):
+                for leaf in found[1].atoms():
+                    if leaf[0] == "leaf" and found[1] == atom(leaf):
+                        return atom(("sumexp", leaf[1], dim))
+        raise OpaqueError

@@ -1,0 +1,90 @@
+"""Tensors of a graph, and tensors that a rewrite computes from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of the shadow.
+
+    Attributes:
+        fake: its dtype, shape and so on.
+        node: the Dynamo node during which it was computed.
+        op: the ATen op that made it, None where the shadow does not look further.
+        args, kwargs: the op's arguments; tensors are Values.
+        whole: whether it is all that its node returns.
+    """
+
+    fake: Tensor
+    node: Node
+    op: OpOverload[..., Any] | None = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    whole: bool = False
+
+    @property
+    def argument(self) -> Node | Value:
+        """What a rewrite reads: the node, or this Value, which it then computes."""
+        return self.node if self.whole else self
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of a tensor in one dimension, number or symbol."""
+
+    node: Node
+    dim: int
+
+
+def example(argument: Any) -> Any:
+    """The fake tensor or number recorded for a node in tracing; a constant stands for itself."""
+    if isinstance(argument, Value):
+        return argument.fake
+    if isinstance(argument, Size):
+        return example(argument.node).shape[argument.dim]
+    if isinstance(argument, Node):
+        return argument.meta.get("example_value", argument.meta.get("val"))
+    return argument
+
+
+def examples(arguments: Any) -> Any:
+    """Any nesting of arguments with their examples in their places."""
+    return tree_map(example, arguments)
+
+
+def sources(arguments: Any) -> Iterator[Node]:
+    """The nodes that any nesting of arguments is computed from."""
+    for argument in tree_leaves(arguments):
+        if isinstance(argument, Value) and not argument.whole:
+            yield from sources((argument.args, argument.kwargs))
+        elif isinstance(argument, Value | Size | Node):
+            yield argument if isinstance(argument, Node) else argument.node
+
+
+def emit(graph: Graph, argument: Any, meta: dict[str, Any]) -> Any:
+    """Puts what an argument needs into the graph, where new nodes go at present.
+
+    Args:
+        meta: of the node that is replaced; new nodes inherit where they come from.
+    """
+    if isinstance(argument, Size):
+        node = graph.call_method("size", (argument.node, argument.dim))
+    elif isinstance(argument, Value) and not argument.whole:
+        assert argument.op is not None
+        args, kwargs = tree_map(
+            lambda inner: emit(graph, inner, meta), (argument.args, argument.kwargs)
+        )
+        node = graph.call_function(argument.op, args, kwargs)
+    else:
+        return argument.node if isinstance(argument, Value) else argument
+    node.meta = {**meta, "example_value": example(argument)}
+    return node

@@ -1,0 +1,226 @@
+"""Losses written out in other functions: a normal form whose body one of the families knows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch.fx import Graph, Node
+
+from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.recognize.absorb import absorb
+from compile_losses.recognize.difference import find_difference
+from compile_losses.recognize.match import Decline, Match
+from compile_losses.recognize.normal_form import SCALINGS, NormalForm, normal_forms
+from compile_losses.recognize.probabilities import Written, written_probabilities
+from compile_losses.recognize.shadow import Shadow, aten, compute
+from compile_losses.recognize.table import (
+    Arguments,
+    Call,
+    Loss,
+    UnsupportedError,
+    bind,
+    recognize_call,
+    reduction_of,
+)
+from compile_losses.recognize.terms import Terms
+from compile_losses.recognize.values import Value, example, sources
+
+#: Cheap tests of what a root can be: names of functions and methods. A whole graph's sum, first;
+_TOTALS = {
+    *("mean", "sum", "div", "truediv", "true_divide", "mul", "multiply", "divide", "neg"),
+    *("negative", "pow", "square"),
+}
+#: then numbers for each row, which come out of a softmax
+_SOFTMAXES = {"softmax", "log_softmax", "logsumexp", "exp"}
+#: through these.
+_ROWS = {
+    *_TOTALS,
+    *("sub", "subtract", "rsub", "add", "gather", "take_along_dim", "getitem", "squeeze", "view"),
+    *("reshape", "log", "exp", "unsqueeze", "kl_div", "xlogy", "flatten", "transpose", "permute"),
+}
+
+
+def _name(node: Node) -> str:
+    if node.op == "call_method":
+        return str(node.target)
+    if node.op != "call_function":
+        return ""
+    return getattr(node.target, "__name__", "").partition(".")[0]
+
+
+class Recognizer:
+    """Finds the losses written out in one graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.shadow = Shadow()
+        self.terms = Terms(self.shadow)
+        self._from_softmax: set[Node] = set()
+        for node in graph.nodes:
+            name = _name(node)
+            if name in _SOFTMAXES or (
+                name in _ROWS and any(n in self._from_softmax for n in node.all_input_nodes)
+            ):
+                self._from_softmax.add(node)
+
+    def candidates(self, node: Node) -> Iterator[Match | Decline]:
+        """What ``node`` may hold, the match that takes most into its op first."""
+        call = bind(node)
+        for match in self._written(node, call):
+            absorb(match)
+            yield match
+        found = recognize_call(node)
+        if found is not None:
+            yield found
+
+    def _written(self, node: Node, call: Call | Decline | None) -> Iterator[Match]:
+        value, name = example(node), _name(node)
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return
+        if isinstance(call, tuple) and call[0].name != "kl_div":
+            if call[0].name == "nll_loss":
+                yield from self._likelihood(node, *call)
+            return
+        if name not in _ROWS or (name not in _TOTALS and node not in self._from_softmax):
+            return
+        if value.dim() > 0 and node not in self._from_softmax:
+            return
+        if self.shadow.of(node).node is not node:
+            return
+        for form in normal_forms(node, self.shadow):
+            for match in self._matches(node, form):
+                if call is not None and match.op != "softmax_kl_div":
+                    continue  # the table knows more of its options
+                if match.steps and form.root.op in SCALINGS:
+                    continue  # the factor stays the user's: the node inside it is a root as well
+                yield match
+
+    def _matches(self, node: Node, form: NormalForm) -> Iterator[Match]:
+        if form.root.fake.dim() == 0 and form.reduced:
+            yield from self._differences(node, form)
+        for written in written_probabilities(form, self.terms):
+            if _declared(written.op):
+                yield from self._probabilities(node, written)
+        if form.root.fake.dim() == 0 and form.reduced and not form.weights and form.body.whole:
+            yield from self._calls(node, form)
+
+    def _differences(self, node: Node, form: NormalForm) -> Iterator[Match]:
+        found = find_difference(form.body, self.shadow)
+        matches = []
+        for one in found:
+            if not _declared(one.family.op):
+                continue
+            # A weighted mean of torch's divides by the weights' sum: such a loss is a sum.
+            counts = {} if form.weights else {"mean": math.prod(form.body.fake.shape)}
+            keywords = {}
+            if form.weights:
+                weight = _product(form.weights)
+                if weight is None or not _takes_weight(one.family.op):
+                    continue
+                keywords["weight"] = weight.argument
+            own = () if one.family.parameter is None else (one.parameter,)
+            args = (one.input.argument, one.target.argument)
+            scaled = _scaled(form, one.scale).scale(counts, list(sources(args)))
+            if scaled is None:
+                continue
+            reduction, steps = scaled
+            args = (*args, REDUCTIONS[reduction], *own)
+            preference = len(steps), one.scale != 1
+            matches.append((preference, self._match(node, one.family.op, args, keywords, steps)))
+        # The Huber and smooth L1 losses are multiples of each other.
+        for _, match in sorted(matches, key=lambda candidate: candidate[0]):
+            yield match
+
+    def _probabilities(self, node: Node, written: Written) -> Iterator[Match]:
+        counts = {"none": 1} if written.each else written.counts
+        scaled = written.form.scale(counts, list(sources(written.args)))
+        if scaled is None:
+            return
+        reduction, steps = scaled
+        if written.each:
+            reduction = "none"
+        args = tuple(REDUCTIONS[reduction] if a == "reduction" else a for a in written.args)
+        yield self._match(node, written.op, args, written.kwargs, [*steps, *written.last])
+
+    def _calls(self, node: Node, form: NormalForm) -> Iterator[Match]:
+        """A loss that is one call, without a reduction, and then reduced."""
+        if bind(form.body.node) is None:
+            return
+        inner = next(self.candidates(form.body.node))
+        if not isinstance(inner, Match):
+            return
+        names = [argument.name for argument in inner.overload._schema.arguments]
+        place = names.index("reduction")
+        if len(inner.args) <= place or inner.args[place] != REDUCTIONS["none"]:
+            return
+        scaled = form.scale({}, inner.inputs)
+        if scaled is None:
+            return
+        args = list(inner.args)
+        args[place], steps = REDUCTIONS["sum"], scaled[1]
+        match = self._match(node, inner.op, tuple(args), inner.kwargs, steps)
+        yield match
+
+    def _likelihood(self, node: Node, loss: Loss, arguments: Arguments) -> Iterator[Match]:
+        """nll_loss of log-probabilities that a softmax made: cross entropy of its logits."""
+        log_probabilities = arguments["input"]
+        if not isinstance(log_probabilities, Node) or not isinstance(arguments["target"], Node):
+            return
+        if not isinstance(example(log_probabilities), torch.Tensor):
+            return
+        found = self.terms.logits(self.shadow.of(log_probabilities))
+        try:
+            reduction = reduction_of(arguments)
+        except UnsupportedError:
+            return
+        if found is not None and found[1] == min(found[0].fake.dim() - 1, 1):
+            options = (arguments["weight"], reduction, arguments["ignore_index"], 0.0)
+            args = (found[0].argument, arguments["target"], *options)
+            yield self._match(node, "cross_entropy", args, {}, [])
+
+    def _match(self, node, op, args, kwargs, steps) -> Match:  # type: ignore[no-untyped-def]
+        match = Match(node, op, args, dict(kwargs), steps=steps)
+        match.interior = self._between(node, set(match.inputs))
+        return match
+
+    def _between(self, root: Node, inputs: set[Node]) -> list[Node]:
+        """The nodes that the rewrite makes superfluous, the last one first."""
+        found: set[Node] = set()
+        waiting = [root]
+        while waiting:
+            for node in waiting.pop().all_input_nodes:
+                if node in found or node in inputs or not self._looked_into(node):
+                    continue
+                found.add(node)
+                waiting.append(node)
+        return sorted(found, reverse=True)
+
+    def _looked_into(self, node: Node) -> bool:
+        return node.op in ("call_function", "call_method") and (
+            self.shadow.looked_at(node) or not isinstance(example(node), torch.Tensor)
+        )
+
+
+def _scaled(form: NormalForm, scale: float) -> NormalForm:
+    return replace(form, constant=form.constant * scale)
+
+
+def _product(weights: tuple[Value, ...]) -> Value | None:
+    product: Value | None = weights[0]
+    for weight in weights[1:]:
+        product = product and compute(aten.mul.Tensor, product, weight)
+    return product
+
+
+@cache
+def _declared(op: str) -> bool:
+    return hasattr(torch.ops.fused, op)
+
+
+@cache
+def _takes_weight(op: str) -> bool:
+    schema = getattr(torch.ops.fused, op).default._schema
+    return any(argument.name == "weight" for argument in schema.arguments)
