@@ -116,10 +116,27 @@ def teacher_and_student():
     return torch.randn(6, 10, requires_grad=True), torch.randn(6, 10)
 
 
+MATCHES = [
+    Spelling(
+        "distillation",
+        lambda s, t: F.kl_div(
+            F.log_softmax(s / 2, -1), F.softmax(t / 2, -1), reduction="batchmean"
+        ),
+        teacher_and_student,
+    ),
+    Spelling(
+        "other temperatures",
+        lambda s, t: F.kl_div((s / 2).log_softmax(-1), (t / 3).softmax(-1), reduction="batchmean"),
+        teacher_and_student,
+    ),
+]
+
 NEAR_MISSES = [
     Spelling(
-        "different dims",
-        lambda x, t: (F.softmax(t, 0) * (F.log_softmax(t, 0) - F.log_softmax(x, 1))).sum(),
+        "clamped",
+        lambda x, t: (
+            F.softmax(t, -1) * (F.log_softmax(t, -1) - F.log_softmax(x, -1)).clamp(min=0)
+        ).sum(),
         teacher_and_student,
     ),
 ]
@@ -133,7 +150,7 @@ SPEC = Spec(
         torch.randn(rows, cols, dtype=dtype),
         torch.randn(rows, cols, dtype=dtype),
     ),
-    matches=[],
+    matches=MATCHES,
     near_misses=NEAR_MISSES,
     broadcasts=False,
 )
