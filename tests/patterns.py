@@ -98,9 +98,9 @@ def _lambda(spelling: Spelling) -> str:
     for call in ast.walk(_tree(text)):
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "Spelling":
             name, function = call.args[0], call.args[1]
-            if isinstance(name, ast.Constant) and name.value == spelling.name:
-                if isinstance(function, ast.Lambda):
-                    return ast.unparse(function.body)
+            named = isinstance(name, ast.Constant) and name.value == spelling.name
+            if named and isinstance(function, ast.Lambda):
+                return ast.unparse(function.body)
     raise AssertionError(f"no spelling {spelling.name!r} in {filename}")
 
 

@@ -381,4 +381,4 @@ def test_work_on_a_large_graph():
         torch.randn(2, 4, 8), torch.randint(8, (8,))
     )
     assert sizes[0] > 2000
-    assert replayed[0] < 60
+    assert replayed[0] < 100
