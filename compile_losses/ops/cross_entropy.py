@@ -139,7 +139,7 @@ def public_kernel(
         raise RuntimeError(
             f"cross_entropy: expected weight to have the loss's dtype {result}, got {weight.dtype}"
         )
-    label_smoothing = max(label_smoothing, 0.0)
+    label_smoothing = max(0.0, label_smoothing)  # in this order nan is 0, as in torch
     if needs_torch(input, weight):
         weight = None if weight is None else weight.to(result)
         return reference(input.to(result), target, weight, reduction, ignore_index, label_smoothing)
