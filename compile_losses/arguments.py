@@ -79,13 +79,15 @@ def _warn_of_shapes(input: torch.Size, target: torch.Size) -> None:
 
 
 def are_classes(input: Tensor, target: Any) -> bool:
-    """Whether target is a tensor of class indices, of as many dimensions as it should have.
+    """Whether target is a tensor of class indices that can fit input; torch refuses the others.
 
-    With one row of logits torch accepts a target [1], but neither smooths nor differentiates it.
+    A target [1] beside a single row of logits torch takes, but neither smooths nor differentiates.
     """
     if not isinstance(target, Tensor) or target.is_floating_point():
         return False
-    return not (input.dim() == 1 and target.dim() == 1)
+    if target.dtype == torch.uint8 and input.dim() > 2:
+        return False
+    return target.dim() == max(input.dim() - 1, 0)
 
 
 def is_integer(value: Any) -> bool:

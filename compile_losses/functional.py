@@ -203,6 +203,8 @@ def cross_entropy(
             reduction,
             label_smoothing,
         )
+    if weight is not None and not torch.is_grad_enabled():
+        weight = weight.detach()  # only where gradients are recorded may it not require one
     enum = reduction_of(reduction, size_average, reduce)
     return fused.cross_entropy(input, target, weight, enum, ignore_index, label_smoothing)
 

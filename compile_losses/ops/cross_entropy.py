@@ -110,7 +110,7 @@ def public_kernel(
     check(input, target, weight, reduction, label_smoothing)
     result = checks.loss_dtype(dtype, input)
     checks.check_weight_dtype("cross_entropy", input, weight, result, dtype)
-    label_smoothing = max(label_smoothing, 0.0)
+    label_smoothing = max(0.0, label_smoothing)  # in this order nan is 0, as in torch
     if needs_torch(input, weight):
         weight = None if weight is None else weight.to(result)
         return reference(input.to(result), target, weight, reduction, ignore_index, label_smoothing)
