@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import compile_losses
+from compile_losses.lower.factor import Factor, emit
 from tests.graphs import Head, classes, compare, real
 
 
@@ -122,6 +124,25 @@ def test_extreme_factors(number):
         results.append([torch.nan_to_num(g, 0.0, 0.0, 0.0) for g in gradients])
         results[-1] += [g.isfinite() for g in gradients]
     torch.testing.assert_close(*results)
+
+
+def test_numbers_on_the_host():
+    """The factor lies on the loss's device, wherever its parts do."""
+    graph = torch.fx.Graph()
+
+    def placeholder(name, value):
+        node = graph.placeholder(name)
+        node.meta["val"] = value
+        return node
+
+    with FakeTensorMode():
+        tangent = torch.empty((), device="cuda")  # fake: there need not be one
+        half, count = torch.empty(()), torch.empty((), dtype=torch.int64)
+    nodes = [placeholder(*pair) for pair in (("half", half), ("count", count))]
+    factor = Factor(placeholder("tangent", tangent), 0.5, nodes[:1], nodes[1:])
+    value = emit(factor, torch.float32, tangent, graph).meta["val"]
+    assert value.device.type == "cuda"
+    assert value.dtype == torch.float32
 
 
 def test_weighted_mean():

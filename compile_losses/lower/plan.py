@@ -17,7 +17,7 @@ from torch._functorch.partitioners import OpTypes, get_default_op_list
 from torch.fx import Graph, Node
 
 from compile_losses.lower.aliases import is_fused_into_readers
-from compile_losses.lower.calls import Loss, find_losses, fused_call
+from compile_losses.lower.calls import Loss, find_losses, fused_call, merge_twins
 from compile_losses.lower.cost import (
     CASTS,
     Cost,
@@ -43,6 +43,7 @@ _MARGIN = 1.05
 
 def plan(graph: Graph) -> list[Decision]:
     """Inlines or hoists every loss of a graph; returns what was decided, for each loss."""
+    merge_twins(graph)
     losses = find_losses(graph)
     if not losses and not any(fused_call(node) for node in graph.nodes):
         return []
