@@ -94,7 +94,7 @@ def _match(match: Match, logits: Logits) -> Match:
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
         "softcap": logits.softcap,
-        "dtype": example(match.root).dtype,
+        "dtype": _loss_dtype(match),
     }
     absorbed = ["a linear layer", *match.absorbed]
     if logits.cast is not None:
@@ -113,6 +113,13 @@ def _match(match: Match, logits: Logits) -> Match:
         match.steps,
         match.notes,
     )
+
+
+def _loss_dtype(match: Match) -> torch.dtype:
+    """The dtype of the cross entropy itself; the root's may come from the steps after it."""
+    if not match.steps:
+        return example(match.root).dtype  # float32 under autocast
+    return match.kwargs.get("dtype", example(match.args[0]).dtype)
 
 
 def _operands(linear: Node) -> tuple[Value, Value, Value | None]:
