@@ -28,6 +28,7 @@ from compile_losses.arguments import (
     warn,
     warn_if_broadcast,
 )
+from compile_losses.linear import linear_cross_entropy
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.overrides import has_kernels, overridden
 
@@ -37,6 +38,7 @@ __all__ = [
     "huber_loss",
     "kl_div",
     "l1_loss",
+    "linear_cross_entropy",
     "mse_loss",
     "nll_loss",
     "smooth_l1_loss",

@@ -54,6 +54,87 @@ def squared_error(rng):
     return lambda p, t, *_: reduce(square(difference(p, t)))
 
 
+def written_difference(rng):
+    """A function of the difference as people write it, or nearly: constants may not agree."""
+    beta, other = rng.choice([0.3, 1.0, 2.0]), rng.choice([0.3, 1.0, 2.0])
+    constants = beta, rng.choice([beta, beta, other])
+    d = rng.choice([lambda p, t: (p - t).abs(), lambda p, t: torch.abs(t - p)])
+    inside = rng.choice([lambda d, b: d < b, lambda d, b: d <= b, lambda d, b: ~(d >= b)])
+    huber = rng.random() < 0.5
+
+    def where(d):
+        quadratic = 0.5 * d**2 if huber else 0.5 * d * d / constants[0]
+        linear = constants[1] * (d - 0.5 * beta) if huber else d - 0.5 * constants[1]
+        return torch.where(inside(d, beta), quadratic, linear)
+
+    def clamped(d):
+        q = d.clamp(max=constants[0])
+        return 0.5 * q**2 + constants[1] * (d - q)
+
+    body = rng.choice([where, clamped, lambda d: d, lambda d: d.clamp(max=50), F.relu])
+    weight = rng.choice(
+        [
+            lambda e, t: e,
+            lambda e, t: e * t.abs(),
+            lambda e, t: e * (t > 0),
+            lambda e, t: e / t.exp(),
+        ]
+    )
+    reduce = rng.choice(
+        [
+            lambda e: e.mean(),
+            lambda e: e.sum(1).mean(),
+            lambda e: (e.mean(1) * e.new_tensor(0.5)).sum(),
+            lambda e: e.flatten().sum() / len(e),
+        ]
+    )
+    return lambda p, t, c, w: reduce(weight(body(d(p, t)), t))
+
+
+def written_rows(rng):
+    """Cross entropy and divergences as people write them, or nearly: over rows by mistake, eps."""
+    dim = rng.choice([1, 1, 1, 0])
+    eps = rng.choice([0.0, 0.0, 1e-3])
+    temperature = rng.choice([1.0, 2.0])
+
+    def log_p(p):
+        if eps:
+            return (p.softmax(dim) + eps).log()
+        return rng_log(p / temperature if temperature != 1 else p)
+
+    rng_log = rng.choice(
+        [
+            lambda p: p.log_softmax(dim),
+            lambda p: p.softmax(dim).log(),
+            lambda p: p - p.logsumexp(dim, keepdim=True),
+        ]
+    )
+    pick = rng.choice(
+        [
+            lambda x, c: x.gather(1, c[:, None]).squeeze(1),
+            lambda x, c: x[torch.arange(len(c)), c],
+            lambda x, c: (F.one_hot(c, CLASSES) * x).sum(1),
+            lambda x, c: -F.nll_loss(x, c, reduction="none"),
+        ]
+    )
+    reduce = rng.choice(
+        [
+            lambda e: -e.mean(),
+            lambda e: -(e * e.new_ones(len(e))).sum() / 3,
+            lambda e: e.exp().sum(),
+        ]
+    )
+
+    def divergence(p, t, c, w):
+        q = (t / temperature).softmax(dim)
+        return (q * (q.log() - log_p(p))).sum(1).mean()
+
+    def soft(p, t, c, w):
+        return -(t.softmax(1) * log_p(p)).sum(dim).mean()
+
+    return rng.choice([lambda p, t, c, w: reduce(pick(log_p(p), c)), divergence, soft])
+
+
 def loss(rng):
     """A loss of prediction, target, classes and class weights."""
     reduction = rng.choice(["mean", "sum", "none"])
@@ -73,7 +154,10 @@ def loss(rng):
             ),
             lambda p, t, c, w: F.cross_entropy(p, c, reduction=reduction),
             squared_error(rng),
-            squared_error(rng),
+            written_difference(rng),
+            written_difference(rng),
+            written_rows(rng),
+            written_rows(rng),
             lambda p, t, c, w: F.l1_loss(p, t, reduction=reduction),
             lambda p, t, c, w: F.mse_loss(
                 p, t, reduction=reduction, weight=(w * t if weighted else w.expand(p.shape)).abs(),

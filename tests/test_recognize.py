@@ -13,11 +13,13 @@ from torch import nn
 
 import compile_losses
 from compile_losses.recognize.guards import GUARDS
+from compile_losses.recognize.written import Recognizer
+from tests import patterns
 from tests.specs import SPECS
 from tests.specs.written.cross_entropy import OTHER_LIKELIHOODS
 
-MATCHES = [(s.name, m) for s in SPECS.values() for m in s.matches]
-NEAR_MISSES = [(s.name, m) for s in SPECS.values() for m in s.near_misses]
+MATCHES = [(s.public or s.name, m) for s in SPECS.values() for m in s.matches]
+NEAR_MISSES = [(s.public or s.name, m) for s in SPECS.values() for m in s.near_misses]
 
 
 def spellings(cases):
@@ -347,3 +349,36 @@ def test_guards_are_documented():
     assert len(GUARDS) == len({guard.__name__ for guard in GUARDS})
     for guard in GUARDS:
         assert list(inspect.signature(guard).parameters) == ["match"]
+
+
+def test_patterns_page_is_current():
+    """docs/patterns.md is generated: python -m tests.patterns."""
+    assert patterns.PATH.read_text() == patterns.page()
+
+
+def test_work_on_a_large_graph():
+    """Recognition replays few of the nodes of a large graph: benchmarks/recognition.py times it."""
+
+    def model(x, target):
+        for _ in range(200):
+            normal = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+            scores = (normal @ normal.transpose(-1, -2)).softmax(-1)
+            x = x + F.silu(scores @ normal)
+        return F.cross_entropy(x.view(-1, 8), target) + (x - 1).abs().mean()
+
+    replayed, sizes = [], []
+
+    def backend(gm, example_inputs):
+        recognizer = Recognizer(gm.graph)
+        sizes.append(len(gm.graph.nodes))
+        for node in reversed(gm.graph.nodes):
+            for _ in recognizer.candidates(node):
+                pass
+        replayed.append(recognizer.shadow.replayed)
+        return gm.forward
+
+    torch.compile(model, backend=backend, fullgraph=True)(
+        torch.randn(2, 4, 8), torch.randint(8, (8,))
+    )
+    assert sizes[0] > 2000
+    assert replayed[0] < 100

@@ -27,6 +27,17 @@ from compile_losses.recognize.shadow import Shadow, aten, compute, same_sizes
 from compile_losses.recognize.terms import Terms
 from compile_losses.recognize.values import Value
 
+#: What is looked for, in words: q and p are probabilities, x and z logits, t a class index.
+BODIES = [
+    (
+        "cross_entropy",
+        "logsumexp(x) - x[t] of each row; sum over classes of -one_hot(t) log_softmax(x)",
+    ),
+    ("cross_entropy", "sum over classes of -q log_softmax(x), where the op takes probabilities"),
+    ("softmax_kl_div", "sum over classes of softmax(z) (log_softmax(z) - log_softmax(x))"),
+    ("kl_div", "q (log q - log p), with either argument as it is or as a logarithm"),
+]
+
 #: Class indices of a hand-written loss have no value that is ignored.
 NOTHING_IGNORED = -(2**62)
 
@@ -186,14 +197,14 @@ def _softmax_divergence(
             if not all(same_sizes(v.fake.shape, form.body.fake.shape) for v in (x, z)):
                 continue
             temperature, x, z = _temperature(x, z, terms.shadow)
-            last = [_move(v, dim, -1, terms.shadow) for v in (x, z)]
-            if None in last:
-                continue
+            options: dict[str, Any] = {} if temperature == 1 else {"temperature": temperature}
+            if dim != form.body.fake.dim() - 1:
+                options["dim"] = dim
             shape = form.body.fake.shape
             yield Written(
                 "softmax_kl_div",
-                (last[0].argument, last[1].argument, "reduction"),  # type: ignore[union-attr]
-                {} if temperature == 1 else {"temperature": temperature},
+                (x.argument, z.argument, "reduction"),
+                options,
                 form=replace(form, constant=form.constant * scale),
                 counts={"batchmean": shape[0], "mean": math.prod(shape)},
                 each=form.root.fake.dim() > 0 or form.body.fake.dim() == 1,
@@ -223,6 +234,8 @@ def _divergence(form: NormalForm, polynomial: Polynomial, terms: Terms) -> Itera
     atoms = polynomial.atoms()
     if not {found[0] for found in atoms} & {"log", "exp"}:
         return
+    if len(_softmax_dims(polynomial)) > 1:  # a mistake of the user's, and no divergence
+        return
     if any(_guarded(terms.values[found[1]]) for found in atoms if found[0] == "log"):
         return
     named = named_values(form.body, terms.shadow)
@@ -244,6 +257,11 @@ def _divergence(form: NormalForm, polynomial: Polynomial, terms: Terms) -> Itera
             form=replace(form, constant=form.constant * scale),
             counts={"batchmean": shape[0], "mean": math.prod(shape)},
         )
+
+
+def _softmax_dims(polynomial: Polynomial) -> set[int]:
+    dims = {found[2] for found in polynomial.atoms() if found[0] == "lse"}
+    return dims.union(*(_softmax_dims(a[1]) for a in polynomial.atoms() if a[0] == "exp"))
 
 
 def _guarded(p: Value) -> bool:

@@ -36,6 +36,10 @@ _REPEATABLE = {
 }
 
 
+#: How many ops further up two tensors are compared.
+_DEEPEST = 8
+
+
 class _MutationError(Exception):
     """A replayed op would write to a tensor of the graph."""
 
@@ -74,6 +78,7 @@ class Shadow:
     def __init__(self) -> None:
         self._of_node: dict[Node, Value] = {}
         self._keys: dict[Value, Hashable] = {}
+        self._first: dict[Hashable, Value] = {}
         self.replayed = 0
 
     def of(self, node: Node) -> Value:
@@ -99,20 +104,21 @@ class Shadow:
             and self.key(left) == self.key(right)
         )
 
-    def key(self, value: Value) -> Hashable:
+    def key(self, value: Value, depth: int = 0) -> Hashable:
         """Equal for tensors that are computed in the same way from the same tensors."""
         value = self.resolve(value)
         if value not in self._keys:
-            self._keys[value] = self._key(value)
+            self._keys[value] = self._key(value, depth)
         return self._keys[value]
 
-    def _key(self, value: Value) -> Hashable:
+    def _key(self, value: Value, depth: int) -> Hashable:
         if value.op is None:
             return value.node
-        if value.op._overloadpacket not in _REPEATABLE:
+        if depth == _DEEPEST or value.op._overloadpacket not in _REPEATABLE:
             return value
-        parts = tree_map_only(Value, self.key, (value.args, value.kwargs))
-        return (value.op, _hashable(parts))
+        parts = tree_map_only(Value, lambda v: self.key(v, depth + 1), (value.args, value.kwargs))
+        # The first one stands for all, so that keys do not grow with the graph.
+        return self._first.setdefault((value.op, _hashable(parts)), value)
 
     def _replay(self, node: Node) -> Value:
         leaf = Value(example(node), node, whole=True)

@@ -35,7 +35,7 @@ from compile_losses.recognize.rows import (
 from compile_losses.recognize.shadow import Shadow, aten, same_sizes
 from compile_losses.recognize.values import Value
 
-_DEEPEST = 12
+_DEEPEST = 8
 
 
 class Terms:

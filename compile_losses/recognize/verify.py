@@ -81,13 +81,14 @@ class _Comparison:
         leaves = {node: self._leaf(node, draw) for node in self.leaves}
         wanted = [t for t in leaves.values() if isinstance(t, Tensor) and t.requires_grad]
         try:
-            expected = _with_gradients(self._original(dict(leaves)), wanted)
+            values = dict(leaves)
+            expected = _with_gradients(self._original(values), wanted)
         except Exception as error:
             raise _NotVerifiableError(" ".join(str(error).split())[:200]) from error
         if not all(bool(t.isfinite().all()) for t in expected):
             return None
         try:
-            actual = _with_gradients(self._rewritten(leaves), wanted)
+            actual = _with_gradients(self._rewritten(values), wanted)
         except Exception:
             return False
         return all(_close(a, e) for a, e in zip(actual, expected, strict=True))
@@ -190,14 +191,32 @@ def _plain(arguments: Any) -> Any:
 
 
 def _slice(match: Match) -> tuple[list[Node], list[Node]]:
-    """The nodes from the rewrite's inputs to the root, in order, and all that these start from."""
+    """The nodes to evaluate, up to the root and in order, and all that these start from."""
     inside = {match.root, *match.interior}
-    leaves = dict.fromkeys(match.inputs)
-    for node in inside:
-        for source in node.all_input_nodes:
-            if source not in inside:
-                leaves.setdefault(source)
-    return sorted(inside - set(leaves)), list(leaves)
+    starts = {source for node in inside for source in node.all_input_nodes} - inside
+    # What the rewrite reads may depend on what the original starts from: softmax(x) beside a
+    # log_softmax(x) that stays. Independent numbers would not do for both.
+    shared = starts - set(match.inputs)
+    for node in match.inputs:
+        inside |= _made_from(node, shared | inside)
+    leaves = dict.fromkeys([*match.inputs, *starts])
+    leaves |= dict.fromkeys(source for node in sorted(inside) for source in node.all_input_nodes)
+    return sorted(inside), [leaf for leaf in leaves if leaf not in inside]
+
+
+def _made_from(node: Node, starts: set[Node]) -> set[Node]:
+    """The calls that make a node, if one of them reads one of some nodes."""
+    found: set[Node] = set()
+    waiting = [node]
+    met = False
+    while waiting and len(found) < 16:
+        call = waiting.pop(0)
+        if call.op not in ("call_function", "call_method") or call in starts:
+            continue
+        found.add(call)
+        met = met or any(source in starts for source in call.all_input_nodes)
+        waiting += [source for source in call.all_input_nodes if source not in found]
+    return found if met else set()
 
 
 def _draws(nodes: list[Node]) -> Iterator[tuple[str, Callable[..., Tensor]]]:

@@ -77,16 +77,17 @@ class Recognizer:
             yield found
 
     def _written(self, node: Node, call: Call | Decline | None) -> Iterator[Match]:
-        value, name = example(node), _name(node)
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return
         if isinstance(call, tuple) and call[0].name != "kl_div":
             if call[0].name == "nll_loss":
                 yield from self._likelihood(node, *call)
             return
-        if name not in _ROWS or (name not in _TOTALS and node not in self._from_softmax):
+        name, rows = _name(node), node in self._from_softmax
+        if name not in (_ROWS if rows else _TOTALS):
             return
-        if value.dim() > 0 and node not in self._from_softmax:
+        value = example(node)
+        if not isinstance(value, torch.Tensor) or not (rows or value.dim() == 0):
+            return
+        if not value.is_floating_point():
             return
         if self.shadow.of(node).node is not node:
             return

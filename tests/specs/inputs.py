@@ -98,3 +98,11 @@ def distillation():
 
 def soft_targets():
     return torch.randn(6, 10, requires_grad=True), torch.rand(6, 10).softmax(-1)
+
+
+def square_logits():
+    return torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
+
+
+def student_pixels():
+    return torch.randn(2, 10, 4, 4, requires_grad=True), torch.randn(2, 10, 4, 4)

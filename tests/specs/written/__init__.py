@@ -1,8 +1,17 @@
 """Losses as people write them: spellings that must match, and near misses that must not."""
 
-from tests.specs.written import cross_entropy, huber_loss, kl_div, l1_loss, mse_loss, smooth_l1_loss
+from tests.specs.written import (
+    cross_entropy,
+    cross_entropy_probabilities,
+    huber_loss,
+    kl_div,
+    l1_loss,
+    mse_loss,
+    smooth_l1_loss,
+    softmax_kl_div,
+)
 
-#: By the name of the op that they are spellings of.
+#: By the name of the spec that they extend.
 MODULES = {
     "mse_loss": mse_loss,
     "l1_loss": l1_loss,
@@ -10,4 +19,6 @@ MODULES = {
     "huber_loss": huber_loss,
     "kl_div": kl_div,
     "cross_entropy": cross_entropy,
+    "cross_entropy_probabilities": cross_entropy_probabilities,
+    "softmax_kl_div": softmax_kl_div,
 }
