@@ -94,6 +94,20 @@ def _hint(size: Any) -> int:
     return int(size)
 
 
+def laid_out_alike(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors of one shape are walked along the same dimensions, innermost first."""
+
+    def order(value: Tensor, dims: list[int]) -> list[int]:
+        return sorted(dims, key=lambda d: _hint(value.stride(d)))
+
+    dims = [
+        d
+        for d, (a, b) in enumerate(zip(left.shape, right.shape, strict=True))
+        if _hint(a) > 1 and _hint(b) > 1 and _hint(left.stride(d)) and _hint(right.stride(d))
+    ]
+    return order(left, dims) == order(right, dims)
+
+
 def behind_views(node: Any) -> Any:
     """What computed a value that views only look at, or a result of an op that has several."""
     passed = (aten._unsafe_view.default, operator.getitem)
