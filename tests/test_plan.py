@@ -88,6 +88,18 @@ def test_plan_of_a_head(head):
     assert site.bytes_held <= 1.05 * site.stock_bytes_held
 
 
+def test_composed_losses_have_a_plan_of_their_own():
+    """Linear cross entropy in inference, after what Inductor would fuse with a loss."""
+    weight = torch.randn(12, 16)
+
+    def loss(x, t):
+        return torch.ops.fused.linear_cross_entropy(F.gelu(x), weight, t)
+
+    inputs = classes()
+    compiled = torch.compile(loss, backend="compile_losses")
+    torch.testing.assert_close(compiled(*inputs), loss(*inputs))
+
+
 def test_reasons():
     """Each loss of a program has its own plan, whatever stands between."""
 

@@ -90,8 +90,9 @@ def result(call: Node, index: int) -> Node | None:
 
 
 def find_losses(graph: Graph) -> list[Loss]:
-    """The losses of a graph in its order, each with its gradients."""
+    """The losses of a graph in its order, each with its gradients; not those composed of others."""
     calls = [(node, *call) for node in graph.nodes if (call := fused_call(node))]
+    calls = [call for call in calls if has_part(call[1], "with_grad_")]
     return [
         Loss(
             name,

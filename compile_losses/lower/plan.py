@@ -17,7 +17,7 @@ from torch._functorch.partitioners import OpTypes, get_default_op_list
 from torch.fx import Graph, Node
 
 from compile_losses.lower.aliases import is_fused_into_readers
-from compile_losses.lower.calls import Loss, find_losses, fused_call, merge_twins
+from compile_losses.lower.calls import Loss, find_losses, fused_call, has_part, merge_twins
 from compile_losses.lower.cost import (
     CASTS,
     Cost,
@@ -59,7 +59,8 @@ def plan(graph: Graph) -> list[Decision]:
             decision = Decision(decision.site, loss.name, "kernel", "it can't be inlined")
         decisions.append(decision)
     for node in list(graph.nodes):
-        if (fused_call(node) or ("", ""))[1] == "backward" and _is_stray(node, losses):
+        name, part = fused_call(node) or ("", "")
+        if part == "backward" and has_part(name, "with_grad_") and _is_stray(node, losses):
             feeds = [feed_of(n, ops) for n in node.all_input_nodes[1:3] if _is_tensor(n)]
             if any(feed.source is not None for feed in feeds):
                 inline_backward(node)
