@@ -241,6 +241,22 @@ def test_several_losses_in_one_graph():
     )
 
 
+def test_the_same_tensor_computed_twice():
+    """Either loss reads what is there ahead of it."""
+
+    def step(x, t):
+        first = -x.t().log_softmax(1).gather(1, t[:, None]).mean()
+        second = -x.t().log_softmax(1).gather(1, t[:, None]).sum()
+        return first + second
+
+    inputs = (torch.rand(10, 6, requires_grad=True), torch.randint(10, (6,)))
+    report = compile_losses.explain(step, *inputs)
+    assert [site.status for site in report.sites] == ["rewritten", "rewritten"]
+    torch.testing.assert_close(
+        run(compile_with(step, "aot_eager", False), inputs), run(step, inputs)
+    )
+
+
 def test_symbolic_sizes_are_compared_as_symbols():
     """Under dynamic shapes only the right count makes a mean."""
 
