@@ -24,7 +24,7 @@ CUDA_FILES := $(wildcard csrc/cuda/*.cu)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench cuda-check clean
+.PHONY: help setup demo test test-all conformance asan lint bench cuda-check clean
 
 help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,20 @@ test: $(STAMP)  ## the tests, less those marked slow; the last line says how man
 
 test-all: $(STAMP)  ## all the tests
 	$(BIN)/python -m pytest -n 2
+
+conformance: $(STAMP)  ## compare with torch in full, and write docs/conformance.md
+	$(BIN)/python -m tests.conformance -n 2
+
+# A copy of the package with instrumented kernels. The console script, unlike `python -m`, does not
+# put the source tree first on the path; -p imports the copy before the tests import the package.
+ASAN_DIR := build/asan
+ASAN_TESTS ?= tests/conformance/test_hostile.py tests/test_errors.py
+asan: $(STAMP)  ## the op tests on CPU kernels built with AddressSanitizer
+	SANITIZE=address $(BIN)/python setup.py --quiet build --build-lib $(ASAN_DIR) \
+		--build-temp $(ASAN_DIR)/objects
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(ASAN_DIR) \
+		$(BIN)/pytest -p compile_losses -p no:cacheprovider $(ASAN_TESTS)
 
 lint: $(STAMP)  ## ruff, mypy and clang-format
 	$(BIN)/python -m ruff check .

@@ -18,6 +18,11 @@ ROOT = Path(__file__).parent
 # libtorch's stable ABI as of torch 2.11.
 DEFINES = ["-DTORCH_TARGET_VERSION=0x020b000000000000ULL"]
 CXX_FLAGS = [*DEFINES, "-std=c++20", "-O3", "-fvisibility=hidden", "-g0", "-Wall"]
+LINK_FLAGS = []
+# SANITIZE=address: for `make asan`.
+if sanitizer := os.environ.get("SANITIZE"):
+    CXX_FLAGS += ["-O2", "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizer}"]
+    LINK_FLAGS += [f"-fsanitize={sanitizer}"]
 # Arithmetic may be reordered only where a loop says so; nan and infinities keep their meaning.
 VECTOR_FLAGS = ["-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -41,6 +46,7 @@ def extension(kind, name: str, files: list[str], compile_args):
         sources=files,
         depends=sources("csrc/*.h", "csrc/*/*.h", "csrc/*/*.cuh"),
         extra_compile_args=compile_args,
+        extra_link_args=LINK_FLAGS,
         py_limited_api=True,
     )
 

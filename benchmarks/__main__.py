@@ -1,7 +1,8 @@
 """``python -m benchmarks``: checks and times the fused losses against torch and other libraries.
 
 ``python -m benchmarks plot FILE.csv`` draws an earlier run again; ``python -m benchmarks
-compile-matrix`` measures compiled steps against stock torch.compile's.
+compile-matrix`` measures compiled steps against stock torch.compile's, and ``linear`` a linear
+layer together with its cross entropy.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import matrix, plots, report
+from benchmarks import linear, matrix, plots, report
 from benchmarks.cases import CASES, PASSES, Size
 from benchmarks.clock import make_clock, measure_bandwidth
 from benchmarks.contenders import CONTENDERS
@@ -51,8 +52,9 @@ def parser() -> argparse.ArgumentParser:
     )
     main.add_argument("--commit", help="the commit to record, where there is no git checkout")
     main.add_argument("--no-plots", dest="plots", action="store_false")
-    commands = main.add_subparsers(dest="command", metavar="{plot,compile-matrix}")
+    commands = main.add_subparsers(dest="command", metavar="{plot,compile-matrix,linear}")
     matrix.add_command(commands)
+    linear.add_command(commands)
     plot = commands.add_parser("plot", help="draw the PNG files of a CSV file")
     plot.add_argument("file", type=Path)
     return main
@@ -127,6 +129,8 @@ def main() -> int:
         return 0
     if arguments.command == "compile-matrix":
         return matrix.run(arguments)
+    if arguments.command == "linear":
+        return linear.run(arguments)
     return run(arguments)
 
 

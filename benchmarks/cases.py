@@ -18,6 +18,7 @@ PASSES: tuple[Pass, ...] = ("fwd", "fwd_bwd")
 Size = tuple[tuple[int, int], torch.dtype]  # (rows, cols), dtype
 
 MEAN, SUM, BATCHMEAN = 1, 2, 3  # values of the ops' reduction argument
+TEMPERATURE = 2.0  # of distillation
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Case:
             rows.
         divisor: what the reduction divides that sum by, from the inputs.
         weighted: whether the last input is a weight, whose sum the leaves' sums are divided by.
+        factor: what the leaves' losses are multiplied by.
         reference: the sizes of the published tables, by device type.
         small: sizes for a quick look.
     """
@@ -51,6 +53,7 @@ class Case:
     reference: dict[str, tuple[Size, ...]]
     small: tuple[Size, ...]
     weighted: bool = False
+    factor: float = 1.0
 
     def sizes(self, size: str, device: torch.device) -> tuple[Size, ...]:
         return self.small if size == "small" else self.reference[device.type]
@@ -60,16 +63,26 @@ class Case:
         leaf = getattr(torch.ops.fused, f"{self.op}_forward")
         result = leaf(*inputs, *self.options, inputs[0].dtype)
         loss = result[0] if isinstance(result, (tuple, list)) else result
-        return loss / inputs[-1].sum() if self.weighted else loss
+        return loss if self._unscaled else loss * self._scale(inputs)
 
     def gradient_kernel(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """The loss and the unit gradient of the first input, in one read."""
         leaf = getattr(torch.ops.fused, f"{self.op}_with_grad")
-        if not self.weighted:
+        if self._unscaled:
             return leaf(*inputs, *self.options, inputs[0].dtype)
-        factor = inputs[-1].sum().reciprocal()
-        loss, gradient = leaf(*inputs, *self.options, inputs[0].dtype, factor)
-        return loss * factor, gradient
+        scale = self._scale(inputs)
+        loss, gradient = leaf(*inputs, *self.options, inputs[0].dtype, scale)
+        return loss * scale, gradient
+
+    @property
+    def _unscaled(self) -> bool:
+        return not self.weighted and self.factor == 1
+
+    def _scale(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """What the leaf's loss is multiplied by, on the device."""
+        if self.weighted:
+            return self.factor * inputs[-1].sum().reciprocal()
+        return torch.full((), self.factor, device=inputs[0].device)
 
 
 def bytes_moved(inputs: tuple[Tensor, ...], which: Pass) -> int:
@@ -109,6 +122,20 @@ def _logits_and_classes(
     rows, cols = shape
     logits = torch.randn(shape, dtype=dtype, device=device)
     return logits, torch.randint(cols, (rows,), device=device)
+
+
+def _logits_and_probabilities(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...]:
+    logits, others = _normal_pair(shape, dtype, device)
+    return logits, others.softmax(-1)
+
+
+def _distillation(student: Tensor, teacher: Tensor, reduction: str = "batchmean") -> Tensor:
+    """Knowledge distillation (Hinton, Vinyals, Dean, 2015), scaled by T^2 as there."""
+    log_p = F.log_softmax(student / TEMPERATURE, -1)
+    q = F.softmax(teacher / TEMPERATURE, -1)
+    return F.kl_div(log_p, q, reduction=reduction) * TEMPERATURE * TEMPERATURE
 
 
 def _mse(predictions: Tensor, targets: Tensor) -> Tensor:
@@ -234,6 +261,40 @@ CASES = {
                 ),
             },
             small=(((512, 1000), torch.float32), ((256, 32000), torch.bfloat16)),
+        ),
+        Case(
+            "cross_entropy_probabilities",
+            op="cross_entropy_probabilities",
+            make_inputs=_logits_and_probabilities,
+            expression=lambda input, target: F.cross_entropy(input, target),
+            fused=lambda input, target: torch.ops.fused.cross_entropy(input, target),
+            options=(None, MEAN, 0.0),  # weight, reduction, label_smoothing
+            total=lambda input, target: F.cross_entropy(input, target, reduction="sum"),
+            divisor=lambda input, *_: input.shape[0],
+            reference={
+                "cuda": (((32768, 4096), torch.float32), ((8192, 32000), torch.bfloat16)),
+                "cpu": (((8192, 4096), torch.float32), ((1024, 32000), torch.float32)),
+            },
+            small=(((512, 1000), torch.float32),),
+        ),
+        Case(
+            "distillation",
+            op="softmax_kl_div",
+            make_inputs=_normal_pair,
+            expression=_distillation,
+            fused=lambda input, target: (
+                torch.ops.fused.softmax_kl_div(input, target, temperature=TEMPERATURE)
+                * TEMPERATURE**2
+            ),
+            options=(BATCHMEAN, TEMPERATURE, -1),  # reduction, temperature, dim
+            total=lambda input, target: _distillation(input, target, "sum"),
+            divisor=lambda input, *_: input.shape[0],
+            factor=TEMPERATURE**2,
+            reference={
+                "cuda": (((8192, 32000), torch.bfloat16),),
+                "cpu": (((1024, 32000), torch.float32),),
+            },
+            small=(((256, 4096), torch.float32),),
         ),
     )
 }

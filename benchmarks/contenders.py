@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from importlib import metadata
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import Case, Pass
+from benchmarks.cases import TEMPERATURE, Case, Pass
 
 Step = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -121,7 +122,7 @@ def _quack(case: Case, which: Pass) -> Step:
 
 
 def _liger(case: Case, which: Pass) -> Step:
-    if case.op not in ("cross_entropy", "kl_div"):
+    if case.op not in ("cross_entropy", "kl_div", "softmax_kl_div"):
         raise UnavailableError(f"has no {case.op}")
     if not torch.cuda.is_available():
         raise UnavailableError("needs a CUDA device")
@@ -130,7 +131,17 @@ def _liger(case: Case, which: Pass) -> Step:
     def kl_div(predictions: Tensor, targets: Tensor) -> Tensor:
         return functional.liger_kl_div(torch.log(predictions), targets, reduction="batchmean")
 
-    return _step(functional.liger_cross_entropy if case.op == "cross_entropy" else kl_div, which)
+    def distillation(student: Tensor, teacher: Tensor) -> Tensor:
+        log_p = F.log_softmax(student / TEMPERATURE, -1)
+        q = F.softmax(teacher / TEMPERATURE, -1)
+        return functional.liger_kl_div(log_p, q, reduction="batchmean") * TEMPERATURE**2
+
+    losses = {
+        "cross_entropy": functional.liger_cross_entropy,
+        "kl_div": kl_div,
+        "softmax_kl_div": distillation,
+    }
+    return _step(losses[case.op], which)
 
 
 CONTENDERS = {

@@ -70,8 +70,8 @@ struct RowLayout {
   int64_t col_stride = 1;
 };
 
-// Cross entropy of `rows` rows of `cols` logits with class indices. acc_t is double for float64
-// logits and float otherwise.
+// Cross entropy of `rows` rows of `cols` logits with class indices, and nll_loss of rows of
+// log-probabilities. acc_t is double for float64 logits and float otherwise.
 struct CrossEntropyArgs {
   int64_t rows = 0;
   int64_t cols = 0;
@@ -98,5 +98,46 @@ struct CrossEntropyArgs {
   void* grad_input = nullptr;  // addressed by grad_layout
   RowLayout grad_layout;       // the same sizes as input_layout
 };
+
+struct RowOperand {
+  void* data = nullptr;  // null: takes no part
+  DType dtype = DType::kFloat32;
+  RowLayout layout;
+};
+
+// A loss of `rows` rows of `cols` logits against target rows of the same classes. acc_t is double
+// when input or target is float64, and float otherwise. Which outputs are present says what is
+// computed.
+struct RowPairArgs {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  RowOperand input, target;      // layouts of all operands have the same sizes
+  const void* weight = nullptr;  // acc_t [cols]; null: all ones
+  double parameters[2] = {};     // the loss's own
+  double divisor = 1;            // of the reduction
+  void* stats = nullptr;         // acc_t [rows, kRowPairStats]: RowPairStatistics
+  void* losses = nullptr;        // [rows] of loss_dtype: reduction none
+  void* loss = nullptr;          // one element of loss_dtype: the other reductions
+  DType loss_dtype = DType::kFloat32;
+  // [rows] with grad_output_stride, or one element; null: 1
+  const void* grad_output = nullptr;
+  DType grad_output_dtype = DType::kFloat32;
+  int64_t grad_output_stride = 0;
+  RowOperand grad_input, grad_target;  // grad_input may be the very buffer of input
+  void* grad_weight = nullptr;         // acc_t [cols]
+  double* workspace = nullptr;         // [weight_shares(rows, cols), cols], for grad_weight
+
+  bool is_double() const {
+    return input.dtype == DType::kFloat64 || target.dtype == DType::kFloat64;
+  }
+};
+
+constexpr int64_t kRowPairStats = 6;
+
+// Into how many shares the rows are cut for the sums over them that are a weight's gradient.
+constexpr int64_t weight_shares(int64_t rows, int64_t cols) {
+  const int64_t most = cols > 0 && cols < 32768 ? 32768 / cols : 1;
+  return rows < most ? (rows > 0 ? rows : 1) : most;
+}
 
 }  // namespace fused

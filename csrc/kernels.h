@@ -20,6 +20,21 @@ void cross_entropy_forward(const CrossEntropyArgs& args, void* stream);
 // Writes grad_input from stats and total_weight.
 void cross_entropy_backward(const CrossEntropyArgs& args, void* stream);
 
+// The same two for nll_loss: row_losses, row_weights, total_weight and loss; grad_input.
+void nll_loss_forward(const CrossEntropyArgs& args, void* stream);
+void nll_loss_backward(const CrossEntropyArgs& args, void* stream);
+
+// Losses of row pairs. `forward` writes stats, and losses or loss; with grad_input also the
+// gradient. `backward` writes grad_input and grad_target, those that are there, from stats.
+// `weight_backward` writes grad_weight.
+// parameters: label smoothing, number of classes
+void cross_entropy_probabilities_forward(const RowPairArgs& args, void* stream);
+void cross_entropy_probabilities_backward(const RowPairArgs& args, void* stream);
+void cross_entropy_probabilities_weight_backward(const RowPairArgs& args, void* stream);
+// parameters: temperature
+void softmax_kl_div_forward(const RowPairArgs& args, void* stream);
+void softmax_kl_div_backward(const RowPairArgs& args, void* stream);
+
 // data[i] *= factor, where data is dense; returns without touching data when factor is 1.
 void scale_(void* data, DType dtype, int64_t numel, const void* factor, DType factor_dtype,
             void* stream);

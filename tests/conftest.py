@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from compile_losses import library
+from tests.conformance import ledger
 from tests.graphs import recorded
 
 
@@ -43,6 +44,7 @@ def fresh_dynamo():
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """A run in which nothing ran is a failure (pytest's own exit status 5 says so without -n)."""
+    ledger.write()
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or hasattr(session.config, "workerinput"):
         return

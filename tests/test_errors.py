@@ -173,8 +173,70 @@ def test_cross_entropy_arguments(device):
     compare(x, t, label_smoothing=1.5, fragments=("label_smoothing", "1.5"))
     compare(x.long(), t, fragments=("input", "int64"))
     compare(x[..., None, None], t[:, None, None].expand(3, 2, 1), fragments=("target", "[3, 2, 1]"))
-    with pytest.raises(NotImplementedError, match="class probabilities"):
-        fused.cross_entropy(x, x)
+    image = torch.rand(3, 4, 2, device=device)
+    uint8 = torch.zeros(3, 2, dtype=torch.uint8, device=device)
+    compare(image, uint8, fragments=("target", "int64", "uint8"))
+    compare(x, x[:2], fragments=("target", "batch size 3", "got 2"))
+    compare(x, x[:, :3], fragments=("target", "int64 or uint8", "[3, 3]"))
+    compare(x, t[:, None].expand(3, 4), fragments=("target", "[3, 4]"))
+
+
+def test_cross_entropy_probabilities_arguments(device):
+    x = torch.rand(3, 4, device=device)
+
+    def compare(*args, fragments, **kwargs):
+        raises_like_torch(
+            lambda: fused.cross_entropy(*args, **kwargs),
+            lambda: F.cross_entropy(*args, **kwargs),
+            *fragments,
+        )
+
+    compare(x, x, ignore_index=2, fragments=("ignore_index", "negative", "got 2"))
+    compare(x, x, x[0, :3], fragments=("weight", "[4]", "[3]"))
+    compare(x, x, x, fragments=("weight", "[4]", "[3, 4]"))
+    compare(x, x, label_smoothing=1.5, fragments=("label_smoothing", "1.5"))
+    compare(x[0, 0], x[0, 0], fragments=("input", "got 0"))
+
+
+def test_nll_loss_arguments(device):
+    x = torch.rand(3, 4, device=device)
+    t = torch.zeros(3, dtype=torch.int64, device=device)
+
+    def compare(*args, fragments, **kwargs):
+        raises_like_torch(
+            lambda: fused.nll_loss(*args, **kwargs),
+            lambda: F.nll_loss(*args, **kwargs),
+            *fragments,
+        )
+
+    compare(x[0, 0], t[0], fragments=("input", "got 0"))
+    compare(x, t[:2], fragments=("target", "batch size 3", "got 2"))
+    compare(x, t.int(), fragments=("target", "int32"))
+    compare(x, x, fragments=("target", "float32"))
+    compare(x, t, x[0, :3], fragments=("weight", "[4]", "[3]"))
+    compare(x, t, x[0].double(), fragments=("weight", "float64"))
+    compare(x, t, x[0].clone().requires_grad_(), fragments=("weight", "grad"))
+    compare(x.long(), t, fragments=("input", "int64"))
+    compare(x[..., None, None], t[:, None, None].expand(3, 2, 1), fragments=("target", "[3, 2, 1]"))
+    for one in (t[0], t[:1]):  # torch takes both for one row without a batch
+        torch.testing.assert_close(fused.nll_loss(x[0], one), F.nll_loss(x[0], one))
+        torch.testing.assert_close(fused.cross_entropy(x[0], one), F.cross_entropy(x[0], one))
+
+
+def test_softmax_kl_div_arguments(device):
+    x = torch.rand(3, 4, device=device)
+    with pytest.raises(RuntimeError, match=r"target to have input's shape \[3, 4\], got \[3, 1\]"):
+        fused.softmax_kl_div(x, x[:, :1])
+    with pytest.raises(RuntimeError, match="temperature to be positive, got 0"):
+        fused.softmax_kl_div(x, x, temperature=0.0)
+    with pytest.raises(IndexError, match=r"dim .*\[3, 4\], got 2"):
+        fused.softmax_kl_div(x, x, dim=2)
+    with pytest.raises(IndexError, match="dim"):
+        fused.softmax_kl_div(x[0, 0], x[0, 0])
+    with pytest.raises(ValueError, match="reduction"):
+        fused.softmax_kl_div(x, x, 4)
+    with pytest.raises(NotImplementedError, match=r"target.*int64"):
+        fused.softmax_kl_div(x, x.long())
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -196,13 +258,14 @@ def test_target_out_of_range_cpu(bad, smoothing):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(3, 4), (3, 5000), (3, 4, 2)])
-def test_target_out_of_range_cuda(shape):
+@pytest.mark.parametrize("loss", ["cross_entropy", "nll_loss"])
+def test_target_out_of_range_cuda(loss, shape):
     """A device-side assertion ends the process' CUDA context, so it gets a process of its own."""
     script = f"""
 import torch, compile_losses
 x = torch.rand({shape}, device="cuda")
 t = torch.full({(shape[0], *shape[2:])}, {shape[1]}, device="cuda")
-torch.ops.fused.cross_entropy(x, t)
+torch.ops.fused.{loss}(x, t)
 torch.cuda.synchronize()
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -252,3 +315,38 @@ def test_leaf_ops_check_for_themselves():
         fused.cross_entropy_backward(loss.expand(2), a, t, None, stats, total, 1, -100, 0.0)
     with pytest.raises(RuntimeError, match="target of shape"):
         fused.cross_entropy_forward(a, t[:2], None, 1, -100, 0.0, torch.float32)
+    with pytest.raises(RuntimeError, match="target of shape"):
+        fused.nll_loss_forward(a, t[:2], None, 1, -100, torch.float32)
+    with pytest.raises(RuntimeError, match="total_weight"):
+        fused.nll_loss_backward(loss, a, t, None, total.double(), 1, -100)
+    row_pairs = {  # what comes before and after the statistics
+        "cross_entropy_probabilities": ((None,), (1, 0.0)),
+        "softmax_kl_div": ((), (1, 1.0, -1)),
+    }
+    for name, (weight, options) in row_pairs.items():
+        forward, backward, with_grad = (
+            getattr(fused, f"{name}_{part}") for part in ("forward", "backward", "with_grad")
+        )
+        loss, stats = forward(a, a, *weight, *options, torch.float32)
+        with pytest.raises(RuntimeError, match="input's shape"):
+            forward(a, a[:2], *weight, *options, torch.float32)
+        with pytest.raises(RuntimeError, match="stats"):
+            backward(loss, a, a, *weight, stats[:2], *options, True, True)
+        with pytest.raises(RuntimeError, match="grad_output"):
+            backward(loss.expand(2), a, a, *weight, stats, *options, True, True)
+        with pytest.raises(RuntimeError, match="reduction"):
+            with_grad(a, a, *weight, 0, *options[1:], torch.float32)
+    with pytest.raises(IndexError, match="dimension 2"):
+        fused.softmax_kl_div_forward(a, a, 1, 1.0, 2, torch.float32)
+
+
+@pytest.mark.parametrize("bad", [-1, 4, 2**40, -(2**40)])
+def test_nll_loss_target_out_of_range_cpu(bad):
+    x = torch.rand(3, 4, requires_grad=True)
+    t = torch.tensor([0, bad, 1])
+    raises_like_torch(
+        lambda: fused.nll_loss(x, t), lambda: F.nll_loss(x, t), "target", str(bad), "4 classes"
+    )
+    loss, total = fused.nll_loss_forward(x, t * 0, None, 1, -100, torch.float32)
+    with pytest.raises(IndexError, match=str(bad)):
+        fused.nll_loss_backward(loss, x, t, None, total, 1, -100)

@@ -16,6 +16,7 @@ import compile_losses
 from compile_losses import library
 from compile_losses.__main__ import main
 from tests.specs import SPECS
+from tests.test_layout import COMPOSED
 
 
 class Model(nn.Module):
@@ -133,7 +134,7 @@ def test_cli_info(capsys):
     assert torch.__version__ in output
     assert "cpu kernels    loaded from _cpu_" in output
     assert "cuda kernels" in output
-    assert ", ".join(sorted(SPECS)) in output
+    assert ", ".join(sorted({*SPECS, *COMPOSED})) in output
 
 
 @pytest.mark.parametrize("by", ["script", "module"])

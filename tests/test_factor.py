@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import compile_losses
+from compile_losses.lower.factor import Factor, emit
 from tests.graphs import Head, classes, compare, real
 
 
@@ -102,7 +104,7 @@ def test_several_losses(graphs):
 %permute_1 = call_function[target=torch.ops.aten.permute.default](args = (%primals_5, [1, 0]), kwargs = {})
 %addmm_1 = call_function[target=torch.ops.aten.addmm.default](args = (%primals_6, %primals_3, %permute_1), kwargs = {})
 %full_default_3 = call_function[target=torch.ops.aten.full.default](args = ([], 5.0), kwargs = {dtype: torch.float32, layout: torch.strided, device: cpu, pin_memory: False})
-%smooth_l1_loss_with_grad__default = call_function[target=torch.ops.fused.smooth_l1_loss_with_grad_.default](args = (%addmm_1, %primals_7, 1, 1.0, torch.float32), kwargs = {grad_output: %full_default_3})
+%smooth_l1_loss_with_grad__default = call_function[target=torch.ops.fused.smooth_l1_loss_with_grad_.default](args = (%addmm_1, %primals_7, None, 1, 1.0, torch.float32), kwargs = {grad_output: %full_default_3})
 %mul_1 = call_function[target=torch.ops.aten.mul.Tensor](args = (%smooth_l1_loss_with_grad__default, 5), kwargs = {})
 %add = call_function[target=torch.ops.aten.add.Tensor](args = (%mul, %mul_1), kwargs = {})""",
     )
@@ -122,6 +124,36 @@ def test_extreme_factors(number):
         results.append([torch.nan_to_num(g, 0.0, 0.0, 0.0) for g in gradients])
         results[-1] += [g.isfinite() for g in gradients]
     torch.testing.assert_close(*results)
+
+
+def test_numbers_on_the_host():
+    """The factor lies on the loss's device, wherever its parts do."""
+    graph = torch.fx.Graph()
+
+    def placeholder(name, value):
+        node = graph.placeholder(name)
+        node.meta["val"] = value
+        return node
+
+    with FakeTensorMode():
+        tangent = torch.empty((), device="cuda")  # fake: there need not be one
+        half, count = torch.empty(()), torch.empty((), dtype=torch.int64)
+    nodes = [placeholder(*pair) for pair in (("half", half), ("count", count))]
+    factor = Factor(placeholder("tangent", tangent), 0.5, nodes[:1], nodes[1:])
+    value = emit(factor, torch.float32, tangent, graph).meta["val"]
+    assert value.device.type == "cuda"
+    assert value.dtype == torch.float32
+
+
+def test_weighted_mean():
+    """The sum of the weights divides the gradient where it is computed."""
+
+    def loss(p, t, w):
+        return F.mse_loss(p, t, weight=w)
+
+    inputs = torch.randn(8, 16), torch.randn(8, 12), torch.rand(8, 12)
+    (site,) = compile_losses.explain(Head(loss), *inputs).sites
+    assert site.plan == ("kernel", "hoisted with its factor", "in place", "scale in place")
 
 
 def test_told():

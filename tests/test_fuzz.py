@@ -159,6 +159,14 @@ def loss(rng):
             written_rows(rng),
             written_rows(rng),
             lambda p, t, c, w: F.l1_loss(p, t, reduction=reduction),
+            lambda p, t, c, w: F.mse_loss(
+                p, t, reduction=reduction, weight=(w * t if weighted else w.expand(p.shape)).abs(),
+            ),
+            lambda p, t, c, w: F.huber_loss(p, t, reduction=reduction, weight=w * p.detach()),
+            lambda p, t, c, w: F.binary_cross_entropy_with_logits(
+                p, t.sigmoid(), w if weighted else None, reduction=reduction,
+                pos_weight=w if smoothing else None,
+            ),
         ]
     )  # fmt: skip
 

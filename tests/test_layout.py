@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import compile_losses
 from compile_losses.__main__ import public_ops
@@ -22,7 +23,8 @@ def has(op, key):
 
 
 def test_there_are_losses():
-    assert {"mse_loss", "smooth_l1_loss", "huber_loss", "kl_div", "cross_entropy"} <= set(LOSSES)
+    specified = {spec.public or spec.name for spec in SPECS.values()}
+    assert specified - COMPOSED == set(LOSSES) - COMPOSED
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -50,8 +52,12 @@ def test_composed_loss(loss):
 
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in COMPOSED])
 def test_loss(loss):
-    for suffix in ("forward", "backward", "with_grad", "with_grad_"):
-        assert f"fused::{loss}_{suffix}" in OPS
+    spec = SPECS[loss]
+    assert set(spec.parts) >= {"forward", "backward"}
+    made_of = {op.removeprefix(f"fused::{loss}_") for op in OPS if op.startswith(f"fused::{loss}_")}
+    others = {s.name.removeprefix(f"{loss}_") for s in SPECS.values() if s.public == loss}
+    own = {part for part in made_of if not any(part.startswith(other) for other in others)}
+    assert own == set(spec.parts)
     for path in (
         f"csrc/losses/{loss}.h",
         f"csrc/cpu/{loss}.cpp",
@@ -60,12 +66,29 @@ def test_loss(loss):
         f"tests/specs/{loss}.py",
     ):
         assert (ROOT / path).is_file(), f"{path} is missing"
-    assert any(row.name == loss and row.convert for row in TABLE), "no row in the table of losses"
-    assert SPECS[loss].matches, "no spelling that must match"
-    assert SPECS[loss].near_misses, "no spelling that must not match"
+    assert spec.near_misses, "no spelling that must not match"
+    if hasattr(F, loss):
+        assert any(row.name == loss and row.convert for row in TABLE), "no row in the table"
+        assert spec.matches, "no spelling that must match"
+    else:  # what no function of torch's is alone can't be a row
+        assert not any(row.name == loss for row in TABLE)
 
 
-@pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss not in COMPOSED])
+def test_specs():
+    """What a spec says that its op is made of, and all of the ops behind a public one."""
+    for spec in SPECS.values():
+        for part in spec.parts:
+            assert f"fused::{spec.name}_{part}" in OPS
+        if spec.public:
+            for folder, suffix in (("losses", "h"), ("cpu", "cpp"), ("cuda", "cu")):
+                assert (ROOT / f"csrc/{folder}/{spec.name}.{suffix}").is_file()
+            assert spec.matches
+            assert spec.near_misses
+
+
+@pytest.mark.parametrize(
+    "loss", [loss for loss in LOSSES if hasattr(F, loss) and loss not in COMPOSED]
+)
 def test_public_schema_follows_torch(loss):
     """Names, order and defaults are those of ATen's op; ours are keyword-only additions."""
     aten = next(row.aten for row in TABLE if row.name == loss)

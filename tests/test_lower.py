@@ -17,8 +17,23 @@ from torch.utils.checkpoint import checkpoint
 from compile_losses import backend
 from tests.graphs import Head, classes, compare, distributions, real, step
 
+
+def weighted(rows=8):
+    return *distributions(rows), torch.rand(rows, 12) + 0.5
+
+
+binary_cross_entropy = F.binary_cross_entropy_with_logits
+
 LOSSES = {
     "mse": (F.mse_loss, real),
+    "weighted mse": (lambda p, t, w: F.mse_loss(p, t, weight=w), weighted),
+    "weighted huber": (lambda p, t, w: F.huber_loss(p, t, weight=w), weighted),
+    "l1": (F.l1_loss, real),
+    "binary": (binary_cross_entropy, distributions),
+    "weighted binary": (
+        lambda p, t, w: binary_cross_entropy(p, t, w, pos_weight=w[0]),
+        weighted,
+    ),
     "hand-written mse": (lambda p, t: ((p - t) ** 2).sum(), real),
     "smooth l1": (lambda p, t: F.smooth_l1_loss(p, t, beta=0.3), real),
     "huber": (F.huber_loss, real),
@@ -137,7 +152,7 @@ def test_inlined_in_inference(graphs):
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("loss", ["mse_loss", "smooth_l1_loss", "huber_loss", "kl_div"])
+@pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"])
 def test_inlined_is_the_op(loss, reduction, graphs):
     """Both gradients, broadcasting, mixed dtypes and dynamic shapes, inlined."""
 
@@ -160,6 +175,75 @@ def test_inlined_is_the_op(loss, reduction, graphs):
             tolerance = {"rtol": 2e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
             torch.testing.assert_close(*results, **tolerance)
     assert all("fused" not in graph for graph in graphs["joint"])
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"])
+def test_inlined_weight_is_the_op(loss, reduction, graphs):
+    """The gradient of the weight too, or of it alone; broadcast weights; a wider weight."""
+
+    def function(a, b, w):
+        op = getattr(torch.ops.fused, loss)
+        return op(torch.sigmoid(a), torch.sigmoid(b), reduction, weight=w)
+
+    for shape, learned, dtype in (
+        ((6, 12), (0, 1, 2), torch.bfloat16),
+        ((6, 1), (0, 2), torch.float32),
+        ((12,), (2,), torch.float32),
+        ((), (0,), torch.float32),
+    ):
+        torch._dynamo.reset()
+        a, b, w = torch.randn(6, 12), torch.randn(6, 12).to(dtype), torch.rand(shape) + 0.5
+        leaves = [t.requires_grad_() for i, t in enumerate((a, b, w)) if i in learned]
+        compiled = torch.compile(function, backend="compile_losses", dynamic=True)
+        results = []
+        for f in (compiled, function):
+            value = f(a, b, w)
+            results.append((value, *torch.autograd.grad(value.sum() * 3, leaves)))
+        tolerance = {"rtol": 2e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(*results, **tolerance)
+    assert all("fused" not in graph for graph in graphs["joint"])
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_inlined_binary_cross_entropy_is_the_op(reduction, graphs):
+    def function(a, b, w, p):
+        op = torch.ops.fused.binary_cross_entropy_with_logits
+        return op(torch.tanh(a) * 4, torch.sigmoid(b), w, p, reduction)
+
+    for w, p in ((None, None), (torch.rand(6, 1), None), (torch.rand(6, 12), torch.rand(12))):
+        torch._dynamo.reset()
+        a, b = torch.randn(6, 12, requires_grad=True), torch.randn(6, 12, requires_grad=True)
+        compiled = torch.compile(function, backend="compile_losses")
+        results = []
+        for f in (compiled, function):
+            value = f(a, b, w, p)
+            results.append((value, *torch.autograd.grad(value.sum() * 3, (a, b))))
+        torch.testing.assert_close(*results)
+    assert all("fused" not in graph for graph in graphs["joint"])
+
+
+def test_mask_as_weight():
+    compare(Head(lambda p, t: F.mse_loss(p, t, weight=(t > 0.3).float())), real())
+    compare(Head(lambda p, t: F.huber_loss(F.gelu(p), t, weight=t > 0.3)), real())
+
+
+def test_weighted_mean_without_a_backward_is_inlined(graphs):
+    """torch's ops sum the weight in the same read."""
+    a, b, w = torch.randn(64, 12), torch.randn(64, 12), torch.rand(64, 12)
+
+    def loss(a, b, w):
+        return F.mse_loss(a, b, weight=w)
+
+    compiled = torch.compile(loss, backend="compile_losses")
+    torch.testing.assert_close(compiled(a, b, w), loss(a, b, w))
+    assert "fused" not in graphs["post"][0]
+
+
+def test_compiled_weighted_l1_is_eagers(graphs):
+    """Compiled by torch 2.13 itself, F.l1_loss leaves its weight out."""
+    compare(Head(lambda p, t, w: F.l1_loss(p, t, weight=w)), weighted())
+    assert "_with_grad" in graphs["joint"][0]
 
 
 def keeps_backward(graphs):
@@ -200,8 +284,13 @@ def test_float16_is_not_hoisted(graphs):
     assert keeps_backward(graphs)
 
 
-def test_loss_used_twice(graphs):
-    compare(Head(lambda p, t: F.mse_loss(p, t) + F.mse_loss(p, t) ** 2), real())
+@pytest.mark.parametrize("prepare", [lambda x: x, torch.tanh], ids=["product", "pointwise"])
+@pytest.mark.parametrize("loss", ["mse", "cross entropy"])
+def test_loss_used_twice(loss, prepare, graphs):
+    """Two calls with the same arguments are one, with a gradient for each."""
+    function, inputs = LOSSES[loss]
+    compare(Head(lambda p, t: function(p, t) + function(p, t) ** 2, prepare), inputs())
+    assert graphs["joint"][0].count("_forward.default]") <= 1
 
 
 def test_two_losses_of_one_input(graphs):

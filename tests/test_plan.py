@@ -60,6 +60,7 @@ def heads():
         "view": (lambda x, t: mse(linear(x).view(4, 2, 12), t.view(4, 2, 12)), real(), hoisted),
         "transposed": (lambda x, t: cross_entropy(linear(x.view(2, 4, 16)).transpose(1, 2), t),
                        (torch.randn(8, 16), torch.randint(12, (2, 4))), hoisted),
+        "crossed": (lambda x, t: mse(linear(x), t.view(12, 8).t()), real(), ("inlined",)),
         "sliced": (lambda x, t: cross_entropy(linear(x)[:, :10], t % 10), classes(),
                    ("inlined",)),
         "tied": (lambda x, t: cross_entropy(embedding(t) @ embedding.weight.t(), t),

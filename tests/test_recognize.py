@@ -18,8 +18,8 @@ from tests import patterns
 from tests.specs import SPECS
 from tests.specs.written.cross_entropy import OTHER_LIKELIHOODS
 
-MATCHES = [(s.name, m) for s in SPECS.values() for m in s.matches]
-NEAR_MISSES = [(s.name, m) for s in SPECS.values() for m in s.near_misses]
+MATCHES = [(s.public or s.name, m) for s in SPECS.values() for m in s.matches]
+NEAR_MISSES = [(s.public or s.name, m) for s in SPECS.values() for m in s.near_misses]
 
 
 def spellings(cases):

@@ -103,6 +103,11 @@ MATCHES = {
     "without gradients": lambda h, w, b, t: flat(
         F.linear(h.detach(), w.detach(), b.detach()), t, reduction="none"
     ),
+    "written out": lambda h, w, b, t: (
+        -F.log_softmax(F.linear(h, w, b).float(), -1)
+        .gather(-1, t.clamp(min=0).unsqueeze(-1))
+        .mean()
+    ),
     "autocast inside": autocast_inside,
     "autocast of the layer": autocast_of_the_layer,
     "autocast of the loss": autocast_of_the_loss,

@@ -51,13 +51,11 @@ class Loss:
         name: of the loss.
         forward: the call of ``X_forward``.
         backwards: the calls of ``X_backward`` with the same arguments.
-        alone: whether no other ``X_forward`` has these arguments.
     """
 
     name: str
     forward: Node
     backwards: tuple[Node, ...]
-    alone: bool
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -92,18 +90,35 @@ def result(call: Node, index: int) -> Node | None:
 
 
 def find_losses(graph: Graph) -> list[Loss]:
-    """The losses of a graph in its order, each with its gradients; composed ones apart."""
+    """The losses of a graph in its order, each with its gradients."""
     calls = [(node, *call) for node in graph.nodes if (call := fused_call(node))]
-    losses = []
-    for node, name, part in calls:
-        if part != "forward" or not has_part(name, "with_grad_"):
-            continue
-        backwards = tuple(
-            other for other, n, p in calls if (n, p) == (name, "backward") and _same(node, other)
+    return [
+        Loss(
+            name,
+            node,
+            tuple(o for o, n, p in calls if (n, p) == (name, "backward") and _same(node, o)),
         )
-        twins = [o for o, n, p in calls if (n, p) == (name, "forward") and o.args == node.args]
-        losses.append(Loss(name, node, backwards, len(twins) == 1))
-    return losses
+        for node, name, part in calls
+        if part == "forward"
+    ]
+
+
+def merge_twins(graph: Graph) -> None:
+    """Leaves one of several losses with the same arguments, so that a gradient has one forward."""
+    first_of: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        if (fused_call(node) or ("", ""))[1] != "forward":
+            continue
+        first = first_of.setdefault((node.target, node.args, *node.kwargs.items()), node)
+        if first is node:
+            continue
+        for item in [user for user in node.users if user.target is operator.getitem]:
+            kept = result(first, item.args[1])
+            if kept is not None:
+                item.replace_all_uses_with(kept)
+                graph.erase_node(item)
+        node.replace_all_uses_with(first)
+        graph.erase_node(node)
 
 
 def _same(forward: Node, backward: Node) -> bool:

@@ -25,7 +25,7 @@ from compile_losses.lower.aliases import is_view, storage_of
 aten = torch.ops.aten
 
 _MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
-_CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 #: What a symbolic size without a hint counts as, Inductor's own assumption.
 _UNKNOWN_SIZE = 8192
 #: A backward reads an argument that takes so many times its size to compute again.
@@ -94,6 +94,20 @@ def _hint(size: Any) -> int:
     return int(size)
 
 
+def laid_out_alike(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors of one shape are walked along the same dimensions, innermost first."""
+
+    def order(value: Tensor, dims: list[int]) -> list[int]:
+        return sorted(dims, key=lambda d: _hint(value.stride(d)))
+
+    dims = [
+        d
+        for d, (a, b) in enumerate(zip(left.shape, right.shape, strict=True))
+        if _hint(a) > 1 and _hint(b) > 1 and _hint(left.stride(d)) and _hint(right.stride(d))
+    ]
+    return order(left, dims) == order(right, dims)
+
+
 def behind_views(node: Any) -> Any:
     """What computed a value that views only look at, or a result of an op that has several."""
     passed = (aten._unsafe_view.default, operator.getitem)
@@ -124,7 +138,7 @@ def _kind(producer: Node, ops: OpTypes) -> str:
         return "matrix product"
     if target is aten.convolution.default:
         return "convolution"
-    if target in _CASTS:
+    if target in CASTS:
         return "cast"
     if target is aten.clone.default:
         return "copy"

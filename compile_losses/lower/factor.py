@@ -160,18 +160,22 @@ def emit(factor: Factor, dtype: torch.dtype, like: Tensor, graph: Graph) -> Node
             return node
         return call(torch.ops.prims.convert_element_type.default, node, wide)
 
+    def is_here(node: Node) -> bool:
+        value = node.meta["val"]
+        return isinstance(value, Tensor) and value.device == like.device
+
+    # Symbols, and numbers on the host, take part in arithmetic on the device but don't begin it.
     product: Node | None = None
-    tensors = [n for n in factor.numerators if isinstance(n.meta["val"], Tensor)]
-    symbols = [n for n in factor.numerators if n not in tensors]
-    for numerator in map(widened, tensors):
+    elsewhere = [n for n in factor.numerators if not is_here(n)]
+    for numerator in map(widened, filter(is_here, factor.numerators)):
         product = numerator if product is None else call(aten.mul.Tensor, product, numerator)
     if product is None:
         options = {"dtype": wide, "device": like.device, "layout": torch.strided}
         product = call(aten.full.default, [], factor.constant, **options)
     elif factor.constant != 1.0:
         product = call(aten.mul.Tensor, product, factor.constant)
-    for symbol in symbols:
-        product = call(aten.mul.Tensor, product, symbol)
+    for numerator in map(widened, elsewhere):
+        product = call(aten.mul.Tensor, product, numerator)
     for denominator in map(widened, factor.denominators):
         product = call(aten.div.Tensor, product, denominator)
     return product

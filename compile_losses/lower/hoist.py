@@ -55,7 +55,7 @@ def hoist(graph: Graph) -> list[Decision]:
 
 def refusal(loss: Loss, overwrites: bool) -> str | None:
     """Why a gradient stays in the backward, or None; see overwrites_buffers."""
-    if len(loss.backwards) != 1 or not loss.alone:
+    if len(loss.backwards) != 1:
         return "the loss is differentiated more than once"
     (backward,) = loss.backwards
     reduction = loss.arguments["reduction"]

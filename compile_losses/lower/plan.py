@@ -17,14 +17,16 @@ from torch._functorch.partitioners import OpTypes, get_default_op_list
 from torch.fx import Graph, Node
 
 from compile_losses.lower.aliases import is_fused_into_readers
-from compile_losses.lower.calls import Loss, find_losses, fused_call
+from compile_losses.lower.calls import Loss, find_losses, fused_call, merge_twins
 from compile_losses.lower.cost import (
+    CASTS,
     Cost,
     Feed,
     Gradient,
     feed_of,
     inline_cost,
     kernel_cost,
+    laid_out_alike,
     nbytes_of,
 )
 from compile_losses.lower.decision import Decision, log, site_of
@@ -34,12 +36,17 @@ from compile_losses.lower.inline import inline, inline_backward
 from compile_losses.lower.linear import plan_linear
 from compile_losses.ops.checks import REDUCTIONS
 
+aten = torch.ops.aten
+
 #: A kernel may cost this much more by the estimate, which is not so exact.
 _MARGIN = 1.05
+#: What reading an argument across its rows costs a kernel on the CPU, in reads along them.
+_CROSSING = 4
 
 
 def plan(graph: Graph) -> list[Decision]:
     """Inlines or hoists every loss of a graph; returns what was decided, for each loss."""
+    merge_twins(graph)
     losses = find_losses(graph)
     if not losses and not any(fused_call(node) for node in graph.nodes):
         return []
@@ -83,6 +90,8 @@ def _choose(loss: Loss, ops: OpTypes, overwrites: bool) -> Decision:
         reason = f"{fused[0]} is computed in the same kernel"
     elif loss.arguments["reduction"] == REDUCTIONS["none"]:
         reason = "an unreduced loss is fused with what reads it"
+    elif _crosses_layouts(loss, feeds):
+        reason = "its arguments are laid out in different orders"
     else:
         reason = "the gradient is fused with what reads it"
     return Decision(site, loss.name, "inlined", f"{reason}; as a kernel {kernel}", stock, stock)
@@ -111,7 +120,34 @@ def costs(loss: Loss, feeds: Sequence[Feed], hoisted: bool) -> tuple[Cost, Cost]
         between = nbytes_of(value.meta["val"]) * (4 if gradients else 2)
     in_place = hoisted and overwritable(loss.input, {loss.forward, *loss.backwards}) is None
     kernel = kernel_cost(feeds, between, gradients, hoisted=hoisted, in_place=in_place)
+    # A weighted mean divides by the weight's sum, for which torch's ops need no read of their own.
+    weight = loss.arguments.get("weight")
+    if isinstance(weight, Node) and weight.op == "placeholder" and _is_summed(weight):
+        kernel = Cost(kernel.moved + nbytes_of(weight.meta["val"]), kernel.held)
+    if _crosses_layouts(loss, feeds):
+        slower = (_CROSSING - 1) * sum(feed.nbytes for feed in feeds[1:])
+        kernel = Cost(kernel.moved + slower, kernel.held)
     return kernel, inline_cost(feeds, gradients, _forward_passes(loss))
+
+
+def _is_summed(node: Node) -> bool:
+    """Whether a graph sums a tensor up, or a cast of it."""
+    return any(
+        user.target in (aten.sum.default, aten.sum.dim_IntList)
+        or (user.target in CASTS and _is_summed(user))
+        for user in node.users
+    )
+
+
+def _crosses_layouts(loss: Loss, feeds: Sequence[Feed]) -> bool:
+    """Whether a CPU kernel goes across one of its arguments, where Inductor goes in tiles."""
+    input = loss.input.meta["val"]
+    if len(feeds) < 2 or input.device.type != "cpu":
+        return False
+    values = (node.meta["val"] for node in loss.forward.all_input_nodes[1:])
+    return not all(
+        laid_out_alike(input, v) for v in values if isinstance(v, Tensor) and v.dim() == input.dim()
+    )
 
 
 def _forward_passes(loss: Loss) -> int:

@@ -3,11 +3,14 @@
 from compile_losses.ops import (  # noqa: F401
     binary_cross_entropy_with_logits,
     cross_entropy,
+    cross_entropy_probabilities,
     huber_loss,
     kl_div,
     l1_loss,
     linear_cross_entropy,
     mse_loss,
+    nll_loss,
     scale,
     smooth_l1_loss,
+    softmax_kl_div,
 )

@@ -3,8 +3,6 @@ value."""
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -59,6 +57,67 @@ def check_grad_output(op: str, input: Tensor, grad_output: Tensor | None) -> Non
         )
 
 
+def class_indices(input: Tensor, target: Tensor) -> Tensor:
+    """A target of class indices; torch takes one of shape [1] for an input of shape [C] as well."""
+    return target.squeeze(0) if input.dim() == 1 and target.shape == (1,) else target
+
+
+def check_class_indices(op: str, input: Tensor, target: Tensor, weight: Tensor | None) -> None:
+    """Target [], [N] or [N, d1, ...] for input [C], [N, C] or [N, C, d1, ...]; weight [C]."""
+    class_dim = 0 if input.dim() == 1 else 1
+    if class_dim == 1 and target.dim() > 0 and input.shape[0] != target.shape[0]:
+        raise ValueError(
+            f"{op}: expected target to have input's batch size {input.shape[0]}, "
+            f"got {target.shape[0]}"
+        )
+    if target.dtype not in (torch.int64, torch.uint8):
+        raise NotImplementedError(
+            f"{op}: expected target of class indices to be int64 or uint8, got {describe(target)}"
+        )
+    if target.dtype == torch.uint8 and input.dim() > 2:
+        raise RuntimeError(
+            f"{op}: expected target to be int64 for input with more than 2 dimensions, "
+            f"got {describe(target)}"
+        )
+    expected = [*input.shape[:class_dim], *input.shape[class_dim + 1 :]]
+    if list(target.shape) != expected:
+        raise RuntimeError(
+            f"{op}: expected target of shape {expected} for input of shape "
+            f"{list(input.shape)}, got {list(target.shape)}"
+        )
+    if weight is not None:
+        check_floating(op, weight=weight)
+        check_class_weight(op, weight, input.shape[class_dim])
+        if weight.requires_grad:
+            raise RuntimeError(
+                f"{op}: expected weight not to require grad with class indices as target"
+            )
+
+
+def check_class_weight(op: str, weight: Tensor, classes: int) -> None:
+    if weight.dim() != 1 or weight.shape[0] != classes:
+        raise RuntimeError(f"{op}: expected weight of shape {[classes]}, got {list(weight.shape)}")
+
+
+def check_weight_dtype(
+    op: str,
+    input: Tensor,
+    weight: Tensor | None,
+    result: torch.dtype,
+    dtype: torch.dtype | None,
+) -> None:
+    """With class indices torch does not promote; under autocast it casts both."""
+    autocast = dtype is None and result != input.dtype
+    if weight is not None and weight.dtype != result and not autocast:
+        raise RuntimeError(
+            f"{op}: expected weight to have the loss's dtype {result}, got {weight.dtype}"
+        )
+
+
+def accumulation_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def broadcast_shape(op: str, input: Tensor, target: Tensor) -> torch.Size:
     if input.shape == target.shape:
         return input.shape
@@ -71,13 +130,9 @@ def broadcast_shape(op: str, input: Tensor, target: Tensor) -> torch.Size:
         ) from error
 
 
-def accumulation_type(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-@cache
-def _has_autocast(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type)
+def _autocasts(device_type: str) -> bool:
+    available = torch.amp.is_autocast_available(device_type)
+    return available and torch.is_autocast_enabled(device_type)
 
 
 def loss_dtype(dtype: torch.dtype | None, input: Tensor, *others: Tensor) -> torch.dtype:
@@ -90,8 +145,9 @@ def loss_dtype(dtype: torch.dtype | None, input: Tensor, *others: Tensor) -> tor
         return dtype
     promoted = input.dtype
     for other in others:
-        promoted = torch.promote_types(promoted, other.dtype)
+        if other.dtype != promoted:
+            promoted = torch.promote_types(promoted, other.dtype)
+    if not torch._C._is_any_autocast_enabled() or promoted == torch.float64:
+        return promoted
     device = input.device.type
-    if promoted != torch.float64 and _has_autocast(device) and torch.is_autocast_enabled(device):
-        return torch.float32
-    return promoted
+    return torch.float32 if _autocasts(device) else promoted

@@ -1,9 +1,10 @@
-"""Cross entropy of logits with class indices.
+"""Cross entropy of logits with class indices or class probabilities.
 
 ``torch.ops.fused.cross_entropy(input, target, weight=None, reduction=1, ignore_index=-100,
-label_smoothing=0.0, *, dtype=None)`` equals ``torch.nn.functional.cross_entropy`` with class
-indices: input [C], [N, C] or [N, C, d1, ...], target int64 or uint8 of the same shape less the
-classes, weight [C]. The logits are read once in the forward (an online softmax, the largest logit
+label_smoothing=0.0, *, dtype=None)`` equals ``torch.nn.functional.cross_entropy``: input [C],
+[N, C] or [N, C, d1, ...]; target class indices, int64 or uint8 of the same shape less the classes,
+or class probabilities, floating and of input's shape (see ``cross_entropy_probabilities``); weight
+[C]. The logits are read once in the forward (an online softmax, the largest logit
 subtracted) and once in the backward, where the classes of a row lie side by side;
 log-probabilities are never stored. ``dtype`` is the loss's:
 the result is that of input cast to it first, without a copy.
@@ -13,7 +14,7 @@ Raises:
     IndexError: on the CPU, a target outside [0, C) that is not ignore_index. On CUDA the kernel
         stops with a device-side assertion.
     RuntimeError: other shapes and dtypes that torch refuses.
-    NotImplementedError: class probabilities as target; logits that are not floating point.
+    NotImplementedError: logits that are not floating point.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import library
-from compile_losses.ops import checks
+from compile_losses.ops import checks, cross_entropy_probabilities
 from compile_losses.ops.transforms import double_backward, needs_torch
 
 OPTIONS = "int reduction, int ignore_index, float label_smoothing"
@@ -82,40 +83,9 @@ def check(
     checks.check_reduction(name, reduction)
     checks.check_floating(name, input=input)
     checks.check_same_device(name, input, target=target, weight=weight)
-    if target.is_floating_point():
-        raise NotImplementedError(
-            f"{name}: class probabilities as target ({checks.describe(target)}) are not supported "
-            "yet; torch.nn.functional.cross_entropy takes them"
-        )
-    if target.dtype not in (torch.int64, torch.uint8):
-        raise NotImplementedError(
-            f"{name}: expected target to be int64 or uint8, got {checks.describe(target)}"
-        )
     if input.dim() == 0:
         raise RuntimeError(f"{name}: expected input to have at least 1 dimension, got 0")
-    class_dim = 0 if input.dim() == 1 else 1
-    if class_dim == 1 and target.dim() > 0 and input.shape[0] != target.shape[0]:
-        raise ValueError(
-            f"{name}: expected target to have input's batch size {input.shape[0]}, "
-            f"got {target.shape[0]}"
-        )
-    expected = [*input.shape[:class_dim], *input.shape[class_dim + 1 :]]
-    if list(target.shape) != expected:
-        raise RuntimeError(
-            f"{name}: expected target of shape {expected} for input of shape "
-            f"{list(input.shape)}, got {list(target.shape)}"
-        )
-    if weight is not None:
-        checks.check_floating(name, weight=weight)
-        if weight.dim() != 1 or weight.shape[0] != input.shape[class_dim]:
-            raise RuntimeError(
-                f"{name}: expected weight of shape {[input.shape[class_dim]]}, "
-                f"got {list(weight.shape)}"
-            )
-        if weight.requires_grad:
-            raise RuntimeError(
-                f"{name}: expected weight not to require grad with class indices as target"
-            )
+    checks.check_class_indices(name, input, target, weight)
     if label_smoothing > 1:
         raise RuntimeError(
             f"{name}: expected label_smoothing to be at most 1, got {label_smoothing}"
@@ -132,26 +102,25 @@ def public_kernel(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
+    if target.is_floating_point() and target.shape == input.shape:
+        return cross_entropy_probabilities.loss(
+            input, target, weight, reduction, ignore_index, label_smoothing, dtype
+        )
+    target = checks.class_indices(input, target)
     check(input, target, weight, reduction, label_smoothing)
     result = checks.loss_dtype(dtype, input)
-    autocast = dtype is None and result != input.dtype
-    if weight is not None and weight.dtype != result and not autocast:
-        raise RuntimeError(
-            f"cross_entropy: expected weight to have the loss's dtype {result}, got {weight.dtype}"
-        )
-    label_smoothing = max(label_smoothing, 0.0)
+    checks.check_weight_dtype("cross_entropy", input, weight, result, dtype)
+    label_smoothing = max(0.0, label_smoothing)  # in this order nan is 0, as in torch
     if needs_torch(input, weight):
         weight = None if weight is None else weight.to(result)
         return reference(input.to(result), target, weight, reduction, ignore_index, label_smoothing)
-    loss, _, _ = forward(input, target, weight, reduction, ignore_index, label_smoothing, result)
+    loss, _, _ = direct_forward(
+        input, target, weight, reduction, ignore_index, label_smoothing, result
+    )
     return loss
 
 
 library.implement_public(public, public_kernel)
-
-
-def _accumulation_type(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def forward_fake(
@@ -166,7 +135,7 @@ def forward_fake(
     check(input, target, weight, reduction, label_smoothing)
     each = reduction == checks.REDUCTIONS["none"]
     loss = input.new_empty(target.shape if each else (), dtype=dtype)
-    accumulation = _accumulation_type(input.dtype)
+    accumulation = checks.accumulation_type(input.dtype)
     stats = input.new_empty((target.numel(), 2), dtype=accumulation)
     return loss, stats, input.new_empty((), dtype=accumulation)
 
@@ -225,11 +194,13 @@ def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 def forward_vjp(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     input, target, weight, stats, total_weight = ctx.saved_tensors
-    gradient = backward(grad_output, input, target, weight, stats, total_weight, *ctx.options)
+    gradient = direct_backward(
+        grad_output, input, target, weight, stats, total_weight, *ctx.options
+    )
     return (gradient, *(None for _ in range(2 + len(ctx.options))), None)
 
 
-library.register_autograd(forward, forward_vjp, setup_forward)
+direct_forward = library.register_autograd(forward, forward_vjp, setup_forward)
 
 
 def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -252,4 +223,4 @@ def backward_vjp(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
     return (*products, *(None for _ in range(4 + len(ctx.options))))
 
 
-library.register_autograd(backward, backward_vjp, setup_backward)
+direct_backward = library.register_autograd(backward, backward_vjp, setup_backward)

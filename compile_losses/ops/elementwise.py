@@ -126,9 +126,12 @@ def declare(
         given = [a[weight] for weight in weights.names]
         values = [a[p.name] for p in parameters]
         shape = check_all(input, target, given, reduction, *values)
+        if not any(weight is not None for weight in given) and not needs_torch(input, target):
+            dtype = checks.loss_dtype(dtype, *([target] if exact_target else (input, target)))
+            return direct_forward(input, target, *given, reduction, *values, dtype)
 
         def loss(reduction: int, dtype: torch.dtype) -> Tensor:
-            return forward(input, target, *given, reduction, *values, dtype)
+            return direct_forward(input, target, *given, reduction, *values, dtype)
 
         def torch_loss(reduction: int, dtype: torch.dtype) -> Tensor:
             cast = (None if t is None else t.to(dtype) for t in (input, target, *given))
@@ -193,14 +196,14 @@ def declare(
     def forward_vjp(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         needs = ctx.needs_input_grad[: len(roots)]
-        gradients = backward(grad_output, *saved, *ctx.options, *needs)
+        gradients = direct_backward(grad_output, *saved, *ctx.options, *needs)
         reduced = [
             gradient.sum_to_size(tensor.shape) if needed else None
             for gradient, tensor, needed in zip(gradients, saved, needs, strict=False)
         ]
         return (*reduced, *(None for _ in range(tensors - len(roots) + len(ctx.options) + 1)))
 
-    library.register_autograd(forward, forward_vjp, setup_forward)
+    direct_forward = library.register_autograd(forward, forward_vjp, setup_forward)
 
     def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*inputs[: 1 + tensors])
@@ -215,7 +218,11 @@ def declare(
                 None if tensor is None else tensor.to(grad_output.dtype)
                 for tensor in (*arguments, *saved[count:])
             ]
-            return reference(*cast, *ctx.options)
+            if ctx.options[0] != checks.REDUCTIONS["batchmean"]:
+                return reference(*cast, *ctx.options)
+            # The arguments are expanded here: the batch is that of the input as it was given.
+            batch = saved[0].shape[0] if saved[0].dim() > 0 else 1
+            return reference(*cast, SUM, *ctx.options[1:]) / batch
 
         products = double_backward(
             loss,
@@ -227,7 +234,7 @@ def declare(
         others = tensors - count + len(ctx.options) + len(roots)
         return (*products, *(None for _ in range(others)))
 
-    library.register_autograd(backward, backward_vjp, setup_backward)
+    direct_backward = library.register_autograd(backward, backward_vjp, setup_backward)
 
 
 def _declarations(parameters: Sequence[Parameter], *, keyword_only: bool) -> list[str]:

@@ -21,7 +21,7 @@ def reference(input: Tensor, target: Tensor, reduction: int, delta: float) -> Te
 
 
 def check(delta: float) -> None:
-    if delta <= 0:
+    if not delta > 0:  # nan is refused, too
         raise RuntimeError(f"huber_loss: expected delta to be positive, got {delta}")
 
 

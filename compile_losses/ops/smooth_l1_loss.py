@@ -21,7 +21,7 @@ def reference(input: Tensor, target: Tensor, reduction: int, beta: float) -> Ten
 
 
 def check(beta: float) -> None:
-    if beta < 0:
+    if not beta >= 0:  # nan is refused, too
         raise RuntimeError(f"smooth_l1_loss: expected beta to be 0 or more, got {beta}")
 
 

@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.chunk_size import chunk_rows
 from compile_losses.recognize.guards import refusal
 from compile_losses.recognize.logits import Logits, NotAbsorbedError, find_logits, is_product
 from compile_losses.recognize.match import Match, example
-from compile_losses.recognize.shadow import Shadow
+from compile_losses.recognize.shadow import Shadow, compute
+from compile_losses.recognize.values import Value
 
 aten = torch.ops.aten
 
@@ -29,20 +28,17 @@ def through_linear(match: Match, shadow: Shadow) -> Match:
     """
     if match.op != "cross_entropy" or refusal(match) is not None:
         return match
-    added: list[Node] = []
     try:
         logits = find_logits(match, shadow)
         if logits is None:
             return match
         _check_gain(match, logits)
-        found = _match(match, logits, added)
+        found = _match(match, logits)
         reason = refusal(found)
         if reason is None:
             return found
     except NotAbsorbedError as error:
         reason = str(error)
-    for node in reversed(added):
-        node.graph.erase_node(node)
     match.notes.append(f"without its linear layer: {reason}")
     return match
 
@@ -68,38 +64,37 @@ def _check_gain(match: Match, logits: Logits) -> None:
         raise NotAbsorbedError(f"its {size:.1f} MiB of logits are one chunk: nothing is saved")
 
 
-def _match(match: Match, logits: Logits, added: list[Node]) -> Match:
-    """The match of both, with the nodes that it needs added before the root."""
-    build = _Builder(match.root, added)
-    input, linear_weight, linear_bias = _operands(logits.linear, build)
+def _match(match: Match, logits: Logits) -> Match:
+    """The match of both."""
+    input, linear_weight, linear_bias = _operands(logits.linear)
     dtype = example(logits.linear).dtype
-    if dtype != example(input).dtype:  # the layer is under autocast
-        input = build(aten._to_copy.default, input, dtype=dtype)
-        linear_weight = build(aten._to_copy.default, linear_weight, dtype=dtype)
-        linear_bias = linear_bias and build(aten._to_copy.default, linear_bias, dtype=dtype)
+    if dtype != input.fake.dtype:  # the layer is under autocast
+        input = _computed(aten.to.dtype, input, dtype)
+        linear_weight = _computed(aten.to.dtype, linear_weight, dtype)
+        linear_bias = linear_bias and _computed(aten.to.dtype, linear_bias, dtype)
     if logits.factor != 1:
-        input = build(aten.mul.Tensor, input, logits.factor)
-        linear_bias = linear_bias and build(aten.mul.Tensor, linear_bias, logits.factor)
+        input = _computed(aten.mul.Tensor, input, logits.factor)
+        linear_bias = linear_bias and _computed(aten.mul.Tensor, linear_bias, logits.factor)
     for op, arguments in logits.moves:
         if op in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
-            hidden = example(input).shape[-1]
-            input = build(aten.reshape.default, input, [*arguments[0], hidden])
+            hidden = input.fake.shape[-1]
+            input = _computed(aten.reshape.default, input, [*arguments[0], hidden])
         else:
-            input = build(op, input, *arguments)
-    rank = example(input).dim()
+            input = _computed(op, input, *arguments)
+    rank = input.fake.dim()
     if logits.class_dim != (0 if rank == 1 else 1):
         raise NotAbsorbedError("its classes are not those of the loss")
     if rank > 2:
-        input = build(aten.permute.default, input, [0, *range(2, rank), 1])
+        input = _computed(aten.permute.default, input, [0, *range(2, rank), 1])
     _, target, weight, reduction, ignore_index, label_smoothing = match.args
     kwargs = {
-        "linear_bias": linear_bias,
+        "linear_bias": linear_bias and linear_bias.argument,
         "weight": weight,
         "reduction": reduction,
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
         "softcap": logits.softcap,
-        "dtype": example(match.root).dtype,
+        "dtype": _loss_dtype(match),
     }
     absorbed = ["a linear layer", *match.absorbed]
     if logits.cast is not None:
@@ -111,16 +106,23 @@ def _match(match: Match, logits: Logits, added: list[Node]) -> Match:
     return Match(
         match.root,
         "linear_cross_entropy",
-        (input, linear_weight, target),
+        (input.argument, linear_weight.argument, target),
         {name: value for name, value in kwargs.items() if value is not None},
-        [*match.interior, *reversed(logits.nodes), logits.linear],
+        list(dict.fromkeys([*match.interior, *reversed(logits.nodes), logits.linear])),
         absorbed,
         match.steps,
         match.notes,
     )
 
 
-def _operands(linear: Node, build: _Builder) -> tuple[Node, Node, Node | None]:
+def _loss_dtype(match: Match) -> torch.dtype:
+    """The dtype of the cross entropy itself; the root's may come from the steps after it."""
+    if not match.steps:
+        return example(match.root).dtype  # float32 under autocast
+    return match.kwargs.get("dtype", example(match.args[0]).dtype)
+
+
+def _operands(linear: Node) -> tuple[Value, Value, Value | None]:
     names = ("input", "weight", "bias")
     given: dict[str, Any] = {**dict(zip(names, linear.args, strict=False)), **linear.kwargs}
     input, weight, bias = (given.get(name) for name in names)
@@ -131,23 +133,18 @@ def _operands(linear: Node, build: _Builder) -> tuple[Node, Node, Node | None]:
     for node in (input, weight, bias):  # they are read later than the layer read them
         if node is not None and (example(node).is_inference() or example(node)._version > 0):
             raise NotAbsorbedError(f"{node.name} may be changed in place in this graph")
+    linear_weight = _value(weight)
     if is_product(linear):
-        weight = build(aten.t.default, weight)
-    return input, weight, bias
+        linear_weight = _computed(aten.t.default, linear_weight)
+    return _value(input), linear_weight, None if bias is None else _value(bias)
 
 
-class _Builder:
-    """Adds calls before a node, with the values that tracing would have recorded."""
+def _value(node: Node) -> Value:
+    return Value(example(node), node, whole=True)
 
-    def __init__(self, root: Node, added: list[Node]) -> None:
-        self.root, self.added = root, added
 
-    def __call__(self, op: Any, *args: Any, **kwargs: Any) -> Node:
-        with self.root.graph.inserting_before(self.root):
-            node = self.root.graph.call_function(op, args, kwargs)
-        self.added.append(node)
-        node.meta = {k: v for k, v in self.root.meta.items() if k != "example_value"}
-        values, keywords = map_arg((args, kwargs), example)
-        with next(v for v in values if isinstance(v, FakeTensor)).fake_mode:
-            node.meta["example_value"] = op(*values, **keywords)
-        return node
+def _computed(op: Any, *args: Any) -> Value:
+    value = compute(op, *args)
+    if value is None:
+        raise NotAbsorbedError(f"{op} can't be done before it")
+    return value

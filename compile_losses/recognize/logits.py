@@ -68,48 +68,29 @@ def find_logits(match: Match, shadow: Shadow) -> Logits | None:
     """
     nodes: list[Node] = []
     steps: list[Value] = []
-    node = match.args[0]
-    while isinstance(node, Value) and node.op is not None:  # what the rewrite computes
-        steps.append(node)
-        node = node.args[0].argument if isinstance(node.args[0], Value) else None
-    while isinstance(node, Node) and not _is_linear(node):
-        value = shadow.of(node)
-        if value.whole and value.node is not node:  # it returns what it is given
-            nodes.append(node)
-            node = value.node
-            continue
-        inner: list[Value] = []
-        while value.op is not None:
-            inner.append(value)
-            if not value.args or not isinstance(value.args[0], Value):
-                return None
-            value = value.args[0]
-        nodes.append(node)
-        steps += inner
-        if value.node is node:
-            if not _is_identity(node):
-                return None
-            node = node.args[0]
+    current: Node | Value = match.args[0]
+    while True:
+        if isinstance(current, Value) and not current.whole:
+            value = current
         else:
-            node = value.node
-    if not isinstance(node, Node) or not all(
-        isinstance(example(n), FakeTensor) for n in (node, *node.all_input_nodes)
-    ):
+            node = current if isinstance(current, Node) else current.node
+            if _is_linear(node):
+                break
+            nodes.append(node)
+            value = shadow.of(node)
+            if value.node is not node:  # the node hands its argument on
+                current = value.node
+                continue
+        if value.op is None or not value.args or not isinstance(value.args[0], Value):
+            return None
+        steps.append(value)
+        current = value.args[0]
+    if not all(isinstance(example(n), FakeTensor) for n in (node, *node.all_input_nodes)):
         return None
     _check_users({node, *nodes, *match.interior}, match.root)
     logits = Logits(node, nodes[::-1], example(node).dim() - 1)
     _Walk(logits).over(steps[::-1])
     return logits
-
-
-def _is_identity(node: Node) -> bool:
-    """Whether a node returns its argument, as a cast to the dtype that it has already does."""
-    if node.op != "call_method" or node.target not in ("float", "to", "type", "contiguous"):
-        return False
-    after, before = example(node), example(node.args[0])
-    if not isinstance(after, Tensor) or not isinstance(before, Tensor):
-        return False
-    return (after.dtype, after.device, after.shape) == (before.dtype, before.device, before.shape)
 
 
 def _is_linear(node: Node) -> bool:

@@ -137,6 +137,11 @@ def _cross_entropy(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (a["input"], a["target"], *options), {}
 
 
+def _nll_loss(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    options = (a["weight"], reduction_of(a), a["ignore_index"])
+    return (a["input"], a["target"], *options), {}
+
+
 TABLE = [
     Loss("mse_loss", "mse_loss", _error_loss),
     Loss("l1_loss", "l1_loss", _error_loss),
@@ -144,7 +149,7 @@ TABLE = [
     Loss("huber_loss", "huber_loss", _huber_loss),
     Loss("kl_div", "kl_div", _kl_div),
     Loss("cross_entropy", "cross_entropy_loss", _cross_entropy),
-    Loss("nll_loss", "nll_loss", None),
+    Loss("nll_loss", "nll_loss_nd", _nll_loss),
     Loss(
         "binary_cross_entropy_with_logits",
         "binary_cross_entropy_with_logits",

@@ -39,6 +39,16 @@ DType dtype_of(const Tensor& tensor, const char* op, const char* argument) {
   }
 }
 
+void check_one_number(const Tensor& tensor, const Tensor& like, const char* op,
+                      const char* argument) {
+  if (tensor.numel() != 1)
+    throw std::runtime_error(std::string(op) + ": expected " + argument +
+                             " to hold one number, got shape " + to_string(sizes_of(tensor)));
+  if (tensor.get_device_index() != like.get_device_index())
+    throw std::runtime_error(std::string(op) + ": expected " + argument +
+                             " to be on the device of the other arguments");
+}
+
 ScalarType accumulation_type(ScalarType dtype) {
   return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
@@ -92,7 +102,14 @@ Sizes broadcast_strides(const Tensor& tensor, const Sizes& shape) {
   const Sizes sizes = sizes_of(tensor), strides = strides_of(tensor);
   Sizes result(shape.size(), 0);
   const size_t offset = shape.size() - sizes.size();
-  for (size_t i = 0; i < sizes.size(); ++i) result[offset + i] = sizes[i] == 1 ? 0 : strides[i];
+  bool fits = sizes.size() <= shape.size();
+  for (size_t i = 0; fits && i < sizes.size(); ++i) {
+    fits = sizes[i] == 1 || sizes[i] == shape[offset + i];
+    result[offset + i] = sizes[i] == 1 ? 0 : strides[i];
+  }
+  if (!fits)
+    throw std::runtime_error("expected an operand that can be expanded to shape " +
+                             to_string(shape) + ", got shape " + to_string(sizes));
   return result;
 }
 

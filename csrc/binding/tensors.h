@@ -52,6 +52,9 @@ Sizes strides_of(const Tensor& tensor);
 
 // The kernels' name of a floating dtype; throws for any other.
 DType dtype_of(const Tensor& tensor, const char* op, const char* argument);
+// Throws unless the tensor has one element, on the device of `like`.
+void check_one_number(const Tensor& tensor, const Tensor& like, const char* op,
+                      const char* argument);
 ScalarType accumulation_type(ScalarType dtype);
 
 // The shape that input and target broadcast to; throws where they don't.
@@ -65,7 +68,7 @@ void check_broadcasts(const Tensor& tensor, const Sizes& shape, const char* op,
 Tensor empty_like(const Tensor& tensor, const Sizes& shape, ScalarType dtype);
 Tensor empty_scalar(const Tensor& like, ScalarType dtype);
 
-// Strides of tensor in the iteration space `shape`: 0 where it is broadcast.
+// Strides of tensor in the iteration space `shape`: 0 where it is broadcast. Throws if it can't be.
 Sizes broadcast_strides(const Tensor& tensor, const Sizes& shape);
 
 // Orders the dimensions by the first operand's strides (ties by the next one's), drops those of

@@ -12,50 +12,16 @@
 #include "../losses/cross_entropy.h"
 
 #include <limits>
-#include <stdexcept>
-#include <string>
-#include <vector>
 
 #include "../kernels.h"
-#include "parallel.h"
+#include "class_targets.h"
 
 namespace fused {
 namespace cpu {
 namespace {
 
 constexpr int64_t kTile = 1024;
-constexpr int64_t kLanes = 64;       // rows of a block in the column path
-constexpr int64_t kGrain = 1 << 15;  // logits a thread should have at least
-
-int64_t row_offset(const RowLayout& layout, int64_t row) {
-  int64_t offset = 0;
-  for (int d = 0; d < layout.ndim; ++d) {
-    offset += row % layout.sizes[d] * layout.strides[d];
-    row /= layout.sizes[d];
-  }
-  return offset;
-}
-
-void check_target(const CrossEntropyArgs& args, int64_t row) {
-  const int64_t target = args.target[row];
-  if (target != args.ignore_index && (target < 0 || target >= args.cols))
-    throw std::out_of_range("cross_entropy: target " + std::to_string(target) +
-                            " is out of bounds for " + std::to_string(args.cols) +
-                            " classes (ignore_index is " + std::to_string(args.ignore_index) + ")");
-}
-
-// What one row's loss and gradient need besides its statistics.
-template <typename acc_t>
-struct RowTarget {
-  int64_t index;  // -1 where ignored
-  acc_t weight;   // 0 where ignored
-
-  RowTarget(const CrossEntropyArgs& args, int64_t row)
-      : index(args.target[row] == args.ignore_index ? -1 : args.target[row]),
-        weight(index < 0     ? acc_t(0)
-               : args.weight ? static_cast<const acc_t*>(args.weight)[index]
-                             : acc_t(1)) {}
-};
+constexpr int64_t kLanes = 64;  // rows of a block in the column path
 
 template <typename acc_t>
 acc_t weight_sum(const CrossEntropyArgs& args) {
@@ -150,20 +116,10 @@ struct RowGradient {
               acc_t total_weight)
       : summary{static_cast<const acc_t*>(args.stats)[2 * row],
                 static_cast<const acc_t*>(args.stats)[2 * row + 1]},
-        coefficient(scale(args, row, row_target, total_weight), row_target.weight,
+        coefficient(row_scale(args, row, row_target, total_weight), row_target.weight,
                     static_cast<acc_t>(args.label_smoothing), weight_sum<acc_t>(args),
                     static_cast<acc_t>(args.cols)),
         target(row_target.index) {}
-
-  static acc_t scale(const CrossEntropyArgs& args, int64_t row, const RowTarget<acc_t>& row_target,
-                     acc_t total_weight) {
-    if (row_target.index < 0) return acc_t(0);
-    acc_t grad_output = 1;
-    if (args.grad_output)
-      load(args.grad_output, args.grad_output_dtype, row * args.grad_output_stride, 1, 1,
-           &grad_output);
-    return args.reduction == Reduction::kMean ? grad_output / total_weight : grad_output;
-  }
 };
 
 template <typename acc_t>
@@ -258,29 +214,9 @@ void gradient_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes, ac
   }
 }
 
-// Calls body(row, lanes) for blocks of rows side by side; lanes is 0 where the rows are to be taken
-// one by one.
-template <typename Body>
-void for_each_block(const CrossEntropyArgs& args, Body&& body) {
-  const RowLayout& layout = args.input_layout;
-  const bool columns = layout.ndim > 0 && layout.col_stride != 1 && layout.strides[0] == 1;
-  const int64_t inner = layout.ndim > 0 ? layout.sizes[0] : 1;
-  const int64_t outer = inner > 0 ? args.rows / inner : 0;
-  const int64_t lanes = columns ? kLanes : 1;
-  const int64_t blocks = (inner + lanes - 1) / lanes;
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, args.cols * lanes));
-  parallel_for(0, outer * blocks, grain, [&](int64_t first, int64_t last) {
-    for (int64_t block = first; block < last; ++block) {
-      const int64_t begin = block % blocks * lanes;
-      const int64_t row = block / blocks * inner + begin;
-      body(row, columns ? std::min(lanes, inner - begin) : 0);
-    }
-  });
-}
-
 template <typename acc_t>
 void gradients(const CrossEntropyArgs& args, acc_t total_weight) {
-  for_each_block(args, [&](int64_t row, int64_t lanes) {
+  for_each_block(args.input_layout, args.rows, args.cols, kLanes, [&](int64_t row, int64_t lanes) {
     if (lanes > 0) return gradient_lanes<acc_t>(args, row, lanes, total_weight);
     gradient_row<acc_t>(args, row, total_weight);
   });
@@ -288,14 +224,10 @@ void gradients(const CrossEntropyArgs& args, acc_t total_weight) {
 
 template <typename acc_t>
 void forward(const CrossEntropyArgs& args) {
-  double weights = 0;
-  for (int64_t row = 0; row < args.rows; ++row) {
-    check_target(args, row);
-    weights += RowTarget<acc_t>(args, row).weight;
-  }
+  const double weights = sum_of_weights<acc_t>("cross_entropy", args);
   const acc_t total_weight = static_cast<acc_t>(weights);
   *static_cast<acc_t*>(args.total_weight) = total_weight;
-  for_each_block(args, [&](int64_t row, int64_t lanes) {
+  for_each_block(args.input_layout, args.rows, args.cols, kLanes, [&](int64_t row, int64_t lanes) {
     if (lanes > 0) {
       forward_lanes<acc_t>(args, row, lanes);
       if (args.grad_input) gradient_lanes<acc_t>(args, row, lanes, total_weight);
@@ -304,12 +236,7 @@ void forward(const CrossEntropyArgs& args) {
       if (args.grad_input) gradient_row<acc_t>(args, row, total_weight);
     }
   });
-  if (!args.loss) return;
-  double sum = 0;
-  for (int64_t row = 0; row < args.rows; ++row)
-    sum += static_cast<const acc_t*>(args.row_losses)[row];
-  const acc_t loss = static_cast<acc_t>(args.reduction == Reduction::kMean ? sum / weights : sum);
-  store(args.loss, args.loss_dtype, 0, 1, 1, &loss);
+  reduce_losses<acc_t>(args, weights);
 }
 
 }  // namespace
@@ -321,7 +248,7 @@ void cross_entropy_forward(const CrossEntropyArgs& args, void* /*stream*/) {
 }
 
 void cross_entropy_backward(const CrossEntropyArgs& args, void* /*stream*/) {
-  for (int64_t row = 0; row < args.rows; ++row) cpu::check_target(args, row);
+  for (int64_t row = 0; row < args.rows; ++row) cpu::check_target("cross_entropy", args, row);
   if (args.dtype == DType::kFloat64)
     return cpu::gradients<double>(args, *static_cast<const double*>(args.total_weight));
   cpu::gradients<float>(args, *static_cast<const float*>(args.total_weight));

@@ -135,20 +135,21 @@ double elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t 
     [[maybe_unused]] const acc_t* p = nullptr;
     if constexpr (kWeighted) w = weight.read(first, count);
     if constexpr (kPosWeight) p = pos_weight.read(first, count);
-    // A function of the loss's arguments at index i, times the weight there.
-    const auto plain = [&](auto&& function, int64_t i) {
+    // A function of the loss's arguments at index i, times the weight there. By value: what is
+    // captured by reference is read again after every store.
+    const auto plain = [x, y, p](auto&& function, int64_t i) {
       if constexpr (kPosWeight)
         return function(x[i], y[i], p[i]);
       else
         return function(x[i], y[i]);
     };
-    const auto weighted = [&](auto&& function, int64_t i) {
+    const auto weighted = [w, plain](auto&& function, int64_t i) {
       if constexpr (kWeighted)
         return w[i] * plain(function, i);
       else
         return plain(function, i);
     };
-    const auto value = [&](auto... at) { return loss.value(at...); };
+    const auto value = [loss](auto... at) { return loss.value(at...); };
     if (args.total.data) {
       acc_t tile_sum = 0;
 #pragma omp simd reduction(+ : tile_sum)
@@ -177,15 +178,15 @@ double elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t 
     };
     // grad_input is written last: it may lie over input.
     if constexpr (kWeighted) {
-      if (grad_weight) differentiate(grad_weight, [&](int64_t i) { return plain(value, i); });
+      if (grad_weight) differentiate(grad_weight, [=](int64_t i) { return plain(value, i); });
     }
     if (grad_target)
-      differentiate(grad_target, [&](int64_t i) {
-        return weighted([&](auto... at) { return loss.grad_target(at...); }, i);
+      differentiate(grad_target, [=](int64_t i) {
+        return weighted([=](auto... at) { return loss.grad_target(at...); }, i);
       });
     if (grad_input)
-      differentiate(grad_input, [&](int64_t i) {
-        return weighted([&](auto... at) { return loss.grad_input(at...); }, i);
+      differentiate(grad_input, [=](int64_t i) {
+        return weighted([=](auto... at) { return loss.grad_input(at...); }, i);
       });
   }
   return sum;

@@ -27,26 +27,13 @@ __device__ __forceinline__ float fast_exp(float x) {
 }
 __device__ __forceinline__ double fast_exp(double x) { return ::exp(x); }
 
-__device__ __forceinline__ int64_t row_offset(const RowLayout& layout, int64_t row) {
-  int64_t offset = 0;
-  for (int d = 0; d + 1 < layout.ndim; ++d) {
-    const int64_t size = layout.sizes[d];
-    const int64_t quotient = (row | size) >> 32 == 0
-                                 ? static_cast<uint32_t>(row) / static_cast<uint32_t>(size)
-                                 : row / size;
-    offset += (row - quotient * size) * layout.strides[d];
-    row = quotient;
-  }
-  return layout.ndim > 0 ? offset + row * layout.strides[layout.ndim - 1] : offset;
-}
-
 // Ends in torch's "device-side assert triggered", with NDEBUG too. Out of line: printf's buffer
 // must not cost the callers registers.
 static __device__ __noinline__ void report_target(const CrossEntropyArgs& args, int64_t row) {
-  printf("cross_entropy: target %lld of row %lld is out of bounds for %lld classes\n",
+  printf("target %lld of row %lld is out of bounds for %lld classes\n",
          static_cast<long long>(args.target[row]), static_cast<long long>(row),
          static_cast<long long>(args.cols));
-  __assert_fail("cross_entropy: target is out of bounds", __FILE__, __LINE__, __func__);
+  __assert_fail("a target is out of bounds", __FILE__, __LINE__, __func__);
 }
 
 __device__ __forceinline__ bool is_out_of_bounds(const CrossEntropyArgs& args, int64_t row) {

@@ -1,4 +1,4 @@
-// Dense rows as 16-byte packets, wherever they start.
+// Where rows lie, and dense rows as 16-byte packets, wherever they start.
 #pragma once
 
 #include <limits>
@@ -9,6 +9,19 @@ namespace fused::cuda {
 
 template <typename T>
 constexpr T kInfinity = std::numeric_limits<T>::infinity();
+
+__device__ __forceinline__ int64_t row_offset(const RowLayout& layout, int64_t row) {
+  int64_t offset = 0;
+  for (int d = 0; d + 1 < layout.ndim; ++d) {
+    const int64_t size = layout.sizes[d];
+    const int64_t quotient = (row | size) >> 32 == 0
+                                 ? static_cast<uint32_t>(row) / static_cast<uint32_t>(size)
+                                 : row / size;
+    offset += (row - quotient * size) * layout.strides[d];
+    row = quotient;
+  }
+  return layout.ndim > 0 ? offset + row * layout.strides[layout.ndim - 1] : offset;
+}
 
 // A dense row: `head` logits before the first 16-byte boundary, whole packets, and a tail shorter
 // than a packet. The head's and the tail's logits are the row's `loose` ones, at most

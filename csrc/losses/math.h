@@ -27,6 +27,11 @@ constexpr bool takes_pos_weight = requires(const Loss loss, acc_t x) { loss.valu
 
 namespace fused::math {
 
+template <typename T>
+constexpr T kInfinity = std::numeric_limits<T>::infinity();
+template <typename T>
+constexpr T kLowest = std::numeric_limits<T>::lowest();
+
 template <typename to_t, typename from_t>
 FUSED_HOST_DEVICE to_t bit_cast(from_t value) {
   static_assert(sizeof(to_t) == sizeof(from_t));

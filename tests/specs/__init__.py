@@ -6,11 +6,14 @@ The suites iterate over ``SPECS``; a new loss is a new file here.
 from tests.specs import (
     binary_cross_entropy_with_logits,
     cross_entropy,
+    cross_entropy_probabilities,
     huber_loss,
     kl_div,
     l1_loss,
     mse_loss,
+    nll_loss,
     smooth_l1_loss,
+    softmax_kl_div,
 )
 from tests.specs import written as written_out
 from tests.specs.spec import Spec
@@ -25,6 +28,9 @@ SPECS: dict[str, Spec] = {
         kl_div,
         binary_cross_entropy_with_logits,
         cross_entropy,
+        cross_entropy_probabilities,
+        nll_loss,
+        softmax_kl_div,
     )
 }
 

@@ -58,6 +58,9 @@ class Spec:
         matches: spellings that must be rewritten to this op, one site each.
         near_misses: spellings that look alike and must be left alone.
         operands: tensors of a given shape and dtype that are good arguments.
+        exact_loss: torch_loss in float64, where torch's own is not exact enough to compare with.
+        public: the public op, where ``name`` is only that of the ops it is made of.
+        parts: the ops that the public one is made of.
         broadcasts: whether input and target may differ in shape.
     """
 
@@ -67,11 +70,21 @@ class Spec:
     operands: Callable[..., tuple[Tensor, ...]]
     matches: list[Spelling]
     near_misses: list[Spelling]
+    exact_loss: Callable[..., Tensor] | None = None
+    public: str = ""
+    parts: tuple[str, ...] = ("forward", "backward", "with_grad", "with_grad_")
     broadcasts: bool = True
 
     @property
     def op(self) -> Any:
-        return getattr(torch.ops.fused, self.name)
+        return getattr(torch.ops.fused, self.public or self.name)
+
+    @property
+    def exact(self) -> Callable[..., Tensor]:
+        return self.exact_loss or self.torch_loss
+
+    def part(self, suffix: str) -> Any:
+        return getattr(torch.ops.fused, f"{self.name}_{suffix}").default
 
     @property
     def arguments(self) -> list[str]:

@@ -45,7 +45,7 @@ class RowLosses:
             self.factor = self.z_factor = grad_output.to(dtype).reshape(())
         if reduction == MEAN:
             kept = target != ignore_index
-            self.count = kept.sum(dtype=dtype)
+            self.count = kept.sum().to(dtype)
             self.total_weight = self.count
             if weight is not None:
                 # Bounds are checked by the kernels.

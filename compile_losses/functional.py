@@ -1,0 +1,244 @@
+"""``torch.nn.functional``'s losses, computed by the fused ops.
+
+Each function has the signature, results, gradients, warnings and classes of exceptions of torch's
+of the same name, for which it can be imported instead. Where torch rounds partial results to a
+16-bit type, these do not.
+
+A call goes on to torch's own function when an operand is not a dense tensor of a floating dtype on
+a device with kernels, when a class or mode overrides torch's function, and, within the ops, inside
+``torch.func`` and forward-mode differentiation, for which custom ops have no rules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import compile_losses.ops  # noqa: F401  declares fused::*
+from compile_losses.arguments import (
+    are_classes,
+    autocast_dtype,
+    check_weight,
+    is_integer,
+    is_number,
+    promoted,
+    reduction_of,
+    warn,
+    warn_if_broadcast,
+)
+from compile_losses.linear import linear_cross_entropy
+from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.overrides import has_kernels, overridden
+
+__all__ = [
+    "binary_cross_entropy_with_logits",
+    "cross_entropy",
+    "huber_loss",
+    "kl_div",
+    "l1_loss",
+    "linear_cross_entropy",
+    "mse_loss",
+    "nll_loss",
+    "smooth_l1_loss",
+]
+
+MEAN_OF_KL_DIV = (
+    "reduction='mean' divides the total by the number of elements, which is not the divergence of "
+    "a batch of distributions: reduction='batchmean' divides by the batch size"
+)
+
+fused = torch.ops.fused
+# As Any, because its stubs do not know every weight.
+F: Any = torch.nn.functional
+
+
+def mse_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    weight: Tensor | None = None,
+) -> Tensor:
+    """Mean squared error, as :func:`torch.nn.functional.mse_loss`; weight has input's shape."""
+    operands = (input, target, weight)
+    if overridden(*operands) or not has_kernels(*operands):
+        return F.mse_loss(input, target, size_average, reduce, reduction, weight)
+    warn_if_broadcast(input, target)
+    enum = reduction_of(reduction, size_average, reduce)
+    if weight is None:
+        return fused.mse_loss(input, target, enum)
+    check_weight(input, weight)
+    # torch composes weighted losses of ops, and on the CPU autocast knows none of these.
+    autocasts = input.device.type != "cpu"
+    dtype = None if autocasts else promoted(input, target, weight)
+    return _weighted(fused.mse_loss, input, target, weight, enum, dtype)
+
+
+def l1_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    weight: Tensor | None = None,
+) -> Tensor:
+    """Mean absolute error, as :func:`torch.nn.functional.l1_loss`; weight has input's shape."""
+    operands = (input, target, weight)
+    if overridden(*operands) or not has_kernels(*operands):
+        return F.l1_loss(input, target, size_average, reduce, reduction, weight)
+    warn_if_broadcast(input, target)
+    enum = reduction_of(reduction, size_average, reduce)
+    if weight is None:
+        return fused.l1_loss(input, target, enum)
+    check_weight(input, weight)
+    # As for mse_loss; elsewhere autocast knows the sum, but not the absolute value.
+    autocasts = input.device.type != "cpu" and enum != REDUCTIONS["none"]
+    dtype = None if autocasts else promoted(input, target, weight)
+    return _weighted(fused.l1_loss, input, target, weight, enum, dtype)
+
+
+def smooth_l1_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    beta: float = 1.0,
+) -> Tensor:
+    """Smooth L1 loss, as :func:`torch.nn.functional.smooth_l1_loss`."""
+    operands = (input, target)
+    if overridden(*operands) or not has_kernels(*operands) or not is_number(beta):
+        return F.smooth_l1_loss(input, target, size_average, reduce, reduction, beta)
+    warn_if_broadcast(input, target)
+    return fused.smooth_l1_loss(input, target, reduction_of(reduction, size_average, reduce), beta)
+
+
+def huber_loss(
+    input: Tensor,
+    target: Tensor,
+    reduction: str = "mean",
+    delta: float = 1.0,
+    weight: Tensor | None = None,
+) -> Tensor:
+    """Huber loss, as :func:`torch.nn.functional.huber_loss`; weight has input's shape."""
+    operands = (input, target, weight)
+    if overridden(*operands) or not has_kernels(*operands) or not is_number(delta):
+        return F.huber_loss(input, target, reduction, delta, weight)
+    warn_if_broadcast(input, target)
+    enum = reduction_of(reduction)
+    # Target is not promoted with input: torch writes into a result of input's dtype.
+    dtype = autocast_dtype(input)
+    if weight is None:
+        return fused.huber_loss(input, target, enum, delta, dtype=dtype)
+    check_weight(input, weight)
+    dtype = torch.promote_types(dtype, weight.dtype)
+    return fused.huber_loss(input, target, enum, delta, weight=weight, dtype=dtype)
+
+
+def kl_div(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    log_target: bool = False,
+) -> Tensor:
+    """Kullback-Leibler divergence, as :func:`torch.nn.functional.kl_div`."""
+    if overridden(input, target) or not has_kernels(input, target):
+        return F.kl_div(input, target, size_average, reduce, reduction, log_target)
+    legacy = size_average is not None or reduce is not None
+    if reduction == "mean" and not legacy:
+        warn(MEAN_OF_KL_DIV, 5)
+    if reduction == "batchmean" and not legacy:
+        return fused.kl_div(input, target, REDUCTIONS["batchmean"], log_target=log_target)
+    enum = reduction_of(reduction, size_average, reduce)
+    loss = fused.kl_div(input, target, enum, log_target=log_target)
+    if reduction == "batchmean" and input.dim() > 0:
+        loss = loss / input.size(0)
+    return loss
+
+
+def nll_loss(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Negative log-likelihood, as :func:`torch.nn.functional.nll_loss`."""
+    return F.nll_loss(input, target, weight, size_average, ignore_index, reduce, reduction)
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Cross entropy of logits and class indices or probabilities, as
+    :func:`torch.nn.functional.cross_entropy`."""
+    if (
+        overridden(input, target, weight)
+        or not has_kernels(input)
+        or not are_classes(input, target)
+        or not is_integer(ignore_index)
+        or not is_number(label_smoothing)
+    ):
+        return F.cross_entropy(
+            input,
+            target,
+            weight,
+            size_average,
+            ignore_index,
+            reduce,
+            reduction,
+            label_smoothing,
+        )
+    if weight is not None and not torch.is_grad_enabled():
+        weight = weight.detach()  # only where gradients are recorded may it not require one
+    enum = reduction_of(reduction, size_average, reduce)
+    return fused.cross_entropy(input, target, weight, enum, ignore_index, label_smoothing)
+
+
+def binary_cross_entropy_with_logits(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    pos_weight: Tensor | None = None,
+) -> Tensor:
+    """Binary cross entropy of logits, as
+    :func:`torch.nn.functional.binary_cross_entropy_with_logits`."""
+    operands = (input, target, weight, pos_weight)
+    if overridden(*operands) or not has_kernels(*operands):
+        return F.binary_cross_entropy_with_logits(
+            input, target, weight, size_average, reduce, reduction, pos_weight
+        )
+    enum = reduction_of(reduction, size_average, reduce)
+    return fused.binary_cross_entropy_with_logits(input, target, weight, pos_weight, enum)
+
+
+def _weighted(
+    op: Any,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    reduction: int,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    if reduction == REDUCTIONS["mean"] and input.shape != torch.broadcast_shapes(
+        input.shape, target.shape
+    ):  # torch divides by the sum of the weight before it is broadcast, the op by that after
+        return op(input, target, REDUCTIONS["sum"], weight=weight, dtype=dtype) / weight.sum()
+    return op(input, target, reduction, weight=weight, dtype=dtype)

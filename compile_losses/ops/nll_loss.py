@@ -1,0 +1,164 @@
+"""Negative log likelihood of log-probabilities with class indices.
+
+``torch.ops.fused.nll_loss(input, target, weight=None, reduction=1, ignore_index=-100, *,
+dtype=None)`` equals ``torch.nn.functional.nll_loss``: input [C], [N, C] or [N, C, d1, ...], target
+int64 or uint8 of the same shape less the classes, weight [C]. Rows are added up in float64, where
+torch's float16 overflows. Of input only the entries of the targets are read; its gradient is dense,
+as torch's.
+
+Where a compiler traces the op below Dynamo, it is torch's own loss: Inductor generates it together
+with the log-probabilities before it and their gradient after it, which a kernel of ours would make
+it store.
+
+Raises:
+    ValueError: input's and target's batch sizes differ; input has no dimensions; unknown reduction.
+    IndexError: on the CPU, a target outside [0, C) that is not ignore_index. On CUDA the kernel
+        stops with a device-side assertion.
+    RuntimeError: other shapes and dtypes that torch refuses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from compile_losses import library
+from compile_losses.ops import checks
+from compile_losses.ops.transforms import double_backward, needs_torch
+
+NAME = "nll_loss"
+OPTIONS = "int reduction, int ignore_index"
+
+public = library.define(
+    f"{NAME}(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
+    "int ignore_index=-100, *, ScalarType? dtype=None) -> Tensor"
+)
+#: Returns the loss, and total_weight [], what the mean divides by.
+forward = library.define(
+    f"{NAME}_forward(Tensor input, Tensor target, Tensor? weight, {OPTIONS}, ScalarType dtype) "
+    "-> (Tensor, Tensor)"
+)
+backward = library.define(
+    f"{NAME}_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
+    f"Tensor total_weight, {OPTIONS}) -> Tensor"
+)
+
+
+def reference(
+    input: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> Tensor:
+    return F.nll_loss(
+        input,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        reduction=checks.reduction_name(reduction),
+    )
+
+
+def check(input: Tensor, target: Tensor, weight: Tensor | None, reduction: int) -> None:
+    checks.check_reduction(NAME, reduction)
+    checks.check_floating(NAME, input=input)
+    checks.check_same_device(NAME, input, target=target, weight=weight)
+    if input.dim() == 0:
+        raise ValueError(f"{NAME}: expected input to have at least 1 dimension, got 0")
+    checks.check_class_indices(NAME, input, target, weight)
+
+
+def public_kernel(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    target = checks.class_indices(input, target)
+    check(input, target, weight, reduction)
+    result = checks.loss_dtype(dtype, input)
+    checks.check_weight_dtype(NAME, input, weight, result, dtype)
+    if get_proxy_mode() is not None or needs_torch(input, weight):
+        wide = torch.float64 if result == torch.float64 else torch.float32
+        weight = None if weight is None else weight.to(wide)
+        # Torch's decomposition for compilers takes no uint8, and its gradient no other layout.
+        classes, logs = target.to(torch.int64), input.to(wide).contiguous()
+        return reference(logs, classes, weight, reduction, ignore_index).to(result)
+    loss, _ = forward(input, target, weight, reduction, ignore_index, result)
+    return loss
+
+
+library.implement_public(public, public_kernel)
+
+
+def forward_fake(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    check(input, target, weight, reduction)
+    each = reduction == checks.REDUCTIONS["none"]
+    loss = input.new_empty(target.shape if each else (), dtype=dtype)
+    return loss, input.new_empty((), dtype=checks.accumulation_type(input.dtype))
+
+
+library.register_fake(forward, forward_fake)
+
+
+def backward_fake(
+    grad_output: Tensor,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    total_weight: Tensor,
+    reduction: int,
+    ignore_index: int,
+) -> Tensor:
+    check(input, target, weight, reduction)
+    return torch.empty_like(input)
+
+
+library.register_fake(backward, backward_fake)
+
+
+def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    input, target, weight, *ctx.options, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(input, target, weight, output[1])
+
+
+def forward_vjp(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    gradient = backward(grad_output, *ctx.saved_tensors, *ctx.options)
+    return (gradient, *(None for _ in range(2 + len(ctx.options))), None)
+
+
+library.register_autograd(forward, forward_vjp, setup_forward)
+
+
+def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad_output, input, target, weight, _, *ctx.options = inputs
+    ctx.save_for_backward(grad_output, input, target, weight)
+
+
+def backward_vjp(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+    grad_output, input, target, weight = ctx.saved_tensors
+    dtype = grad_output.dtype
+    weight = None if weight is None else weight.to(dtype)
+    products = double_backward(
+        # Contiguous: torch's own gradient refuses other layouts.
+        lambda x: reference(x.to(dtype).contiguous(), target.to(torch.int64), weight, *ctx.options),
+        grad_output,
+        (input,),
+        (cotangent,),
+    )
+    return (*products, *(None for _ in range(3 + len(ctx.options))))
+
+
+library.register_autograd(backward, backward_vjp, setup_backward)

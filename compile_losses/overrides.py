@@ -1,0 +1,53 @@
+"""Which calls of a loss the ops take, and which are torch's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function
+from torch.utils._device import DeviceContext
+
+from compile_losses import library
+from compile_losses.ops.checks import FLOATING
+
+#: Devices that the ops compute on; ``meta`` is answered by their fakes.
+DEVICES = frozenset(
+    {"meta"} | {d for d, built in library.kernels.items() if isinstance(built, Path)}
+)
+
+DISABLED: Any = torch._C._disabled_torch_function_impl
+DEFAULT: Any = Tensor.__torch_function__
+
+
+def has_kernels(*operands: Any) -> bool:
+    """Whether the ops compute with such operands: dense tensors of floating dtypes."""
+    return all(
+        isinstance(operand, Tensor)
+        and operand.dtype in FLOATING
+        and operand.layout == torch.strided
+        and operand.device.type in DEVICES
+        and not operand.is_nested
+        for operand in operands
+        if operand is not None
+    )
+
+
+def overridden(*operands: Any) -> bool:
+    """Whether an operand's class, or an active mode, has a ``__torch_function__`` of its own.
+
+    That of torch.Tensor only gives results the class of the operands, which it does for ops as
+    well. That of torch.device contexts is for functions that create tensors.
+    """
+    if not has_torch_function(operands):
+        return False
+    modes = torch.overrides._get_current_function_mode_stack()
+    if not all(isinstance(mode, DeviceContext) for mode in modes):
+        return True
+    for operand in operands:
+        override = getattr(type(operand), "__torch_function__", None)
+        if getattr(override, "__func__", override) not in (None, DISABLED, DEFAULT.__func__):
+            return True
+    return False

@@ -1,0 +1,134 @@
+// From the tensors of a loss with class indices to its kernels' arguments.
+#pragma once
+
+#include "tensors.h"
+
+namespace fused::binding {
+
+// The leading part of every call: logits [C], [N, C] or [N, C, d1, ...] with targets of the same
+// shape less the classes.
+struct ClassTargets {
+  using Kernel = void (*)(const CrossEntropyArgs&, void*);
+
+  const char* op;
+  CrossEntropyArgs args;
+  ScalarType acc;
+  Tensor target;                 // int64, contiguous
+  std::optional<Tensor> weight;  // acc, contiguous
+  std::optional<Tensor> weight_sum;
+  Sizes row_shape;
+  int64_t class_dim;
+
+  ClassTargets(const char* op, const Tensor& input, const Tensor& target_tensor,
+               const std::optional<Tensor>& weight_tensor, int64_t reduction, int64_t ignore_index,
+               double label_smoothing)
+      : op(op), acc(accumulation_type(input.scalar_type())), target(target_tensor) {
+    args.dtype = dtype_of(input, op, "input");
+    row_shape = sizes_of(input);
+    if (row_shape.empty())
+      throw std::runtime_error(std::string(op) +
+                               ": expected input to have at least 1 dimension, got 0");
+    class_dim = row_shape.size() == 1 ? 0 : 1;
+    args.cols = row_shape[class_dim];
+    row_shape.erase(row_shape.begin() + class_dim);
+    if (sizes_of(target) != row_shape)
+      throw std::runtime_error(std::string(op) + ": expected target of shape " +
+                               to_string(row_shape) + " for input of shape " +
+                               to_string(sizes_of(input)) + ", got " + to_string(sizes_of(target)));
+    if (target.scalar_type() != ScalarType::Long && target.scalar_type() != ScalarType::Byte)
+      throw std::runtime_error(std::string(op) +
+                               ": expected target of class indices to be int64 or uint8");
+    args.rows = target.numel();
+    target = torch::stable::contiguous(torch::stable::to(target, ScalarType::Long));
+    args.target = static_cast<const int64_t*>(target.data_ptr());
+    if (static_cast<Reduction>(reduction) > Reduction::kSum || reduction < 0)
+      throw std::runtime_error(std::string(op) +
+                               ": expected reduction to be 0 (none), 1 (mean) or 2 " +
+                               ("(sum), got " + std::to_string(reduction)));
+    args.reduction = static_cast<Reduction>(reduction);
+    args.ignore_index = ignore_index;
+    args.label_smoothing = label_smoothing;
+    args.input = input.data_ptr();
+    if (!weight_tensor) return;
+    if (sizes_of(*weight_tensor) != Sizes{args.cols})
+      throw std::runtime_error(std::string(op) + ": expected weight of shape " +
+                               to_string({args.cols}) + ", got " +
+                               to_string(sizes_of(*weight_tensor)));
+    weight = torch::stable::contiguous(torch::stable::to(*weight_tensor, acc));
+    args.weight = weight->data_ptr();
+    if (label_smoothing > 0) {
+      weight_sum = torch::stable::sum(*weight);
+      args.weight_sum = weight_sum->data_ptr();
+    }
+  }
+
+  // Rows in target's order; a gradient, when there is one, is walked together with the logits.
+  void lay_out(const Tensor& input, const std::optional<Tensor>& gradient) {
+    const auto split = [&](const Tensor& tensor, RowLayout& layout) {
+      Sizes strides = broadcast_strides(tensor, sizes_of(tensor));
+      layout.col_stride = args.cols == 1 ? 1 : strides[class_dim];
+      strides.erase(strides.begin() + class_dim);
+      return strides;
+    };
+    Sizes input_strides = split(input, args.input_layout);
+    Sizes grad_strides = gradient ? split(*gradient, args.grad_layout) : Sizes(row_shape.size(), 0);
+    const Sizes sizes = gradient ? coalesce(row_shape, {&input_strides, &grad_strides}, true)
+                                 : coalesce(row_shape, {&input_strides}, true);
+    for (RowLayout* layout : {&args.input_layout, &args.grad_layout}) {
+      layout->ndim = static_cast<int>(sizes.size());
+      std::copy(sizes.begin(), sizes.end(), layout->sizes);
+    }
+    std::copy(input_strides.begin(), input_strides.end(), args.input_layout.strides);
+    if (gradient) {
+      std::copy(grad_strides.begin(), grad_strides.end(), args.grad_layout.strides);
+      args.grad_input = gradient->data_ptr();
+    }
+  }
+
+  Tensor empty(const Tensor& like, const Sizes& shape, ScalarType type) const {
+    return torch::stable::new_empty(
+        like, torch::headeronly::IntHeaderOnlyArrayRef(shape.data(), shape.size()), type);
+  }
+
+  // The loss and the total weight, by a kernel that writes row_losses and row_weights.
+  std::tuple<Tensor, Tensor> forward(Kernel kernel, const Tensor& input, ScalarType dtype) {
+    const bool each = args.reduction == Reduction::kNone;
+    const Tensor row_losses = empty(input, row_shape, acc);
+    const Tensor row_weights = empty(input, {args.rows}, acc);
+    const Tensor total_weight = empty_scalar(input, acc);
+    args.row_losses = row_losses.data_ptr();
+    args.row_weights = row_weights.data_ptr();
+    args.total_weight = total_weight.data_ptr();
+    std::optional<Tensor> loss;
+    if (!each) {
+      loss = empty_scalar(input, dtype);
+      args.loss = loss->data_ptr();
+      args.loss_dtype = dtype_of(*loss, op, "dtype");
+    }
+    const Launch launch(input);
+    kernel(args, launch.stream());
+    if (each) loss = torch::stable::to(row_losses, dtype);
+    return {*loss, total_weight};
+  }
+
+  // What every backward reads. The returned tensor must outlive the kernel's launch.
+  Tensor set_saved(const Tensor& grad_output, const Tensor& total_weight) {
+    const bool each = args.reduction == Reduction::kNone;
+    if (sizes_of(grad_output) != (each ? row_shape : Sizes{}))
+      throw std::runtime_error(std::string(op) + "_backward: expected grad_output of shape " +
+                               to_string(each ? row_shape : Sizes{}) + ", got " +
+                               to_string(sizes_of(grad_output)));
+    if (total_weight.numel() != 1 || total_weight.scalar_type() != acc)
+      throw std::runtime_error(std::string(op) + "_backward: expected total_weight as " + op +
+                               "_forward returns it, got shape " +
+                               to_string(sizes_of(total_weight)));
+    const Tensor dense = torch::stable::contiguous(grad_output);
+    args.total_weight = total_weight.data_ptr();
+    args.grad_output = dense.data_ptr();
+    args.grad_output_dtype = dtype_of(grad_output, op, "grad_output");
+    args.grad_output_stride = each ? 1 : 0;
+    return dense;
+  }
+};
+
+}  // namespace fused::binding

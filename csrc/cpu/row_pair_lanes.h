@@ -1,0 +1,189 @@
+// Row pairs whose neighbouring rows lie side by side, as in [N, C, H, W] or a transposed matrix: a
+// block of kRowLanes of them goes through the classes together, one lane a row, once for the
+// largest and once for the sums. And the launches for both ways through the rows.
+#pragma once
+
+#include <vector>
+
+#include "row_pair.h"
+
+namespace fused::cpu {
+
+constexpr int64_t kRowLanes = 64;
+
+// A class's logits of all lanes.
+template <typename acc_t>
+class Lanes {
+ public:
+  Lanes(const RowOperand& operand, int64_t row, int64_t lanes)
+      : operand_(operand),
+        lanes_(lanes),
+        offset_(operand.data ? row_offset(operand.layout, row) : 0),
+        stride_(operand.layout.ndim > 0 ? operand.layout.strides[0] : 1),
+        direct_(operand.dtype == dtype_of<acc_t>() && stride_ == 1) {}
+
+  explicit operator bool() const { return operand_.data != nullptr; }
+
+  const acc_t* read(int64_t col) {
+    const int64_t begin = offset_ + col * operand_.layout.col_stride;
+    if (direct_) return static_cast<const acc_t*>(operand_.data) + begin;
+    load(operand_.data, operand_.dtype, begin, stride_, lanes_, buffer_);
+    return buffer_;
+  }
+
+  acc_t* buffer() { return buffer_; }
+
+  void write(int64_t col) {
+    store(operand_.data, operand_.dtype, offset_ + col * operand_.layout.col_stride, stride_,
+          lanes_, buffer_);
+  }
+
+ private:
+  const RowOperand& operand_;
+  int64_t lanes_, offset_, stride_;
+  bool direct_;
+  alignas(64) acc_t buffer_[kRowLanes];
+};
+
+template <typename Loss, typename acc_t>
+acc_t weight_of(const RowPairArgs& args, int64_t col) {
+  return Loss::kWeighted && args.weight ? static_cast<const acc_t*>(args.weight)[col] : acc_t(1);
+}
+
+template <template <typename> class Loss, typename acc_t>
+void forward_lanes(const RowPairArgs& args, const Loss<acc_t>& loss, int64_t row, int64_t lanes,
+                   double* values) {
+  Lanes<acc_t> input(args.input, row, lanes), target(args.target, row, lanes);
+  alignas(64) acc_t largest[kRowLanes], largest_target[kRowLanes], beside[kRowLanes];
+  alignas(64) acc_t origin[kRowLanes], target_origin[kRowLanes], pivot[kRowLanes];
+  alignas(64) acc_t exponentials[kRowLanes] = {};
+  alignas(64) double mass[kRowLanes] = {}, cross[kRowLanes] = {};
+  std::fill_n(largest, kRowLanes, -math::kInfinity<acc_t>);
+  std::fill_n(largest_target, kRowLanes, -math::kInfinity<acc_t>);
+  std::fill_n(beside, kRowLanes, acc_t(0));
+  for (int64_t col = 0; col < args.cols; ++col) {
+    const acc_t* x = input.read(col);
+    for (int64_t i = 0; i < lanes; ++i) largest[i] = x[i] > largest[i] ? x[i] : largest[i];
+    if constexpr (RowState<Loss>::kHasTargetLogits) {
+      const acc_t* t = target.read(col);
+      for (int64_t i = 0; i < lanes; ++i) {
+        const bool larger = t[i] > largest_target[i];
+        beside[i] = larger ? x[i] : beside[i];
+        largest_target[i] = larger ? t[i] : largest_target[i];
+      }
+    }
+  }
+  RowState<Loss> states[kRowLanes];
+  for (int64_t i = 0; i < lanes; ++i) {
+    states[i] = RowState<Loss>::none();
+    states[i].largest_input = static_cast<double>(largest[i]);
+    states[i].largest_target = static_cast<double>(largest_target[i]);
+    states[i].pivot = RowState<Loss>::kHasTargetLogits
+                          ? static_cast<double>(finite_or_zero(beside[i]))
+                          : states[i].input_origin();
+    origin[i] = static_cast<acc_t>(states[i].input_origin());
+    target_origin[i] = static_cast<acc_t>(states[i].target_origin());
+    pivot[i] = static_cast<acc_t>(states[i].pivot);
+  }
+  for (int64_t col = 0; col < args.cols; ++col) {
+    const acc_t* x = input.read(col);
+    const acc_t* t = target.read(col);
+    const acc_t weight = weight_of<Loss<acc_t>, acc_t>(args, col);
+#pragma omp simd
+    for (int64_t i = 0; i < lanes; ++i) {
+      const RowPairTerm<acc_t> term =
+          loss.term(x[i] - origin[i], x[i] - pivot[i], t[i] - target_origin[i], weight);
+      exponentials[i] += term.exponential;
+      mass[i] += static_cast<double>(term.mass);
+      cross[i] += static_cast<double>(term.cross);
+    }
+  }
+  for (int64_t i = 0; i < lanes; ++i) {
+    states[i].exponentials = static_cast<double>(exponentials[i]);
+    states[i].mass = mass[i];
+    states[i].cross = cross[i];
+    values[i] = finish_row<Loss, acc_t>(args, loss, row + i, states[i]);
+  }
+}
+
+template <typename acc_t, typename Loss>
+void gradient_lanes(const RowPairArgs& args, const Loss& loss, int64_t row, int64_t lanes) {
+  Lanes<acc_t> input(args.input, row, lanes), target(args.target, row, lanes);
+  Lanes<acc_t> grad_input(args.grad_input, row, lanes), grad_target(args.grad_target, row, lanes);
+  alignas(64) acc_t stats[kRowPairStats][kRowLanes], scale[kRowLanes];
+  for (int64_t i = 0; i < lanes; ++i) {
+    for (int64_t k = 0; k < kRowPairStats; ++k)
+      stats[k][i] = static_cast<const acc_t*>(args.stats)[(row + i) * kRowPairStats + k];
+    scale[i] = gradient_scale<acc_t>(args, row + i);
+  }
+  // Made again for every class: its few operations vectorise, reading it from memory would not.
+  const auto gradient = [&](int64_t i) {
+    return typename Loss::Gradient(
+        loss, {stats[0][i], stats[1][i], stats[2][i], stats[3][i], stats[4][i], stats[5][i]},
+        scale[i]);
+  };
+  for (int64_t col = 0; col < args.cols; ++col) {
+    const acc_t* x = input.read(col);
+    const acc_t* t = target.read(col);
+    const acc_t weight = weight_of<Loss, acc_t>(args, col);
+    // Into buffers, both before the first is written: grad_input may lie over input.
+    if (grad_target) {
+      acc_t* out = grad_target.buffer();
+#pragma omp simd
+      for (int64_t i = 0; i < lanes; ++i) out[i] = gradient(i).target(x[i], t[i], weight);
+    }
+    if (grad_input) {
+      acc_t* out = grad_input.buffer();
+#pragma omp simd
+      for (int64_t i = 0; i < lanes; ++i) out[i] = gradient(i).input(x[i], t[i], weight);
+    }
+    if (grad_target) grad_target.write(col);
+    if (grad_input) grad_input.write(col);
+  }
+}
+
+template <template <typename> class Loss, typename acc_t>
+void gradients(const RowPairArgs& args, const Loss<acc_t>& loss, int64_t row, int64_t lanes) {
+  if (lanes > 0) return gradient_lanes<acc_t>(args, loss, row, lanes);
+  gradient_row<acc_t>(args, loss, row);
+}
+
+template <template <typename> class Loss, typename acc_t>
+void row_pair_forward_as(const RowPairArgs& args) {
+  const Loss<acc_t> loss(args.parameters);
+  std::vector<double> values(args.rows);
+  for_each_block(args.input.layout, args.rows, args.cols, kRowLanes,
+                 [&](int64_t row, int64_t lanes) {
+                   if (lanes > 0)
+                     forward_lanes<Loss, acc_t>(args, loss, row, lanes, values.data() + row);
+                   else
+                     values[row] = forward_row<Loss, acc_t>(args, loss, row);
+                   if (args.grad_input.data) gradients<Loss, acc_t>(args, loss, row, lanes);
+                 });
+  if (!args.loss) return;
+  const double sum = sum_over_rows(args.rows, [&](int64_t row) { return values[row]; });
+  const double total = sum / args.divisor;
+  store(args.loss, args.loss_dtype, 0, 1, 1, &total);
+}
+
+template <template <typename> class Loss, typename acc_t>
+void row_pair_backward_as(const RowPairArgs& args) {
+  const Loss<acc_t> loss(args.parameters);
+  for_each_block(
+      args.input.layout, args.rows, args.cols, kRowLanes,
+      [&](int64_t row, int64_t lanes) { gradients<Loss, acc_t>(args, loss, row, lanes); });
+}
+
+template <template <typename> class Loss>
+void row_pair_forward(const RowPairArgs& args) {
+  if (args.is_double()) return row_pair_forward_as<Loss, double>(args);
+  row_pair_forward_as<Loss, float>(args);
+}
+
+template <template <typename> class Loss>
+void row_pair_backward(const RowPairArgs& args) {
+  if (args.is_double()) return row_pair_backward_as<Loss, double>(args);
+  row_pair_backward_as<Loss, float>(args);
+}
+
+}  // namespace fused::cpu

@@ -1,0 +1,53 @@
+// Where rows lie, and how they are shared among threads.
+#pragma once
+
+#include "parallel.h"
+
+namespace fused::cpu {
+
+constexpr int64_t kGrain = 1 << 15;  // logits a thread should have at least
+
+inline int64_t row_offset(const RowLayout& layout, int64_t row) {
+  int64_t offset = 0;
+  for (int d = 0; d < layout.ndim; ++d) {
+    offset += row % layout.sizes[d] * layout.strides[d];
+    row /= layout.sizes[d];
+  }
+  return offset;
+}
+
+// The sum of value(row) over the rows, in blocks, so that the rounding error of many rows stays
+// that of a few hundred.
+template <typename Value>
+double sum_over_rows(int64_t rows, Value&& value) {
+  constexpr int64_t kBlock = 256;
+  double total = 0;
+  for (int64_t first = 0; first < rows; first += kBlock) {
+    double sum = 0;
+    for (int64_t row = first; row < std::min(rows, first + kBlock); ++row) sum += value(row);
+    total += sum;
+  }
+  return total;
+}
+
+// Calls body(row, lanes) for blocks of at most `most` rows side by side; lanes is 0 where the rows
+// are to be taken one by one.
+template <typename Body>
+void for_each_block(const RowLayout& layout, int64_t rows, int64_t cols, int64_t most,
+                    Body&& body) {
+  const bool columns = layout.ndim > 0 && layout.col_stride != 1 && layout.strides[0] == 1;
+  const int64_t inner = layout.ndim > 0 ? layout.sizes[0] : 1;
+  const int64_t outer = inner > 0 ? rows / inner : 0;
+  const int64_t lanes = columns ? most : 1;
+  const int64_t blocks = (inner + lanes - 1) / lanes;
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, cols * lanes));
+  parallel_for(0, outer * blocks, grain, [&](int64_t first, int64_t last) {
+    for (int64_t block = first; block < last; ++block) {
+      const int64_t begin = block % blocks * lanes;
+      const int64_t row = block / blocks * inner + begin;
+      body(row, columns ? std::min(lanes, inner - begin) : 0);
+    }
+  });
+}
+
+}  // namespace fused::cpu

@@ -1,0 +1,151 @@
+// Row pairs of any strides and mixture of dtypes. Where classes are not neighbours, rows usually
+// are, as in [N, C, H, W] or a transposed matrix: neighbouring threads take neighbouring rows, so
+// that loads coalesce along the rows, and kStridedLanes threads share a row's classes. And the
+// launches for both ways through the rows.
+//
+// Bytes moved per row, and in place: as in row_pair.cuh.
+#pragma once
+
+#include "row_pair_dense.cuh"
+
+namespace fused::cuda {
+
+constexpr int kStridedRows = 32;
+constexpr int kStridedLanes = 8;
+
+template <typename Loss, typename acc_t, bool kForward>
+__global__ void __launch_bounds__(kStridedRows* kStridedLanes)
+    row_pair_strided_kernel(const __grid_constant__ RowPairArgs args, const Loss loss) {
+  using State = typename Loss::State;
+  __shared__ State scratch[kStridedLanes][kStridedRows];
+  const acc_t* weight = Loss::kWeighted ? static_cast<const acc_t*>(args.weight) : nullptr;
+
+  for (int64_t first = blockIdx.x * int64_t(kStridedRows); first < args.rows;
+       first += gridDim.x * int64_t(kStridedRows)) {
+    const int64_t row = first + threadIdx.x;
+    const bool inside = row < args.rows;
+    const int64_t input = inside ? row_offset(args.input.layout, row) : 0;
+    const int64_t target = inside ? row_offset(args.target.layout, row) : 0;
+    // Calls body(logit, target, class) for every kStridedLanes-th class.
+    const auto for_each = [&](auto&& body) {
+      for (int64_t col = threadIdx.y; inside && col < args.cols; col += kStridedLanes)
+        body(load_as<acc_t>(args.input.data, args.input.dtype,
+                            input + col * args.input.layout.col_stride),
+             load_as<acc_t>(args.target.data, args.target.dtype,
+                            target + col * args.target.layout.col_stride),
+             col);
+    };
+
+    RowPairStatistics<acc_t> statistics;
+    if constexpr (kForward) {
+      State state = State::none();
+      for_each([&](acc_t x, acc_t t, int64_t col) {
+        const acc_t a[1] = {x}, b[1] = {t};
+        add_classes(args, loss, state, a, b, col);
+      });
+      __syncthreads();  // the block's last rows have been combined
+      scratch[threadIdx.y][threadIdx.x] = state;
+      __syncthreads();
+      state = scratch[0][threadIdx.x];
+#pragma unroll
+      for (int lane = 1; lane < kStridedLanes; ++lane)
+        state.merge(scratch[lane][threadIdx.x], loss.inverse_temperature);
+      statistics = Loss::finish(state);
+      if (inside && threadIdx.y == 0) write_row(args, loss, row, statistics);
+    } else if (inside) {
+      statistics = read_statistics<acc_t>(args, row);
+    }
+    if (!inside || (!args.grad_input.data && !args.grad_target.data)) continue;
+
+    const auto gradient = row_gradient(args, loss, row, statistics);
+    const int64_t grad_input = row_offset(args.grad_input.layout, row);
+    const int64_t grad_target = row_offset(args.grad_target.layout, row);
+    for_each([&](acc_t x, acc_t t, int64_t col) {
+      const acc_t w = weight ? weight[col] : acc_t(1);
+      if (args.grad_target.data)
+        store_as(args.grad_target.data, args.grad_target.dtype,
+                 grad_target + col * args.grad_target.layout.col_stride, gradient.target(x, t, w));
+      if (args.grad_input.data)
+        store_as(args.grad_input.data, args.grad_input.dtype,
+                 grad_input + col * args.grad_input.layout.col_stride, gradient.input(x, t, w));
+    });
+  }
+}
+
+inline unsigned row_pair_blocks(int64_t rows, int64_t rows_per_block) {
+  return static_cast<unsigned>(std::min<int64_t>(divide_up(rows, rows_per_block), INT32_MAX));
+}
+
+template <template <typename> class Loss, typename input_t, typename target_t, bool kForward>
+bool try_dense(const RowPairArgs& args, cudaStream_t stream) {
+  if (args.input.dtype != dtype_of<input_t>() || args.target.dtype != dtype_of<target_t>())
+    return false;
+  if (args.cols > 1) {
+    for (const RowOperand* operand :
+         {&args.input, &args.target, &args.grad_input, &args.grad_target})
+      if (operand->data && operand->layout.col_stride != 1) return false;
+  }
+  using acc_t = acc_type<input_t>;
+  using RowLoss = Loss<acc_t>;
+  const RowLoss loss(args.parameters);
+  const int64_t packets = args.cols / Packet<input_t>::kWidth;
+  if (packets <= kWarp * 8) {
+    row_pair_kernel<RowLoss, input_t, target_t, false, kForward>
+        <<<row_pair_blocks(args.rows, kRowPairWarpThreads / kWarp), kRowPairWarpThreads, 0,
+           stream>>>(args, loss);
+  } else {
+    const int64_t warps = divide_up(packets, int64_t(4) * kWarp);
+    const int threads = static_cast<int>(std::min<int64_t>(warps * kWarp, kRowPairThreads));
+    row_pair_kernel<RowLoss, input_t, target_t, true, kForward>
+        <<<row_pair_blocks(args.rows, 1), threads, 0, stream>>>(args, loss);
+  }
+  check_launch("row_pair_kernel");
+  return true;
+}
+
+template <template <typename> class Loss, typename acc_t, bool kForward>
+void launch_strided_rows(const RowPairArgs& args, cudaStream_t stream) {
+  const Loss<acc_t> loss(args.parameters);
+  row_pair_strided_kernel<Loss<acc_t>, acc_t, kForward>
+      <<<row_pair_blocks(args.rows, kStridedRows), dim3(kStridedRows, kStridedLanes), 0, stream>>>(
+          args, loss);
+  check_launch("row_pair_strided_kernel");
+}
+
+template <template <typename> class Loss, bool kForward>
+void launch_row_pair(const RowPairArgs& args, cudaStream_t stream) {
+  if (args.cols > INT32_MAX)
+    throw std::runtime_error(std::to_string(args.cols) +
+                             " classes are more than the CUDA kernels count (2^31 - 1)");
+  if (args.rows == 0) return;
+  if (try_dense<Loss, float, float, kForward>(args, stream) ||
+      try_dense<Loss, __nv_bfloat16, __nv_bfloat16, kForward>(args, stream) ||
+      try_dense<Loss, __half, __half, kForward>(args, stream) ||
+      try_dense<Loss, __nv_bfloat16, float, kForward>(args, stream) ||
+      try_dense<Loss, __half, float, kForward>(args, stream) ||
+      try_dense<Loss, double, double, kForward>(args, stream))
+    return;
+  if (args.is_double()) return launch_strided_rows<Loss, double, kForward>(args, stream);
+  launch_strided_rows<Loss, float, kForward>(args, stream);
+}
+
+template <template <typename> class Loss>
+void row_pair_forward(const RowPairArgs& args, void* stream_pointer) {
+  const cudaStream_t stream = as_stream(stream_pointer);
+  launch_row_pair<Loss, true>(args, stream);
+  if (!args.loss) return;
+  if (args.is_double())
+    row_pair_total_kernel<Loss<double>, double>
+        <<<1, 1024, 0, stream>>>(args, Loss<double>(args.parameters));
+  else
+    row_pair_total_kernel<Loss<float>, float>
+        <<<1, 1024, 0, stream>>>(args, Loss<float>(args.parameters));
+  check_launch("row_pair_total_kernel");
+}
+
+template <template <typename> class Loss>
+void row_pair_backward(const RowPairArgs& args, void* stream) {
+  launch_row_pair<Loss, false>(args, as_stream(stream));
+}
+
+}  // namespace fused::cuda

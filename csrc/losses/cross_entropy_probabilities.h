@@ -1,0 +1,72 @@
+// Cross entropy of one row of logits x with class probabilities q, as
+// torch.nn.functional.cross_entropy. With label smoothing s, C classes and class weights w (1 when
+// absent), q' = (1 - s) q + s / C:
+//   loss  = sum_c w[c] q'[c] (lse - x[c])
+//   dx[c] = p[c] sum(w q') - w[c] q'[c]
+//   dq[c] = (1 - s) w[c] (lse - x[c])
+//   dw[c] = q'[c] (lse - x[c])
+// where lse = largest + log(sum), kept apart (see cross_entropy.h), and p[c] = exp(x[c] - lse).
+// Nothing is assumed of q: it need not add up to 1, nor lie between 0 and 1.
+#pragma once
+
+#include "row_pair.h"
+
+namespace fused {
+
+template <typename acc_t>
+struct CrossEntropyProbabilities {
+  static constexpr bool kWeighted = true;
+  acc_t kept, uniform;
+  static constexpr acc_t inverse_temperature = 1;
+
+  // parameters: label smoothing, number of classes
+  FUSED_HOST_DEVICE explicit CrossEntropyProbabilities(const double* parameters)
+      : kept(static_cast<acc_t>(1 - parameters[0])),
+        uniform(static_cast<acc_t>(parameters[0] / parameters[1])) {}
+
+  FUSED_HOST_DEVICE acc_t smoothed(acc_t target) const { return kept * target + uniform; }
+
+  using State = RowPairState<acc_t, false>;
+
+  // input: less its origin; below: less the pivot
+  FUSED_HOST_DEVICE RowPairTerm<acc_t> term(acc_t input, acc_t below, acc_t target,
+                                            acc_t weight) const {
+    const acc_t mass = weight * smoothed(target);
+    return {math::exp(input), mass, mass * -below};
+  }
+
+  template <typename state_t>
+  static FUSED_HOST_DEVICE RowPairStatistics<acc_t> finish(const state_t& state) {
+    return state.template statistics<acc_t>(1);
+  }
+
+  FUSED_HOST_DEVICE double value(const RowPairStatistics<acc_t>& row) const {
+    return static_cast<double>(row.cross) +
+           static_cast<double>(row.mass) * math::log(static_cast<double>(row.exponentials));
+  }
+
+  // The gradients of one row; scale: grad_output over the reduction's divisor.
+  struct Gradient {
+    acc_t largest, log_sum, probability, kept, uniform;
+
+    FUSED_HOST_DEVICE Gradient(const CrossEntropyProbabilities& loss,
+                               const RowPairStatistics<acc_t>& row, acc_t scale)
+        : largest(row.largest_input),
+          log_sum(math::log(row.exponentials)),
+          probability(scale * row.mass / row.exponentials),
+          kept(scale * loss.kept),
+          uniform(scale * loss.uniform) {}
+
+    FUSED_HOST_DEVICE acc_t input(acc_t x, acc_t target, acc_t weight) const {
+      return probability * math::exp(x - largest) - weight * (kept * target + uniform);
+    }
+    FUSED_HOST_DEVICE acc_t target(acc_t x, acc_t /*target*/, acc_t weight) const {
+      return kept * (weight * ((largest - x) + log_sum));
+    }
+    FUSED_HOST_DEVICE acc_t weight(acc_t x, acc_t target) const {
+      return (kept * target + uniform) * ((largest - x) + log_sum);
+    }
+  };
+};
+
+}  // namespace fused

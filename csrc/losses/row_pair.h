@@ -1,0 +1,104 @@
+// A row of logits against a target row of the same classes, in one pass over both.
+//
+// The target row gives each class a mass m: a probability, or exp of a logit. With input logits x
+// and temperature T:
+//   exponentials = sum exp((x - origin) / T)
+//   mass         = sum m
+//   cross        = sum m d, where d is how far below `pivot` x is, over T, less how far below its
+//                  origin the target's own logit is, if it holds logits
+// An origin is the largest logit seen so far, or 0 while there is none but -inf: -inf - -inf would
+// poison the sums. The pivot is input's origin or, where the target holds logits, the input logit
+// of target's largest: where one class has almost all the mass, its share of `cross` is then 0 and
+// nothing cancels. Sums are relative to origins and pivot, so that logits near 700 lose nothing;
+// raising an origin rescales them. A nan, or +inf, makes the sums nan, as in torch.
+#pragma once
+
+#include "math.h"
+
+namespace fused {
+
+// One class's share of the sums.
+template <typename acc_t>
+struct RowPairTerm {
+  acc_t exponential, mass, cross;
+};
+
+// What a loss and its gradients are made of. Sums, not their logarithms: the rounding of a
+// logarithm near 10 would be a much larger error of every probability.
+template <typename acc_t>
+struct RowPairStatistics {
+  acc_t largest_input, exponentials, largest_target, mass, pivot, cross;
+};
+
+template <typename acc_t>
+FUSED_HOST_DEVICE acc_t finite_or_zero(acc_t logit) {
+  return logit > -math::kInfinity<acc_t> ? logit : acc_t(0);
+}
+
+// kTargetLogits: the target row holds logits, and its masses have an origin as well.
+template <typename acc_t, bool kTargetLogits>
+struct RowPairState {
+  static constexpr bool kHasTargetLogits = kTargetLogits;
+  acc_t largest_input, largest_target, pivot;
+  double exponentials, mass, cross;
+
+  // Of no classes at all. Not the default: the type also lies in shared memory, uninitialised.
+  static FUSED_HOST_DEVICE RowPairState none() {
+    return {-math::kInfinity<acc_t>, -math::kInfinity<acc_t>, 0, 0, 0, 0};
+  }
+
+  FUSED_HOST_DEVICE acc_t input_origin() const { return finite_or_zero(largest_input); }
+  FUSED_HOST_DEVICE acc_t target_origin() const {
+    return kTargetLogits ? finite_or_zero(largest_target) : acc_t(0);
+  }
+
+  FUSED_HOST_DEVICE void raise_input(acc_t largest, acc_t inverse_temperature) {
+    if (!(largest > largest_input)) return;
+    exponentials *= static_cast<double>(
+        math::exp((largest_input - finite_or_zero(largest)) * inverse_temperature));
+    largest_input = largest;
+    if constexpr (!kTargetLogits) {
+      cross += mass * static_cast<double>((input_origin() - pivot) * inverse_temperature);
+      pivot = input_origin();
+    }
+  }
+
+  // beside: input's logit of the same class.
+  FUSED_HOST_DEVICE void raise_target(acc_t largest, acc_t beside, acc_t inverse_temperature) {
+    if (!(largest > largest_target)) return;
+    const acc_t origin = target_origin(), next = finite_or_zero(largest);
+    const double factor =
+        static_cast<double>(math::exp((largest_target - next) * inverse_temperature));
+    const acc_t next_pivot = finite_or_zero(beside);
+    const acc_t shift = ((next - origin) - (next_pivot - pivot)) * inverse_temperature;
+    cross = factor * (cross - mass * static_cast<double>(shift));
+    mass *= factor;
+    largest_target = largest;
+    pivot = next_pivot;
+  }
+
+  // The sums of other classes.
+  FUSED_HOST_DEVICE void merge(RowPairState other, acc_t inverse_temperature) {
+    raise_input(other.largest_input, inverse_temperature);
+    other.raise_input(largest_input, inverse_temperature);
+    if constexpr (kTargetLogits) {
+      raise_target(other.largest_target, other.pivot, inverse_temperature);
+      other.raise_target(largest_target, pivot, inverse_temperature);
+      // Equally large, but not the same class.
+      other.cross += other.mass * static_cast<double>((pivot - other.pivot) * inverse_temperature);
+    }
+    exponentials += other.exponentials;
+    mass += other.mass;
+    cross += other.cross;
+  }
+
+  // With cross over `divisor`.
+  template <typename stats_t>
+  FUSED_HOST_DEVICE RowPairStatistics<stats_t> statistics(double divisor) const {
+    return {static_cast<stats_t>(largest_input),  static_cast<stats_t>(exponentials),
+            static_cast<stats_t>(largest_target), static_cast<stats_t>(mass),
+            static_cast<stats_t>(pivot),          static_cast<stats_t>(cross / divisor)};
+  }
+};
+
+}  // namespace fused

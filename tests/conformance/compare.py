@@ -1,0 +1,196 @@
+"""A call of a loss, made of torch's function and of ours, in the same dtype and in float64."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compile_losses import functional
+from tests.accuracy import assert_accurate
+from tests.conformance import ledger
+
+#: linear_cross_entropy has a weight more, and tests of its own.
+LOSSES = tuple(name for name in functional.__all__ if name != "linear_cross_entropy")
+TENSORS = ("input", "target", "weight", "pos_weight")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+losses = pytest.mark.parametrize("loss", LOSSES)
+dtypes = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float64, id="float64", marks=pytest.mark.slow),
+        pytest.param(torch.float32, id="float32"),
+        pytest.param(torch.bfloat16, id="bfloat16"),
+        pytest.param(torch.float16, id="float16", marks=pytest.mark.slow),
+    ],
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a loss: its tensors and its other arguments, by name."""
+
+    loss: str
+    tensors: dict[str, Tensor]
+    options: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+
+    @staticmethod
+    def bind(loss: str, *args: Any, **kwargs: Any) -> Call:
+        given = inspect.signature(getattr(F, loss)).bind(*args, **kwargs).arguments
+        tensors = {name: given.pop(name) for name in TENSORS if given.get(name) is not None}
+        return Call(loss, tensors, given)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Call:
+        return replace(self, tensors={name: function(t) for name, t in self.tensors.items()})
+
+    def with_options(self, **options: Any) -> Call:
+        return replace(self, options={**self.options, **options})
+
+    @property
+    def ours(self) -> Callable[..., Tensor]:
+        return getattr(functional, self.loss)
+
+    @property
+    def theirs(self) -> Callable[..., Tensor]:
+        return getattr(F, self.loss)
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """Arguments that torch differentiates the loss with respect to."""
+        soft = self.tensors["target"].is_floating_point()
+        weighted = self.loss in ("mse_loss", "l1_loss", "huber_loss", "cross_entropy") and soft
+        names = ("input", "target", *(("weight",) if weighted else ()))
+        return tuple(n for n in names if n in self.tensors and is_floating(self.tensors[n]))
+
+    def __str__(self) -> str:
+        tensors = {n: f"{t.dtype} {list(t.shape)} {t.stride()}" for n, t in self.tensors.items()}
+        return f"{self.loss} {self.name}: {tensors} {self.options}"
+
+
+def is_floating(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def exactly(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().double() if tensor.is_floating_point() else tensor.cpu()
+
+
+def noise(like: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(like.shape, generator=generator, dtype=torch.float64) * 3
+    return values.to(like.device, like.dtype)
+
+
+def positive_noise(like: Tensor, seed: int) -> Tensor:
+    """For what is summed with it: where a sum cancels, what is left of it is rounding."""
+    return noise(like, seed).abs() + 0.1
+
+
+@dataclass
+class Result:
+    """What a call gave: tensors by name, ``None`` where torch.autograd gives that, or an error."""
+
+    tensors: dict[str, Tensor | None] = field(default_factory=dict)
+    error: Exception | None = None
+
+    @property
+    def loss(self) -> Tensor | None:
+        return self.tensors.get("loss")
+
+
+def evaluate(
+    function: Callable[..., Tensor],
+    call: Call,
+    requires: tuple[str, ...] = (),
+    *,
+    second: bool = False,
+) -> Result:
+    """The loss; its gradients for a random grad_output; and theirs, for random cotangents."""
+    leaves = {n: t.detach().requires_grad_(n in requires) for n, t in call.tensors.items()}
+    result: dict[str, Tensor | None] = {}
+    try:
+        loss = function(**leaves, **call.options)
+        result["loss"] = loss
+        if requires:
+            roots = [leaves[name] for name in requires]
+            grad_output = positive_noise(loss, 1).requires_grad_(second)
+            gradients = torch.autograd.grad(
+                loss, roots, grad_output, create_graph=second, allow_unused=True
+            )
+            result |= {f"gradient of {n}": g for n, g in zip(requires, gradients, strict=True)}
+            pairs = [
+                (g, positive_noise(g, 2 + i)) for i, g in enumerate(gradients) if g is not None
+            ]
+            pairs = [(g, cotangent) for g, cotangent in pairs if g.requires_grad]
+            if second and pairs:
+                names = (*requires, "grad_output")
+                products = torch.autograd.grad(
+                    [g for g, _ in pairs],
+                    [*roots, grad_output],
+                    [cotangent for _, cotangent in pairs],
+                    allow_unused=True,
+                )
+                result |= {
+                    f"second derivative by {n}": torch.zeros_like(root) if p is None else p
+                    for n, root, p in zip(names, [*roots, grad_output], products, strict=True)
+                }
+    except Exception as error:  # whatever torch raises
+        return Result(result, error)
+    return Result(result)
+
+
+def assert_same(call: Call, ours: Result, theirs: Result, exact: Result) -> None:
+    """The same class of error, or the same tensors, as accurately as the one rule asks.
+
+    Where torch gives a loss that it fails to differentiate, ours may have gradients.
+    """
+    if theirs.error is not None and (theirs.loss is None or ours.error is not None):
+        assert isinstance(ours.error, type(theirs.error)), (
+            f"{call}: torch raises {theirs.error!r}, ours {ours.error!r}"
+        )
+        return
+    if ours.error is not None:
+        raise AssertionError(f"{call}: torch gives a result") from ours.error
+    for name, expected in theirs.tensors.items():
+        got, what = ours.tensors[name], f"{call}, {name}"
+        assert (got is None) == (expected is None), what
+        if expected is None:
+            continue
+        assert got.requires_grad == expected.requires_grad, what
+        same_shapes = len({t.shape for t in call.tensors.values()}) == 1
+        if name == "loss" and same_shapes and got.numel() > 0:
+            assert got.stride() == expected.stride(), f"{what}: {got.stride()}"
+        if name.startswith("second"):  # by torch's own formulas in both
+            torch.testing.assert_close(got, expected, equal_nan=True, msg=lambda m: f"{call}: {m}")
+        elif is_floating(expected):
+            assert_accurate(got.detach(), expected.detach(), exact.tensors[name].detach(), what)
+        else:
+            torch.testing.assert_close(got, expected, rtol=0, atol=0, msg=what)
+
+
+def compare(
+    call: Call, requires: tuple[str, ...] = (), *, second: bool = False, mode: str | None = None
+) -> None:
+    """Makes the call of torch and of ours, compares, and counts it under ``mode``."""
+    theirs = evaluate(call.theirs, call, requires, second=second)
+    ours = evaluate(call.ours, call, requires, second=second)
+    exact = evaluate(call.theirs, call.map(exactly), requires, second=second)
+    assert_same(call, ours, theirs, exact)
+    if mode is None:
+        mode = "double backward" if second else "gradients" if requires else "eager"
+    ledger.count(call, "errors" if theirs.loss is None else mode)
+
+
+def patterns(call: Call) -> Iterator[tuple[str, ...]]:
+    """Every set of arguments that may require gradients, the empty one first."""
+    names = call.differentiable
+    for size in range(len(names) + 1):
+        yield from itertools.combinations(names, size)

@@ -1,0 +1,157 @@
+"""Arguments that no caller means: the ops refuse them or compute, and never leave their buffers.
+
+What they read and write is checked by `make asan`, which runs these tests on kernels built with
+AddressSanitizer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from compile_losses import functional
+from tests.conformance import samples
+from tests.conformance.compare import dtypes, evaluate, losses
+from tests.specs import SPECS
+from tests.test_ops import leaves, loss_and_gradients, record_leaf_calls
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+REFUSALS = (RuntimeError, ValueError, IndexError, TypeError)
+BAD = (-1, 5, -101, 2**31, -(2**31), 2**40, 2**62, 2**63 - 1, -(2**63))
+
+
+def recorded(spec):
+    """The leaf ops' calls that forward and backward make, and those of the passes' ops."""
+    for sample in spec.samples("cpu", torch.float32):
+        if sample.tensors[0].numel() > 3000:
+            continue
+        calls = record_leaf_calls(lambda s=sample: loss_and_gradients(spec.op, s, s.tensors))
+        yield from calls
+        forward = calls[0][1]
+        if sample.options["reduction"] != 0:
+            for suffix in ("with_grad", "with_grad_"):
+                name = f"{spec.name}_{suffix}"
+                yield getattr(torch.ops.fused, name).default, forward, {}
+
+
+def mutations(argument, generator: random.Random):
+    """Wrong values of one argument."""
+    if isinstance(argument, Tensor):
+        yield argument.new_empty(0)
+        yield argument.flatten()
+        yield argument.unsqueeze(0)
+        yield argument.to(torch.float16 if argument.is_floating_point() else torch.int32)
+        yield argument.to(torch.float64 if argument.is_floating_point() else torch.uint8)
+        yield argument.bool()
+        yield argument.to("meta")
+        for dim in range(argument.dim()):
+            yield argument.narrow(dim, 0, argument.shape[dim] // 2)
+            yield torch.cat([argument, argument], dim)
+            yield argument.transpose(dim, 0)
+        if argument.numel():
+            yield argument.flatten()[0].expand(argument.shape)
+            yield argument.flatten()[0]
+        if not argument.is_floating_point():
+            for bad in BAD:
+                yield torch.full_like(argument, bad) if bad in RANGE[argument.dtype] else argument
+        yield None
+    elif isinstance(argument, bool):
+        yield not argument
+    elif isinstance(argument, int):
+        yield from (-1, 3, 7, 2**40, generator.randrange(-5, 5))
+    elif isinstance(argument, float):
+        yield from (0.0, -1.0, 2.0, float("nan"), float("inf"))
+    elif isinstance(argument, torch.dtype):
+        yield from (torch.int64, torch.float64, torch.float16, torch.complex64)
+
+
+RANGE = {torch.int64: range(-(2**63), 2**63), torch.uint8: range(256)}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_wrong_arguments_of_every_op(spec):
+    generator, ran, refused = random.Random(0), 0, 0
+    for op, args, kwargs in recorded(spec):
+        args = [a.detach().clone() if isinstance(a, Tensor) else a for a in args]
+        wrong = [(i, m) for i, a in enumerate(args) for m in mutations(a, generator)]
+        for i, mutation in generator.sample(wrong, min(len(wrong), 12)):
+            given = [a.clone() if isinstance(a, Tensor) else a for a in args]
+            given[i] = mutation
+            ran += 1
+            try:
+                with torch.no_grad():
+                    op(*given, **kwargs)
+            except REFUSALS:
+                refused += 1
+    assert refused > ran // 4 > 10
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "nll_loss"])
+@pytest.mark.parametrize("bad", BAD)
+def test_targets_out_of_range(name, bad):
+    """In every layout, with and without weights; the threads that see no bad target finish."""
+    options = [{}] if name == "nll_loss" else [{}, {"label_smoothing": 0.1}]
+    shapes = ((4, 5), (5,), (3, 5, 2), (300, 5), (2, 5, 3, 40))
+    for shape, option, weighted in itertools.product(shapes, options, (False, True)):
+        for transposed in (False, True):
+            x = torch.randn(shape)
+            x = x.transpose(0, -1).contiguous().transpose(0, -1) if transposed else x
+            dim = 0 if len(shape) == 1 else 1
+            target = torch.zeros([*shape[:dim], *shape[dim + 1 :]], dtype=torch.int64)
+            target.view(-1)[-1] = bad
+            weight = torch.rand(5) if weighted else None
+            with pytest.raises(IndexError):
+                getattr(functional, name)(x.requires_grad_(), target, weight, **option)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "nll_loss"])
+@pytest.mark.parametrize("bad", BAD)
+def test_targets_that_change_before_backward(name, bad):
+    """Also behind the version counter's back."""
+    leaf, target = torch.randn(4, 5, requires_grad=True), torch.zeros(4, dtype=torch.int64)
+    loss = getattr(functional, name)(leaf, target)
+    target.data.fill_(bad)
+    try:
+        loss.backward()
+    except REFUSALS:
+        return
+    assert leaf.grad.isfinite().all()  # of what was saved before the change
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_operands_share_memory(spec):
+    """Overlapping operands are read as they are."""
+    for sample in spec.samples("cpu", torch.float64):
+        input, *rest = leaves(sample)
+        if input.numel() > 3000 or not input.numel():
+            continue
+        overlapping = input.detach().flatten()[0].expand(input.shape)
+        torch.testing.assert_close(
+            spec.op(overlapping, *rest, **sample.options),
+            spec.op(overlapping.clone(), *rest, **sample.options),
+            equal_nan=True,
+        )
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@dtypes
+def test_every_sample_stays_in_its_buffers(spec, dtype):
+    """For the sanitizer: the samples of the other suites, results aside."""
+    for sample in spec.samples("cpu", dtype):
+        loss_and_gradients(spec.op, sample, sample.tensors)
+    if dtype == torch.float32:
+        for op, args, kwargs in recorded(spec):
+            with torch.no_grad():
+                op(*(a.clone() if isinstance(a, Tensor) else a for a in args), **kwargs)
+
+
+@losses
+@dtypes
+def test_every_call_stays_in_its_buffers(loss, dtype):
+    for call in samples.calls(loss, dtype, "cpu"):
+        evaluate(call.ours, call, call.differentiable)
