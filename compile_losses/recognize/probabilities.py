@@ -98,7 +98,9 @@ def _cross_entropy_of_rows(
             scale = polynomial.ratio(atom(lse) - atom(pick))
             if scale is None or (pick[1], pick[3]) != (key, dim):
                 continue
-            x, target = terms.values[key], terms.values[pick[2]]
+            x, target = (terms.value(k, form.root.node) for k in (key, pick[2]))
+            if x is None or target is None:
+                continue
             found = _class_indices(form, scale, x, target, dim, terms.shadow)
             if found is not None:
                 yield found
@@ -154,8 +156,8 @@ def _soft_cross_entropy(
     """-sum(q * log_softmax(x)) over the classes."""
     dims = _sums_classes(form) or ()
     for _, key, dim in [found for found in polynomial.atoms() if found[0] == "lse"]:
-        x = terms.values[key]
-        if dim not in dims or not same_sizes(x.fake.shape, form.body.fake.shape):
+        x = terms.value(key, form.root.node)
+        if x is None or dim not in dims or not same_sizes(x.fake.shape, form.body.fake.shape):
             continue
         for q in named_values(form.body, terms.shadow):
             try:
@@ -193,7 +195,9 @@ def _softmax_divergence(
             scale = polynomial.ratio(exp(log_q) * (log_q - log_p))
             if scale is None:
                 continue
-            x, z = terms.values[key], terms.values[other]
+            x, z = (terms.value(k, form.root.node) for k in (key, other))
+            if x is None or z is None:
+                continue
             if not all(same_sizes(v.fake.shape, form.body.fake.shape) for v in (x, z)):
                 continue
             temperature, x, z = _temperature(x, z, terms.shadow)
@@ -236,7 +240,8 @@ def _divergence(form: NormalForm, polynomial: Polynomial, terms: Terms) -> Itera
         return
     if len(_softmax_dims(polynomial)) > 1:  # a mistake of the user's, and no divergence
         return
-    if any(_guarded(terms.values[found[1]]) for found in atoms if found[0] == "log"):
+    logarithms = [terms.value(a[1], form.root.node) for a in atoms if a[0] == "log"]
+    if any(p is None or _guarded(p) for p in logarithms):
         return
     named = named_values(form.body, terms.shadow)
     shape = form.body.fake.shape

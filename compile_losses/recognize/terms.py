@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.recognize.polynomial import (
@@ -39,21 +40,27 @@ _DEEPEST = 8
 
 
 class Terms:
-    """Polynomials of the Values of one graph.
-
-    Attributes:
-        values: the Value of each leaf, by its key.
-    """
+    """Polynomials of the Values of one graph."""
 
     def __init__(self, shadow: Shadow) -> None:
         self.shadow = shadow
-        self.values: dict[Hashable, Value] = {}
+        self._values: dict[Hashable, list[Value]] = {}
         self._done: dict[Value, Polynomial] = {}
 
     def leaf(self, value: Value) -> Hashable:
         key = self.shadow.key(value)
-        self.values.setdefault(key, self.shadow.resolve(value))
+        known, resolved = self._values.setdefault(key, []), self.shadow.resolve(value)
+        if resolved not in known:
+            known.append(resolved)
         return key
+
+    def value(self, key: Hashable, root: Node) -> Value | None:
+        """A tensor with this key that is there ahead of root: others may be computed later, or
+        have gone with another match."""
+        for value in self._values[key]:
+            if not value.node._erased and value.node < root:
+                return value
+        return None
 
     def of(self, value: Value, depth: int = 0) -> Polynomial:
         value = self.shadow.resolve(value)
@@ -66,12 +73,13 @@ class Terms:
                 self._done[value] = atom(("leaf", self.leaf(value)))
         return self._done[value]
 
-    def logits(self, value: Value) -> tuple[Value, int] | None:
+    def logits(self, value: Value, root: Node) -> tuple[Value, int] | None:
         """The logits and the dimension of the classes, if a Value is a log_softmax."""
         polynomial = self.of(value)
         for found in polynomial.atoms():
             if found[0] == "lse" and polynomial == log_softmax(*found[1:]):
-                return self.values[found[1]], found[2]
+                logits = self.value(found[1], root)
+                return None if logits is None else (logits, found[2])
         return None
 
     def _of(self, value: Value, depth: int) -> Polynomial:

@@ -172,7 +172,7 @@ class Recognizer:
             return
         if not isinstance(example(log_probabilities), torch.Tensor):
             return
-        found = self.terms.logits(self.shadow.of(log_probabilities))
+        found = self.terms.logits(self.shadow.of(log_probabilities), node)
         try:
             reduction = reduction_of(arguments)
         except UnsupportedError:
