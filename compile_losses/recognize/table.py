@@ -118,6 +118,9 @@ def _smooth_l1_loss(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _huber_loss(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    dtypes = {getattr(example(a[name]), "dtype", None) for name in ("input", "target")}
+    if len(dtypes) > 1:  # torch's kernel keeps input's, its fake promotes
+        raise UnsupportedError("input and target have different dtypes")
     reduction = reduction_of(a)
     options = _element_weight(a, reduction, normalizes=False)
     return (a["input"], a["target"], reduction, a["delta"]), options

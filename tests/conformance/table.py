@@ -52,6 +52,7 @@ A call counts in every row whose option it uses.
 
 - Ours have gradients where torch gives a loss but fails to differentiate it, as `huber_loss` of
   two dtypes.
+- Ours take uint8 class indices with a weight and label smoothing, which torch fails to gather by.
 - torch counts rows and adds up in float16 where ours do in float32: means of more than 65,504
   rows are finite.
 - torch's `cross_entropy`, `l1_loss` and weighted losses save intermediates for the backward pass;
