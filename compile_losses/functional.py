@@ -171,7 +171,17 @@ def nll_loss(
     reduction: str = "mean",
 ) -> Tensor:
     """Negative log-likelihood, as :func:`torch.nn.functional.nll_loss`."""
-    return F.nll_loss(input, target, weight, size_average, ignore_index, reduce, reduction)
+    if (
+        overridden(input, target, weight)
+        or not has_kernels(input)
+        or not are_classes(input, target)
+        or not is_integer(ignore_index)
+    ):
+        return F.nll_loss(input, target, weight, size_average, ignore_index, reduce, reduction)
+    if weight is not None and not torch.is_grad_enabled():
+        weight = weight.detach()  # only where gradients are recorded may it not require one
+    enum = reduction_of(reduction, size_average, reduce)
+    return fused.nll_loss(input, target, weight, enum, ignore_index)
 
 
 def cross_entropy(
@@ -189,7 +199,7 @@ def cross_entropy(
     if (
         overridden(input, target, weight)
         or not has_kernels(input)
-        or not are_classes(input, target)
+        or not (are_classes(input, target) or has_kernels(target))
         or not is_integer(ignore_index)
         or not is_number(label_smoothing)
     ):

@@ -103,7 +103,7 @@ def loss(
     check(input, target, weight, reduction, label_smoothing, ignore_index)
     others = (target,) if weight is None else (target, weight)
     result = checks.loss_dtype(dtype, input, *others)
-    label_smoothing = max(label_smoothing, 0.0)
+    label_smoothing = max(0.0, label_smoothing)  # in this order nan is 0, as in torch
     if needs_torch(input, *others):
         weight = None if weight is None else weight.to(result)
         return reference(input.to(result), target.to(result), weight, reduction, label_smoothing)
