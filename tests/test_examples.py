@@ -19,8 +19,8 @@ def reports(monkeypatch):
     """What was rewritten while the example ran."""
     found = []
 
-    def spy(graph):
-        found.append(rewrite_graph(graph))
+    def spy(graph, **options):
+        found.append(rewrite_graph(graph, **options))
         return found[-1]
 
     rewrite_graph = recognize.rewrite_graph

@@ -65,10 +65,10 @@ def class_indices(input: Tensor, target: Tensor) -> Tensor:
 def check_class_indices(op: str, input: Tensor, target: Tensor, weight: Tensor | None) -> None:
     """Target [], [N] or [N, d1, ...] for input [C], [N, C] or [N, C, d1, ...]; weight [C]."""
     class_dim = 0 if input.dim() == 1 else 1
-    if class_dim == 1 and target.dim() > 0 and input.shape[0] != target.shape[0]:
+    if class_dim == 1 and (target.dim() == 0 or input.shape[0] != target.shape[0]):
         raise ValueError(
             f"{op}: expected target to have input's batch size {input.shape[0]}, "
-            f"got {target.shape[0]}"
+            f"got shape {list(target.shape)}"
         )
     if target.dtype not in (torch.int64, torch.uint8):
         raise NotImplementedError(
@@ -88,7 +88,7 @@ def check_class_indices(op: str, input: Tensor, target: Tensor, weight: Tensor |
     if weight is not None:
         check_floating(op, weight=weight)
         check_class_weight(op, weight, input.shape[class_dim])
-        if weight.requires_grad:
+        if weight.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{op}: expected weight not to require grad with class indices as target"
             )

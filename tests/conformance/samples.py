@@ -165,6 +165,8 @@ def rows(loss: str, draw: Draw) -> Iterator[Call]:
             {"label_smoothing": 0.3, "ignore_index": 1},
         ]
     for name, input, target in logits(draw):
+        if name == "channels-last" and loss == "nll_loss":
+            continue  # torch does not differentiate it; ours does, in tests/specs
         classes = input.shape[0 if input.dim() == 1 else 1]
         weights: tuple[Tensor | None, ...] = (None, draw.positive(classes))
         if name == "rows":
@@ -190,6 +192,8 @@ def probabilities(draw: Draw) -> Iterator[Call]:
     for name, input, _ in logits(draw):
         class_dim = 0 if input.dim() == 1 else 1
         target = draw.normal(*input.shape).softmax(class_dim)
+        if name == "one class":
+            continue  # its gradient is zero, of which a few ulp are none
         if name == "channels-last":
             target = target.to(memory_format=torch.channels_last)
         weight = draw.positive(input.shape[class_dim])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,9 +36,8 @@ def recorded(spec):
         yield from calls
         forward = calls[0][1]
         if sample.options["reduction"] != 0:
-            for suffix in ("with_grad", "with_grad_"):
-                name = f"{spec.name}_{suffix}"
-                yield getattr(torch.ops.fused, name).default, forward, {}
+            for suffix in {"with_grad", "with_grad_"} & {*spec.parts}:
+                yield spec.part(suffix), forward, {}
 
 
 def mutations(argument, generator: random.Random):
@@ -132,8 +133,8 @@ def test_operands_share_memory(spec):
             continue
         overlapping = input.detach().flatten()[0].expand(input.shape)
         torch.testing.assert_close(
-            spec.op(overlapping, *rest, **sample.options),
-            spec.op(overlapping.clone(), *rest, **sample.options),
+            replace(sample, tensors=(overlapping, *rest)).call(spec.op),
+            replace(sample, tensors=(overlapping.clone(), *rest)).call(spec.op),
             equal_nan=True,
         )
 
@@ -141,12 +142,12 @@ def test_operands_share_memory(spec):
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @dtypes
 def test_every_sample_stays_in_its_buffers(spec, dtype):
-    """For the sanitizer: the samples of the other suites, results aside."""
+    """For the sanitizer: the samples of the other suites, results and refusals aside."""
     for sample in spec.samples("cpu", dtype):
         loss_and_gradients(spec.op, sample, sample.tensors)
     if dtype == torch.float32:
         for op, args, kwargs in recorded(spec):
-            with torch.no_grad():
+            with torch.no_grad(), suppress(*REFUSALS):  # as of a gradient of a broadcast input
                 op(*(a.clone() if isinstance(a, Tensor) else a for a in args), **kwargs)
 
 
