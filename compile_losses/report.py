@@ -16,7 +16,8 @@ from torch.fx import Node
 from compile_losses.lower.cost import megabytes
 from compile_losses.lower.decision import Decision
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(, in (?P<function>\w+))?')
+_TORCH = os.path.join(os.path.realpath(os.path.dirname(torch.__file__)), "")
 _LIBRARIES = tuple(
     os.path.join(os.path.realpath(path), "")
     for path in {
@@ -36,7 +37,8 @@ class Site:
         op: the fused op, or the torch function that was left alone.
         status: ``"rewritten"`` or ``"declined"``.
         reason: why it was declined, or what was absorbed into the op; may be empty.
-        file, line: the innermost frame of the user's own code, outside installed libraries.
+        file, line: the innermost frame of the user's own code, outside installed libraries; that
+            of a library's model where there is none.
         graph: the index of the graph it lies in, counted from 0.
         plan: what Inductor's graphs make of a rewritten loss, in steps; empty where that is not
             known for certain.
@@ -136,15 +138,23 @@ class Report:
 
 
 def source_of(node: Node) -> tuple[str, int]:
-    """The file and line of the user's code that made a node, as Dynamo recorded it."""
-    frames = [
-        (match["file"], int(match["line"]))
-        for match in _FRAME.finditer(node.meta.get("stack_trace") or "")
-    ]
+    """The file and line of the user's code that made a node, as Dynamo recorded it.
+
+    Where a library's model is compiled by itself no line is the user's. The nearest to it is then
+    in the ``forward`` of that model, and not in the functions that it calls for its loss.
+    """
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     if not frames:
         return "<unknown>", 0
-    own = [frame for frame in frames if not os.path.realpath(frame[0]).startswith(_LIBRARIES)]
-    return (own or frames)[-1]
+    paths = [os.path.realpath(frame["file"]) for frame in frames]
+    own = [f for f, path in zip(frames, paths, strict=True) if not path.startswith(_LIBRARIES)]
+    models = [
+        frame
+        for frame, path in zip(frames, paths, strict=True)
+        if frame["function"] == "forward" and not path.startswith(_TORCH)
+    ]
+    frame = (own or models or frames)[-1]
+    return frame["file"], int(frame["line"])
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:

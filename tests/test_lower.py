@@ -151,7 +151,7 @@ def test_inlined_in_inference(graphs):
     assert "fused" not in graphs["post"][0]
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("reduction", ["none", "mean", pytest.param("sum", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"])
 def test_inlined_is_the_op(loss, reduction, graphs):
     """Both gradients, broadcasting, mixed dtypes and dynamic shapes, inlined."""
@@ -177,7 +177,7 @@ def test_inlined_is_the_op(loss, reduction, graphs):
     assert all("fused" not in graph for graph in graphs["joint"])
 
 
-@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("reduction", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"])
 def test_inlined_weight_is_the_op(loss, reduction, graphs):
     """The gradient of the weight too, or of it alone; broadcast weights; a wider weight."""

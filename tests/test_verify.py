@@ -130,6 +130,7 @@ def test_what_cannot_be_evaluated_is_rewritten_and_said(monkeypatch):
 def test_option_and_environment(monkeypatch):
     """Both doors verify; random numbers outside are not touched."""
     module = sys.modules["compile_losses.recognize"]
+    monkeypatch.delenv("COMPILE_LOSSES_VERIFY", raising=False)
     calls = []
     original = module.compare
     monkeypatch.setattr(module, "compare", lambda match: calls.append(1) or original(match))

@@ -240,6 +240,9 @@ def test_where():
     (site,) = compile_losses.explain(step).sites
     assert site.file == __file__
     assert site.line == step.__code__.co_firstlineno + 1
+    # Without a line of the user's: the model's, not that of transformers' loss functions.
+    (site,) = compile_losses.explain(model, **batch).sites
+    assert site.file.endswith("modeling_vit.py")
 
 
 @pytest.mark.slow
