@@ -21,8 +21,15 @@ import compile_losses.ops
 from compile_losses.lower.calls import Loss, fused_call, fused_op, named_arguments
 
 
+#: Kept as kernels: inlined beside another inlined loss of the same product, its gradient came out
+#: wrong under Inductor (seed 122 of tests/test_fuzz.py), for a reason that is not found yet.
+_NEVER = ("softmax_kl_div",)
+
+
 def reference_of(name: str) -> Callable[..., Tensor] | None:
     """A loss in torch's own ops, with the arguments of ``X_forward`` but for its dtype."""
+    if name in _NEVER:
+        return None
     return getattr(getattr(compile_losses.ops, name, None), "reference", None)
 
 
