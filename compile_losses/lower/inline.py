@@ -20,7 +20,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import compile_losses.ops
 from compile_losses.lower.calls import Loss, fused_call, fused_op, named_arguments
 
-
 #: Kept as kernels: inlined beside another inlined loss of the same product, its gradient came out
 #: wrong under Inductor (seed 122 of tests/test_fuzz.py), for a reason that is not found yet.
 _NEVER = ("softmax_kl_div",)
