@@ -47,6 +47,17 @@ def listing(graph: torch.fx.Graph) -> str:
     )
 
 
+def writes(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The calls that write to an argument, but for AOTAutograd's own copies into graph inputs."""
+    return [
+        node
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.is_mutable
+        and node.target is not torch.ops.aten.copy_.default
+    ]
+
+
 @contextmanager
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[str]]]:
     """The joint and the forward and backward graphs, before and after our passes."""
@@ -57,6 +68,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[str]]]:
             if kind == "joint":
                 found["before"].append(listing(graph))
             result = function(graph)
+            if kind == "joint":
+                assert not (written := writes(graph)), f"Inductor takes this for pure: {written}"
             found[kind].append(listing(graph))
             return result
 

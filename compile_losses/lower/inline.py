@@ -14,21 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
+from torch.func import functionalize
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import compile_losses.ops
 from compile_losses.lower.calls import Loss, fused_call, fused_op, named_arguments
 
-#: Kept as kernels: inlined beside another inlined loss of the same product, its gradient came out
-#: wrong under Inductor (seed 122 of tests/test_fuzz.py), for a reason that is not found yet.
-_NEVER = ("softmax_kl_div",)
-
 
 def reference_of(name: str) -> Callable[..., Tensor] | None:
     """A loss in torch's own ops, with the arguments of ``X_forward`` but for its dtype."""
-    if name in _NEVER:
-        return None
     return getattr(getattr(compile_losses.ops, name, None), "reference", None)
 
 
@@ -70,7 +65,11 @@ def _only_saved_for(loss: Loss) -> bool:
 
 
 def _trace(node: Node, reference: Callable[..., Tensor]) -> Graph | None:
-    """What a call does, in ATen; its placeholders stand for ``node.all_input_nodes``."""
+    """What a call does, in functional ATen; its placeholders stand for ``node.all_input_nodes``.
+
+    Torch's own gradient formulas write in place (``grad.div_(n)``). A joint graph is functional, and
+    Inductor takes it for that: it would read such a buffer before or after the write as it pleases.
+    """
     name, part = fused_call(node) or ("", "")
     named = named_arguments(node)
     options = [a.name for a in fused_op(name, "forward")._schema.arguments if a.name != "dtype"]
@@ -84,8 +83,9 @@ def _trace(node: Node, reference: Callable[..., Tensor]) -> Graph | None:
         return compute(reference, bound, options)
 
     with tensors[0].fake_mode:  # type: ignore[attr-defined]
-        traced = make_fx(function, decomposition_table=select_decomp_table())(*values)
-    graph = traced.graph
+        traced = make_fx(function)(*values)
+        functional = functionalize(traced, remove="mutations")
+        graph = make_fx(functional, decomposition_table=select_decomp_table())(*values).graph
     if graph.find_nodes(op="get_attr") or len(graph.find_nodes(op="placeholder")) != len(sources):
         return None
     return graph
