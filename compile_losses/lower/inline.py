@@ -67,8 +67,8 @@ def _only_saved_for(loss: Loss) -> bool:
 def _trace(node: Node, reference: Callable[..., Tensor]) -> Graph | None:
     """What a call does, in functional ATen; its placeholders stand for ``node.all_input_nodes``.
 
-    Torch's own gradient formulas write in place (``grad.div_(n)``). A joint graph is functional, and
-    Inductor takes it for that: it would read such a buffer before or after the write as it pleases.
+    Torch's own gradient formulas write in place (``grad.div_(n)``). Inductor takes a joint graph to
+    be free of writes: it would read such a buffer before or after one, as it pleases.
     """
     name, part = fused_call(node) or ("", "")
     named = named_arguments(node)
