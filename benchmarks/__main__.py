@@ -1,6 +1,7 @@
 """``python -m benchmarks``: checks and times the fused losses against torch and other libraries.
 
-``python -m benchmarks plot FILE.csv`` draws an earlier run again; ``python -m benchmarks
+``--size growth`` measures from small to large, for the plots of bandwidth against size and row
+width. ``python -m benchmarks plot FILE.csv`` draws an earlier run again; ``python -m benchmarks
 compile-matrix`` measures compiled steps against stock torch.compile's, and ``linear`` a linear
 layer together with its cross entropy.
 """
@@ -38,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     )
     main.add_argument("--device", choices=("cpu", "cuda"), default=default_device)
     main.add_argument("--pass", dest="passes", nargs="+", choices=PASSES, default=list(PASSES))
-    main.add_argument("--size", choices=("reference", "small"), default="reference")
+    main.add_argument("--size", choices=("reference", "small", "growth"), default="reference")
     main.add_argument("--shape", type=_shape, nargs="+", help="ROWSxCOLS, instead of --size")
     main.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of --shape"
@@ -46,7 +47,9 @@ def parser() -> argparse.ArgumentParser:
     main.add_argument(
         "--budget", type=float, default=0.25, help="seconds of samples a contender (0.25)"
     )
-    main.add_argument("--output", type=Path, help="CSV file (benchmarks/results/DEVICE.csv)")
+    main.add_argument(
+        "--output", type=Path, help="CSV file (benchmarks/results/DEVICE.csv, growth-DEVICE.csv)"
+    )
     main.add_argument(
         "--append", action="store_true", help="keep what the file holds and was not measured again"
     )
@@ -63,7 +66,8 @@ def parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     """Measures what was asked for; 1 if an op of this package is wrong or fails."""
     device = torch.device(arguments.device)
-    output = arguments.output or report.default_output(device)
+    kind = "growth" if arguments.size == "growth" and not arguments.shape else ""
+    output = arguments.output or report.default_output(device, kind)
     commit = arguments.commit or report.current_commit()
     name = report.device_name(device)
     rows: dict[tuple[str, ...], report.Row] = {}

@@ -6,7 +6,7 @@ The first input is the prediction: gradients are taken with respect to it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -40,6 +40,8 @@ class Case:
         factor: what the leaves' losses are multiplied by.
         reference: the sizes of the published tables, by device type.
         small: sizes for a quick look.
+        growth: sizes of the plot of bandwidth against size or row width, by device type; the axis
+            is what differs between them.
     """
 
     name: str
@@ -54,8 +56,11 @@ class Case:
     small: tuple[Size, ...]
     weighted: bool = False
     factor: float = 1.0
+    growth: dict[str, tuple[Size, ...]] = field(default_factory=dict)
 
     def sizes(self, size: str, device: torch.device) -> tuple[Size, ...]:
+        if size == "growth":
+            return self.growth.get(device.type, ())
         return self.small if size == "small" else self.reference[device.type]
 
     def forward_kernel(self, *inputs: Tensor) -> Tensor:
@@ -146,6 +151,18 @@ def _kl_div(predictions: Tensor, targets: Tensor) -> Tensor:
     return F.kl_div(torch.log(predictions), targets, reduction="batchmean")
 
 
+def _growing_tensors(largest: int) -> tuple[Size, ...]:
+    """Pairs of float32 tensors of together 64 KB up to ``largest`` bytes, in powers of two."""
+    sizes = (1 << k for k in range(16, largest.bit_length()))
+    return tuple(((nbytes // 8 // 128, 128), torch.float32) for nbytes in sizes)
+
+
+def _growing_rows(numel: int) -> tuple[Size, ...]:
+    """bfloat16 logits of about ``numel`` elements: powers of two, and vocabularies."""
+    widths = sorted([*(1 << k for k in range(5, 19)), 32000, 50257, 128256, 151936])
+    return tuple(((numel // width, width), torch.bfloat16) for width in widths)
+
+
 _MSE: dict[str, Any] = {
     "op": "mse_loss",
     "make_inputs": _normal_pair,
@@ -198,7 +215,12 @@ CASES = {
     case.name: case
     for case in (
         Case("mse", expression=_mse, **_MSE),
-        Case("mse_loss", expression=lambda input, target: F.mse_loss(input, target), **_MSE),
+        Case(
+            "mse_loss",
+            expression=lambda input, target: F.mse_loss(input, target),
+            growth={"cuda": _growing_tensors(8 << 30), "cpu": _growing_tensors(1 << 30)},
+            **_MSE,
+        ),
         Case(
             "weighted_mse_loss",
             expression=lambda input, target, weight: F.mse_loss(input, target, weight=weight),
@@ -261,6 +283,7 @@ CASES = {
                 ),
             },
             small=(((512, 1000), torch.float32), ((256, 32000), torch.bfloat16)),
+            growth={"cuda": _growing_rows(1 << 28), "cpu": _growing_rows(1 << 25)},
         ),
         Case(
             "cross_entropy_probabilities",

@@ -243,9 +243,8 @@ def measure(problem: Problem, names: Iterable[str], clock: Clock, budget_s: floa
 def run(arguments: argparse.Namespace) -> int:
     device = torch.device(arguments.device)
     clock = make_clock(device)
-    default = report.default_output(device)
     kind = f"linear-{arguments.sweep}" if arguments.sweep else "linear"
-    output: Path = arguments.output or default.with_name(f"{kind}-{default.name}")
+    output: Path = arguments.output or report.default_output(device, kind)
     common = {
         "dtype": arguments.dtype,
         "ignored": f"{arguments.ignored:g}",

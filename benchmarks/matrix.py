@@ -208,9 +208,7 @@ def verdict(row: Row) -> str:
 def run(arguments: argparse.Namespace) -> int:
     device = torch.device(arguments.device)
     clock = make_clock(device)
-    output: Path = arguments.output or report.default_output(device).with_name(
-        f"compile-matrix-{report.default_output(device).name}"
-    )
+    output: Path = arguments.output or report.default_output(device, "compile-matrix")
     rows: dict[tuple[str, ...], Row] = {}
     if arguments.append and output.exists():
         with output.open(newline="") as file:

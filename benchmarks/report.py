@@ -127,9 +127,11 @@ def device_name(device: torch.device) -> str:
     return f"{name}, {threads} threads, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def default_output(device: torch.device) -> Path:
+def default_output(device: torch.device, kind: str = "") -> Path:
+    """``results/DEVICE.csv``, or ``results/KIND-DEVICE.csv``."""
     name = "cpu" if device.type == "cpu" else device_name(device)
-    return Path(__file__).parent / "results" / f"{re.sub(r'[^a-z0-9]+', '-', name.lower())}.csv"
+    words = re.findall(r"[a-z0-9]+", f"{kind} {name}".lower())
+    return Path(__file__).parent / "results" / f"{'-'.join(words)}.csv"
 
 
 def current_commit() -> str:
