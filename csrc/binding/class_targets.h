@@ -65,7 +65,7 @@ struct ClassTargets {
   // Rows in target's order; a gradient, when there is one, is walked together with the logits.
   void lay_out(const Tensor& input, const std::optional<Tensor>& gradient) {
     const auto split = [&](const Tensor& tensor, RowLayout& layout) {
-      Sizes strides = broadcast_strides(tensor, sizes_of(tensor));
+      Sizes strides = strides_of(tensor);
       layout.col_stride = args.cols == 1 ? 1 : strides[class_dim];
       strides.erase(strides.begin() + class_dim);
       return strides;

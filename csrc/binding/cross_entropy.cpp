@@ -79,7 +79,7 @@ Tensor with_grad_(const Tensor& input, const Tensor& target, const std::optional
 
 // Dense in any order of its dimensions: its elements fill one span of memory.
 bool is_dense(const Tensor& tensor) {
-  Sizes strides = broadcast_strides(tensor, sizes_of(tensor));
+  Sizes strides = strides_of(tensor);
   const Sizes sizes = coalesce(sizes_of(tensor), {&strides}, false);
   return sizes.empty() || (sizes.size() == 1 && strides[0] == 1);
 }

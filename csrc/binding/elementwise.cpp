@@ -23,7 +23,7 @@ void lay_out(ElementwiseArgs& args, const char* op, const Sizes& shape,
   for (size_t i = 0; i < operands.size(); ++i) {
     operands[i].operand->data = operands[i].tensor->data_ptr();
     operands[i].operand->dtype = dtype_of(*operands[i].tensor, op, operands[i].name);
-    strides[i] = broadcast_strides(*operands[i].tensor, shape);
+    strides[i] = broadcast_strides(*operands[i].tensor, shape, op, operands[i].name);
     all[i] = &strides[i];
   }
   const Sizes sizes = coalesce(shape, all, false);
@@ -105,9 +105,7 @@ struct Elementwise<kernel, kName, kLikeTarget, Pack<Optional...>, Pack<Needs...>
     }
 
     void bind_optional(Operand& operand, const OptionalTensor* tensor, const char* name) {
-      if (!tensor || !*tensor) return;
-      check_broadcasts(**tensor, shape, kName, name);
-      operands.push_back({&operand, &**tensor, name});
+      if (tensor && *tensor) operands.push_back({&operand, &**tensor, name});
     }
 
     void launch() {
@@ -197,13 +195,7 @@ struct Elementwise<kernel, kName, kLikeTarget, Pack<Optional...>, Pack<Needs...>
 
   // A factor on the device, read by the kernel: its strides stay 0.
   static void bind_one(Operand& operand, const Tensor& factor, const Tensor& input) {
-    if (factor.numel() != 1)
-      throw std::runtime_error(std::string(kName) +
-                               ": expected grad_output to hold one number, got shape " +
-                               to_string(sizes_of(factor)));
-    if (factor.get_device_index() != input.get_device_index())
-      throw std::runtime_error(std::string(kName) +
-                               ": expected grad_output to be on input's device");
+    check_one_number(factor, input, kName, "grad_output");
     operand.data = factor.data_ptr();
     operand.dtype = dtype_of(factor, kName, "grad_output");
   }

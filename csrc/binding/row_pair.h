@@ -67,7 +67,7 @@ struct RowPair {
     for (int i = 0; i < 4; ++i) {
       strides[i] = Sizes(row_shape.size(), 0);
       if (!tensors[i]) continue;
-      strides[i] = broadcast_strides(*tensors[i], sizes_of(*tensors[i]));
+      strides[i] = strides_of(*tensors[i]);
       operands[i]->layout.col_stride = args.cols == 1 ? 1 : strides[i][class_dim];
       strides[i].erase(strides[i].begin() + class_dim);
       operands[i]->data = tensors[i]->data_ptr();

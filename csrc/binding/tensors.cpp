@@ -24,7 +24,10 @@ std::string to_string(const Sizes& sizes) {
 Sizes sizes_of(const Tensor& tensor) { return {tensor.sizes().begin(), tensor.sizes().end()}; }
 
 Sizes strides_of(const Tensor& tensor) {
-  return {tensor.strides().begin(), tensor.strides().end()};
+  Sizes strides(tensor.strides().begin(), tensor.strides().end());
+  for (size_t i = 0; i < strides.size(); ++i)
+    if (tensor.sizes()[i] == 1) strides[i] = 0;
+  return strides;
 }
 
 DType dtype_of(const Tensor& tensor, const char* op, const char* argument) {
@@ -68,17 +71,6 @@ Sizes broadcast_shape(const Tensor& input, const Tensor& target, const char* op)
   return shape;
 }
 
-void check_broadcasts(const Tensor& tensor, const Sizes& shape, const char* op,
-                      const char* argument) {
-  const Sizes sizes = sizes_of(tensor);
-  bool fits = sizes.size() <= shape.size();
-  for (size_t i = 1; fits && i <= sizes.size(); ++i)
-    fits = sizes[sizes.size() - i] == 1 || sizes[sizes.size() - i] == shape[shape.size() - i];
-  if (!fits)
-    throw std::runtime_error(std::string(op) + ": expected " + argument + " to broadcast to " +
-                             to_string(shape) + ", got shape " + to_string(sizes));
-}
-
 Tensor empty_like(const Tensor& tensor, const Sizes& shape, ScalarType dtype) {
   if (sizes_of(tensor) == shape && tensor.scalar_type() == dtype)
     return torch::stable::empty_like(tensor);
@@ -98,17 +90,18 @@ Tensor empty_scalar(const Tensor& like, ScalarType dtype) {
   return torch::stable::new_empty(like, {}, dtype);
 }
 
-Sizes broadcast_strides(const Tensor& tensor, const Sizes& shape) {
+Sizes broadcast_strides(const Tensor& tensor, const Sizes& shape, const char* op,
+                        const char* argument) {
   const Sizes sizes = sizes_of(tensor), strides = strides_of(tensor);
   Sizes result(shape.size(), 0);
   const size_t offset = shape.size() - sizes.size();
   bool fits = sizes.size() <= shape.size();
   for (size_t i = 0; fits && i < sizes.size(); ++i) {
     fits = sizes[i] == 1 || sizes[i] == shape[offset + i];
-    result[offset + i] = sizes[i] == 1 ? 0 : strides[i];
+    result[offset + i] = strides[i];
   }
   if (!fits)
-    throw std::runtime_error("expected an operand that can be expanded to shape " +
+    throw std::runtime_error(std::string(op) + ": expected " + argument + " to broadcast to " +
                              to_string(shape) + ", got shape " + to_string(sizes));
   return result;
 }

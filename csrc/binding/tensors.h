@@ -48,6 +48,7 @@ class Launch {
 
 std::string to_string(const Sizes& sizes);
 Sizes sizes_of(const Tensor& tensor);
+// In elements; 0 in a dimension of size 1, where torch's stride says nothing.
 Sizes strides_of(const Tensor& tensor);
 
 // The kernels' name of a floating dtype; throws for any other.
@@ -60,16 +61,13 @@ ScalarType accumulation_type(ScalarType dtype);
 // The shape that input and target broadcast to; throws where they don't.
 Sizes broadcast_shape(const Tensor& input, const Tensor& target, const char* op);
 
-// Throws where tensor does not broadcast to `shape`.
-void check_broadcasts(const Tensor& tensor, const Sizes& shape, const char* op,
-                      const char* argument);
-
 // aten::empty_like(tensor.expand(shape), dtype=dtype): dense, with the order of tensor's strides.
 Tensor empty_like(const Tensor& tensor, const Sizes& shape, ScalarType dtype);
 Tensor empty_scalar(const Tensor& like, ScalarType dtype);
 
 // Strides of tensor in the iteration space `shape`: 0 where it is broadcast. Throws if it can't be.
-Sizes broadcast_strides(const Tensor& tensor, const Sizes& shape);
+Sizes broadcast_strides(const Tensor& tensor, const Sizes& shape, const char* op,
+                        const char* argument);
 
 // Orders the dimensions by the first operand's strides (ties by the next one's), drops those of
 // size 1 and merges neighbours that every operand can walk as one. Returns sizes innermost first,
