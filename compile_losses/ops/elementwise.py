@@ -220,9 +220,8 @@ def declare(
             ]
             if ctx.options[0] != checks.REDUCTIONS["batchmean"]:
                 return reference(*cast, *ctx.options)
-            # The arguments are expanded here: the batch is that of the input as it was given.
-            batch = saved[0].shape[0] if saved[0].dim() > 0 else 1
-            return reference(*cast, SUM, *ctx.options[1:]) / batch
+            # The arguments are expanded here.
+            return reference(*cast, SUM, *ctx.options[1:]) / checks.batch_of(saved[0])
 
         products = double_backward(
             loss,
