@@ -175,7 +175,7 @@ class GraphModule(torch.nn.Module):
     def forward(self, L_predictions_: "bf16[3, 4]", L_targets_: "f32[3, 4]"):
         l_predictions_ = L_predictions_
         l_targets_ = L_targets_
-        kl_div_default: "f32[]" = torch.ops.fused.kl_div.default(l_predictions_, l_targets_, 3, log_input = False)
+        kl_div_default: "f32[]" = torch.ops.fused.kl_div.default(l_predictions_, l_targets_, 3, log_input = False, dtype = torch.float32)
         return (kl_div_default,)""",
     )
 

@@ -27,7 +27,7 @@ def absorb(match: Match) -> None:
     # Computing in a wider dtype than the arguments', because of an absorbed cast or of autocast.
     result = example(match.root).dtype
     dtypes = [argument.dtype for argument in _floating_arguments(match)]
-    if result == torch.float32 and all(dtype in _NARROW for dtype in dtypes):
+    if result == torch.float32 and any(dtype in _NARROW for dtype in dtypes):
         match.kwargs["dtype"] = result
 
 
@@ -39,6 +39,8 @@ def _floating_arguments(match: Match) -> list[Tensor]:
 def _absorb_log(match: Match) -> None:
     """kl_div(p.log(), q): the op takes the logarithm itself."""
     input = match.args[0]
+    if match.kwargs.get("log_input") is False:  # it takes one logarithm, and has it
+        return
     if not _is_log(input) or len(input.args) != 1 or input.kwargs:
         return
     probabilities = input.args[0]
