@@ -117,3 +117,17 @@ def test_inlined_batchmean_is_the_op(shapes, graphs):
     ]
     torch.testing.assert_close(*results)
     assert "fused" not in graphs["joint"][0]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_inlined_classes_may_be_uint8(smoothing, graphs):
+    def function(x, t):
+        return torch.ops.fused.cross_entropy(F.gelu(x), t, label_smoothing=smoothing)
+
+    x, t = torch.randn(6, 10, requires_grad=True), torch.randint(10, (6,), dtype=torch.uint8)
+    compiled = torch.compile(function, backend="compile_losses")
+    results = [
+        (value, *torch.autograd.grad(value, x)) for value in (compiled(x, t), function(x, t))
+    ]
+    torch.testing.assert_close(*results)
+    assert "fused" not in graphs["joint"][0]

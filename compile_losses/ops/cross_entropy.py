@@ -64,7 +64,7 @@ def reference(
 ) -> Tensor:
     return F.cross_entropy(
         input,
-        target,
+        target.to(torch.int64),  # of uint8 torch neither traces nor differentiates the gradient
         weight,
         ignore_index=ignore_index,
         reduction=checks.reduction_name(reduction),
@@ -211,10 +211,9 @@ def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def backward_vjp(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
     grad_output, input, target, weight = ctx.saved_tensors
     dtype = grad_output.dtype
-    classes = target.to(torch.int64)  # torch itself is not twice differentiable with uint8
     products = double_backward(
         lambda x: reference(
-            x.to(dtype), classes, None if weight is None else weight.to(dtype), *ctx.options
+            x.to(dtype), target, None if weight is None else weight.to(dtype), *ctx.options
         ),
         grad_output,
         (input,),
