@@ -15,6 +15,7 @@ CASES = {
     "none, sum, mean": lambda a, b, w: F.mse_loss(a, b, reduction="none").sum(dim=1).mean(),
     "absolute": lambda a, b, w: (0.001 * (a - b).abs()).sum(),
     "weighted": lambda a, b, w: ((a - b) ** 2 * w).sum(dim=1).mean(),
+    "two weights": lambda a, b, w: ((a - b) ** 2 * 1e-3 * (w * 300) * (w * 300)).mean(),
     "small weights": lambda a, b, w: ((a - b) ** 2 * 1e-3 * w).sum(),
     "torch's weight": lambda a, b, w: F.huber_loss(a, b, "none", 2.0, w).sum(dim=1).mean(),
     "cross entropy": lambda a, b, w: (

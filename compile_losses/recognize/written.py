@@ -219,6 +219,8 @@ def _scaled(form: NormalForm, scale: float) -> NormalForm:
 def _product(weights: tuple[Value, ...]) -> Value | None:
     product: Value | None = weights[0]
     for weight in weights[1:]:
+        if product and product.fake.dtype == torch.float16:  # which may not hold it
+            product = compute(aten.to.dtype, product, torch.float32)
         product = product and compute(aten.mul.Tensor, product, weight)
     return product
 
