@@ -128,7 +128,7 @@ def compile_losses(
         return torch._dynamo.lookup_backend(inner)(gm, example_inputs, **keywords)
     inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic=None)
     for slot, kind in _LOWERING.items():
-        inductor.config[slot] = kind(inductor.config.get(slot, getattr(config, slot)))
+        inductor.config[slot] = kind(_users(inductor.config.get(slot, getattr(config, slot))))
     return inductor(gm, example_inputs)
 
 

@@ -68,13 +68,9 @@ def mse_loss(
         return F.mse_loss(input, target, size_average, reduce, reduction, weight)
     warn_if_broadcast(input, target)
     enum = reduction_of(reduction, size_average, reduce)
-    if weight is None:
-        return fused.mse_loss(input, target, enum)
-    check_weight(input, weight)
     # torch composes weighted losses of ops, and on the CPU autocast knows none of these.
     autocasts = input.device.type != "cpu"
-    dtype = None if autocasts else promoted(input, target, weight)
-    return _weighted(fused.mse_loss, input, target, weight, enum, dtype)
+    return _weighted(fused.mse_loss, input, target, weight, enum, autocasts)
 
 
 def l1_loss(
@@ -91,13 +87,9 @@ def l1_loss(
         return F.l1_loss(input, target, size_average, reduce, reduction, weight)
     warn_if_broadcast(input, target)
     enum = reduction_of(reduction, size_average, reduce)
-    if weight is None:
-        return fused.l1_loss(input, target, enum)
-    check_weight(input, weight)
     # As for mse_loss; elsewhere autocast knows the sum, but not the absolute value.
     autocasts = input.device.type != "cpu" and enum != REDUCTIONS["none"]
-    dtype = None if autocasts else promoted(input, target, weight)
-    return _weighted(fused.l1_loss, input, target, weight, enum, dtype)
+    return _weighted(fused.l1_loss, input, target, weight, enum, autocasts)
 
 
 def smooth_l1_loss(
@@ -243,10 +235,15 @@ def _weighted(
     op: Any,
     input: Tensor,
     target: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     reduction: int,
-    dtype: torch.dtype | None,
+    autocasts: bool,
 ) -> Tensor:
+    """An error loss; autocasts: whether autocast settles the dtype of torch's weighted one."""
+    if weight is None:
+        return op(input, target, reduction)
+    check_weight(input, weight)
+    dtype = None if autocasts else promoted(input, target, weight)
     if reduction == REDUCTIONS["mean"] and input.shape != torch.broadcast_shapes(
         input.shape, target.shape
     ):  # torch divides by the sum of the weight before it is broadcast, the op by that after

@@ -229,6 +229,8 @@ def test_softmax_kl_div_arguments(device):
         fused.softmax_kl_div(x, x[:, :1])
     with pytest.raises(RuntimeError, match="temperature to be positive, got 0"):
         fused.softmax_kl_div(x, x, temperature=0.0)
+    with pytest.raises(RuntimeError, match="temperature to be positive, got nan"):
+        fused.softmax_kl_div(x, x, temperature=float("nan"))
     with pytest.raises(IndexError, match=r"dim .*\[3, 4\], got 2"):
         fused.softmax_kl_div(x, x, dim=2)
     with pytest.raises(IndexError, match="dim"):

@@ -307,3 +307,16 @@ def test_inductor():
         results.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(results[1], results[0])
     torch.testing.assert_close(results[2], results[0])
+
+
+def test_every_size_may_be_dynamic():
+    """The plan asks for no size: that would make a number of what the user marked as a symbol."""
+    x, w, t = torch.randn(8, 16), torch.randn(100, 16, requires_grad=True), torch.randint(100, (8,))
+    for tensor in (x, w):
+        torch._dynamo.mark_dynamic(tensor, 1)
+    op = torch.ops.fused.linear_cross_entropy
+    compiled = torch.compile(lambda x, w, t: op(x, w, t), backend="compile_losses")
+    results = [
+        (value, *torch.autograd.grad(value, w)) for value in (compiled(x, w, t), op(x, w, t))
+    ]
+    torch.testing.assert_close(*results)

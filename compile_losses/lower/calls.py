@@ -11,6 +11,10 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from compile_losses.lower.aliases import graph_outputs, storage_of
+
+aten = torch.ops.aten
+
 PARTS = ("forward", "backward", "with_grad")
 
 
@@ -105,8 +109,22 @@ def find_losses(graph: Graph) -> list[Loss]:
 
 
 def merge_twins(graph: Graph) -> None:
-    """Leaves one of several losses with the same arguments, so that a gradient has one forward."""
+    """Leaves one of several losses with the same arguments, so that a gradient has one forward.
+
+    Results that the graph returns apart stay apart: the caller may write to one of them.
+    """
     first_of: dict[Any, Node] = {}
+    returned = {storage_of(node) for node in graph_outputs(graph)}
+
+    def merge(twin: Node, kept: Node) -> None:
+        if {storage_of(twin), storage_of(kept)} <= returned:
+            with graph.inserting_before(twin):
+                copy = graph.call_function(aten.clone.default, (kept,))
+            copy.meta = {k: v for k, v in twin.meta.items() if k != "eager_input_vals"}
+            kept = copy
+        twin.replace_all_uses_with(kept)
+        graph.erase_node(twin)
+
     for node in list(graph.nodes):
         if (fused_call(node) or ("", ""))[1] != "forward":
             continue
@@ -116,10 +134,8 @@ def merge_twins(graph: Graph) -> None:
         for item in [user for user in node.users if user.target is operator.getitem]:
             kept = result(first, item.args[1])
             if kept is not None:
-                item.replace_all_uses_with(kept)
-                graph.erase_node(item)
-        node.replace_all_uses_with(first)
-        graph.erase_node(node)
+                merge(item, kept)
+        merge(node, first)
 
 
 def _same(forward: Node, backward: Node) -> bool:

@@ -84,11 +84,12 @@ def nbytes_of(value: Any) -> int:
         return 0
     numel = 1
     for size, stride in zip(value.shape, value.stride(), strict=True):
-        numel *= 1 if isinstance(stride, int) and stride == 0 else _hint(size)
+        numel *= 1 if isinstance(stride, int) and stride == 0 else hint_of(size)
     return numel * value.element_size()
 
 
-def _hint(size: Any) -> int:
+def hint_of(size: Any) -> int:
+    """A size, of a symbol its hint: asking for its value would specialise the graph."""
     if isinstance(size, SymInt):
         return int(size.node.hint) if size.node.has_hint() else _UNKNOWN_SIZE
     return int(size)
@@ -98,12 +99,15 @@ def laid_out_alike(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors of one shape are walked along the same dimensions, innermost first."""
 
     def order(value: Tensor, dims: list[int]) -> list[int]:
-        return sorted(dims, key=lambda d: _hint(value.stride(d)))
+        return sorted(dims, key=lambda d: hint_of(value.stride(d)))
 
     dims = [
         d
         for d, (a, b) in enumerate(zip(left.shape, right.shape, strict=True))
-        if _hint(a) > 1 and _hint(b) > 1 and _hint(left.stride(d)) and _hint(right.stride(d))
+        if hint_of(a) > 1
+        and hint_of(b) > 1
+        and hint_of(left.stride(d))
+        and hint_of(right.stride(d))
     ]
     return order(left, dims) == order(right, dims)
 

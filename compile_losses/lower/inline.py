@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import compile_losses.ops
 from compile_losses.lower.calls import Loss, fused_call, fused_op, named_arguments
+from compile_losses.ops.checks import REDUCTIONS, batch_of
 
 
 def reference_of(name: str) -> Callable[..., Tensor] | None:
@@ -104,6 +105,9 @@ def _backward(reference: Callable[..., Tensor], named: dict[str, Any], options: 
     grad_output = named["grad_output"]
     needs = {k.removeprefix("needs_grad_"): v for k, v in named.items() if k.startswith("needs_")}
     given = {k: v for k, v in needs.items() if named[k] is not None} or {"input": True}
+    if named["reduction"] == REDUCTIONS["batchmean"]:
+        grad_output = grad_output / batch_of(named["input"])
+        named = {**named, "reduction": REDUCTIONS["sum"]}
     # The elementwise losses give their gradients before the sum over what was broadcast.
     shape = torch.broadcast_shapes(*(named[k].shape for k in given if k != "weight"))
     leaves = {

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from compile_losses.lower.aliases import depends_on_tangents
 from compile_losses.lower.calls import fused_call, named_arguments
-from compile_losses.lower.cost import Cost, nbytes_of
+from compile_losses.lower.cost import Cost, hint_of, nbytes_of
 from compile_losses.lower.decision import Decision, site_of
 from compile_losses.lower.factor import emit, factor_of, move_before
 from compile_losses.ops.linear.chunk_size import chunk_rows
@@ -69,7 +69,7 @@ def _costs(node: Node) -> tuple[Cost, Cost, str]:
     named = named_arguments(node)
     needs = [named.get(f"needs_grad_{name}", False) for name in ("input", "linear_weight")]
     input, weight = (named[name].meta["val"] for name in ("input", "linear_weight"))
-    hidden = int(weight.shape[1])
+    hidden = hint_of(weight.shape[1])
     row_bytes = nbytes_of(weight) // max(1, hidden)
     rows = nbytes_of(input) // max(1, hidden * input.element_size())
     classes = row_bytes // weight.element_size()

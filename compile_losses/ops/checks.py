@@ -16,6 +16,11 @@ def describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
 
 
+def batch_of(input: Tensor) -> int:
+    """What the reduction batchmean divides by: of the input as given, not as broadcast."""
+    return input.shape[0] if input.dim() > 0 else 1
+
+
 def reduction_name(reduction: int) -> str:
     return next(name for name, value in REDUCTIONS.items() if value == reduction)
 

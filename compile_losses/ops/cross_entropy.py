@@ -28,6 +28,7 @@ from torch import Tensor
 from compile_losses import library
 from compile_losses.ops import checks, cross_entropy_probabilities
 from compile_losses.ops.transforms import double_backward, needs_torch
+from compile_losses.ops.with_grad import declare_with_grad
 
 OPTIONS = "int reduction, int ignore_index, float label_smoothing"
 ARGUMENTS = f"Tensor target, Tensor? weight, {OPTIONS}, ScalarType dtype"
@@ -45,13 +46,6 @@ backward = library.define(
     "cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
     f"Tensor stats, Tensor total_weight, {OPTIONS}) -> Tensor"
 )
-with_grad = library.define(
-    f"cross_entropy_with_grad(Tensor input, {ARGUMENTS}, Tensor? grad_output=None) "
-    "-> (Tensor, Tensor)"
-)
-with_grad_ = library.define(
-    f"cross_entropy_with_grad_(Tensor(a!) input, {ARGUMENTS}, Tensor? grad_output=None) -> Tensor"
-)
 
 
 def reference(
@@ -62,6 +56,8 @@ def reference(
     ignore_index: int,
     label_smoothing: float,
 ) -> Tensor:
+    if target.dtype == torch.uint8:  # whose gradient torch neither traces nor differentiates
+        target = target.to(torch.int64)
     return F.cross_entropy(
         input,
         target,
@@ -161,28 +157,7 @@ def backward_fake(
 library.register_fake(backward, backward_fake)
 
 
-def with_grad_in_place_fake(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
-    dtype: torch.dtype,
-    grad_output: Tensor | None = None,
-) -> Tensor:
-    checks.check_grad_output("cross_entropy", input, grad_output)
-    return forward_fake(input, target, weight, reduction, ignore_index, label_smoothing, dtype)[0]
-
-
-def with_grad_fake(input: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return with_grad_in_place_fake(input, *rest), torch.empty_like(input)
-
-
-library.register_fake(with_grad, with_grad_fake)
-library.register_fake(with_grad_, with_grad_in_place_fake)
-library.register_not_differentiable(with_grad)
-library.register_not_differentiable(with_grad_)
+with_grad, with_grad_ = declare_with_grad("cross_entropy", ARGUMENTS, forward_fake)
 
 
 def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -211,10 +186,9 @@ def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def backward_vjp(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
     grad_output, input, target, weight = ctx.saved_tensors
     dtype = grad_output.dtype
-    classes = target.to(torch.int64)  # torch itself is not twice differentiable with uint8
     products = double_backward(
         lambda x: reference(
-            x.to(dtype), classes, None if weight is None else weight.to(dtype), *ctx.options
+            x.to(dtype), target, None if weight is None else weight.to(dtype), *ctx.options
         ),
         grad_output,
         (input,),

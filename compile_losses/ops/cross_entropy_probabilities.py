@@ -21,6 +21,7 @@ from compile_losses import library
 from compile_losses.ops import checks
 from compile_losses.ops.row_pair import statistics
 from compile_losses.ops.transforms import double_backward, needs_torch
+from compile_losses.ops.with_grad import declare_with_grad
 
 NAME = "cross_entropy_probabilities"
 OPTIONS = "int reduction, float label_smoothing"
@@ -36,12 +37,6 @@ backward = library.define(
 weight_backward = library.define(
     f"{NAME}_weight_backward(Tensor grad_output, Tensor input, Tensor target, Tensor weight, "
     f"Tensor stats, {OPTIONS}) -> Tensor"
-)
-with_grad = library.define(
-    f"{NAME}_with_grad(Tensor input, {ARGUMENTS}, Tensor? grad_output=None) -> (Tensor, Tensor)"
-)
-with_grad_ = library.define(
-    f"{NAME}_with_grad_(Tensor(a!) input, {ARGUMENTS}, Tensor? grad_output=None) -> Tensor"
 )
 
 
@@ -165,27 +160,7 @@ def weight_backward_fake(
 library.register_fake(weight_backward, weight_backward_fake)
 
 
-def with_grad_in_place_fake(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    label_smoothing: float,
-    dtype: torch.dtype,
-    grad_output: Tensor | None = None,
-) -> Tensor:
-    checks.check_grad_output("cross_entropy", input, grad_output)
-    return forward_fake(input, target, weight, reduction, label_smoothing, dtype)[0]
-
-
-def with_grad_fake(input: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return with_grad_in_place_fake(input, *rest), torch.empty_like(input)
-
-
-library.register_fake(with_grad, with_grad_fake)
-library.register_fake(with_grad_, with_grad_in_place_fake)
-library.register_not_differentiable(with_grad)
-library.register_not_differentiable(with_grad_)
+with_grad, with_grad_ = declare_with_grad(NAME, ARGUMENTS, forward_fake)
 
 
 def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -25,6 +25,7 @@ from compile_losses import library
 from compile_losses.ops import checks
 from compile_losses.ops.transforms import double_backward, needs_torch
 from compile_losses.ops.weights import NO_WEIGHTS, Weights
+from compile_losses.ops.with_grad import declare_with_grad
 
 MEAN, SUM = checks.REDUCTIONS["mean"], checks.REDUCTIONS["sum"]
 
@@ -84,7 +85,6 @@ def declare(
     ]
     own = [*weights.declarations(), "int reduction", *(p.declaration for p in parameters)]
     tail = ", ".join(["Tensor target", *own])
-    known = "ScalarType dtype, Tensor? grad_output=None"
     roots = weights.differentiable_arguments
     needs = ", ".join(f"bool needs_grad_{root}" for root in roots)
     public = library.define(f"{name}({', '.join(public_arguments)}) -> Tensor")
@@ -93,10 +93,6 @@ def declare(
         f"{name}_backward(Tensor grad_output, Tensor input, {tail}, {needs}) "
         f"-> ({', '.join('Tensor' for _ in roots)})"
     )
-    with_grad = library.define(
-        f"{name}_with_grad(Tensor input, {tail}, {known}) -> (Tensor, Tensor)"
-    )
-    with_grad_ = library.define(f"{name}_with_grad_(Tensor(a!) input, {tail}, {known}) -> Tensor")
     #: How many tensors come first in a leaf op's arguments.
     tensors = 2 + len(weights.names)
 
@@ -173,21 +169,7 @@ def declare(
 
     library.register_fake(backward, backward_fake)
 
-    forward_arguments = len(forward._schema.arguments)
-
-    def with_grad_in_place_fake(*arguments: Any, grad_output: Tensor | None = None) -> Tensor:
-        for given in (grad_output, *arguments[forward_arguments:]):
-            checks.check_grad_output(name, arguments[0], given)
-        return forward_fake(*arguments[:forward_arguments])
-
-    def with_grad_fake(*arguments: Any, **grad_output: Tensor | None) -> tuple[Tensor, Tensor]:
-        loss = with_grad_in_place_fake(*arguments, **grad_output)
-        return loss, torch.empty_like(arguments[0])
-
-    library.register_fake(with_grad, with_grad_fake)
-    library.register_fake(with_grad_, with_grad_in_place_fake)
-    library.register_not_differentiable(with_grad)
-    library.register_not_differentiable(with_grad_)
+    declare_with_grad(name, f"{tail}, ScalarType dtype", forward_fake)
 
     def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:tensors])
@@ -220,9 +202,8 @@ def declare(
             ]
             if ctx.options[0] != checks.REDUCTIONS["batchmean"]:
                 return reference(*cast, *ctx.options)
-            # The arguments are expanded here: the batch is that of the input as it was given.
-            batch = saved[0].shape[0] if saved[0].dim() > 0 else 1
-            return reference(*cast, SUM, *ctx.options[1:]) / batch
+            # The arguments are expanded here.
+            return reference(*cast, SUM, *ctx.options[1:]) / checks.batch_of(saved[0])
 
         products = double_backward(
             loss,

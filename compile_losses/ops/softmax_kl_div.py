@@ -31,6 +31,7 @@ from compile_losses import library
 from compile_losses.ops import checks
 from compile_losses.ops.row_pair import statistics
 from compile_losses.ops.transforms import double_backward, needs_torch
+from compile_losses.ops.with_grad import declare_with_grad
 
 NAME = "softmax_kl_div"
 OPTIONS = "int reduction, float temperature, int dim"
@@ -46,12 +47,6 @@ forward = library.define(f"{NAME}_forward(Tensor input, {ARGUMENTS}) -> (Tensor,
 backward = library.define(
     f"{NAME}_backward(Tensor grad_output, Tensor input, Tensor target, Tensor stats, {OPTIONS}, "
     "bool needs_grad_input, bool needs_grad_target) -> (Tensor, Tensor)"
-)
-with_grad = library.define(
-    f"{NAME}_with_grad(Tensor input, {ARGUMENTS}, Tensor? grad_output=None) -> (Tensor, Tensor)"
-)
-with_grad_ = library.define(
-    f"{NAME}_with_grad_(Tensor(a!) input, {ARGUMENTS}, Tensor? grad_output=None) -> Tensor"
 )
 
 
@@ -88,7 +83,7 @@ def check(input: Tensor, target: Tensor, reduction: int, temperature: float, dim
             f"{NAME}: expected dim to be a dimension of input of shape {list(input.shape)}, "
             f"got {dim}"
         )
-    if temperature <= 0:
+    if not temperature > 0:  # nan is refused, too
         raise RuntimeError(f"{NAME}: expected temperature to be positive, got {temperature}")
 
 
@@ -151,27 +146,7 @@ def backward_fake(
 library.register_fake(backward, backward_fake)
 
 
-def with_grad_in_place_fake(
-    input: Tensor,
-    target: Tensor,
-    reduction: int,
-    temperature: float,
-    dim: int,
-    dtype: torch.dtype,
-    grad_output: Tensor | None = None,
-) -> Tensor:
-    checks.check_grad_output(NAME, input, grad_output)
-    return forward_fake(input, target, reduction, temperature, dim, dtype)[0]
-
-
-def with_grad_fake(input: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return with_grad_in_place_fake(input, *rest), torch.empty_like(input)
-
-
-library.register_fake(with_grad, with_grad_fake)
-library.register_fake(with_grad_, with_grad_in_place_fake)
-library.register_not_differentiable(with_grad)
-library.register_not_differentiable(with_grad_)
+with_grad, with_grad_ = declare_with_grad(NAME, ARGUMENTS, forward_fake)
 
 
 def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -24,11 +24,12 @@ def absorb(match: Match) -> None:
     # cross_entropy's target may be an index; the other losses' may be cast like input.
     for i in range(len(_floating_arguments(match))):
         _absorb_cast(match, i)
-    # Computing in a wider dtype than the arguments', because of an absorbed cast or of autocast.
+    # An absorbed cast or autocast makes a loss wider than its arguments, and torch's autocast does
+    # not do so with one that is written out.
     result = example(match.root).dtype
     dtypes = [argument.dtype for argument in _floating_arguments(match)]
-    if result == torch.float32 and all(dtype in _NARROW for dtype in dtypes):
-        match.kwargs["dtype"] = result
+    if any(dtype in _NARROW for dtype in dtypes) and (result == torch.float32 or match.interior):
+        match.kwargs.setdefault("dtype", result)
 
 
 def _floating_arguments(match: Match) -> list[Tensor]:
@@ -39,6 +40,8 @@ def _floating_arguments(match: Match) -> list[Tensor]:
 def _absorb_log(match: Match) -> None:
     """kl_div(p.log(), q): the op takes the logarithm itself."""
     input = match.args[0]
+    if match.kwargs.get("log_input") is False:  # it takes one logarithm, and has it
+        return
     if not _is_log(input) or len(input.args) != 1 or input.kwargs:
         return
     probabilities = input.args[0]

@@ -103,6 +103,34 @@ def gradient_cut(match: Match) -> str | None:
     return None
 
 
+def gradient_lost(match: Match) -> str | None:
+    """Torch sends gradients to what the match reads besides the op's arguments.
+
+    Through the op they get there only where arguments that are made of it have them.
+    """
+    inputs, inside = set(match.inputs), {match.root, *match.interior}
+    for source in {s for node in inside for s in node.all_input_nodes} - inside - inputs:
+        if not getattr(example(source), "requires_grad", False):
+            continue
+        for argument in inputs:
+            tensor = example(argument)
+            cut = isinstance(tensor, Tensor) and tensor.is_floating_point()
+            if cut and not tensor.requires_grad and _made_from(argument, source):
+                return f"{argument.name} is computed without gradients"
+    return None
+
+
+def _made_from(node: Node, source: Node) -> bool:
+    seen, waiting = {node}, [node]
+    while waiting:
+        before = [n for n in waiting.pop().all_input_nodes if n not in seen and not n < source]
+        if source in before:
+            return True
+        seen.update(before)
+        waiting += before
+    return False
+
+
 def _changes_grad_mode(first: Node, last: Node) -> bool:
     node = first
     while node is not last:
@@ -148,6 +176,7 @@ GUARDS: list[Callable[[Match], str | None]] = [
     no_kernels,
     mutated,
     gradient_cut,
+    gradient_lost,
     different_result,
 ]
 

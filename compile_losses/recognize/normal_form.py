@@ -227,7 +227,9 @@ def _weights(
     for body, factor in pairs:
         weight: Value | None = factor
         if not multiplies:
-            weight = compute(aten.reciprocal.default, factor)
+            if factor.fake.dtype == torch.float16:  # whose reciprocals leave its range
+                weight = compute(aten.to.dtype, factor, torch.float32)
+            weight = weight and compute(aten.reciprocal.default, weight)
         elif not factor.fake.is_floating_point():
             weight = compute(_CAST, factor, body.fake.dtype)
         while weight is not None and weight.fake.dim() < form.body.fake.dim():

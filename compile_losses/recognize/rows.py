@@ -21,7 +21,7 @@ class RowIndexError(Exception):
 def target_of_gather(value: Value, shadow: Shadow) -> tuple[Value, int]:
     """``x.gather(dim, target.unsqueeze(dim))``: the target, shaped like the rows, and dim."""
     source, dim, index = value.args[:3]
-    dim = dim % max(source.fake.dim(), 1)
+    dim = dim % source.rank
     expected = list(source.fake.shape)
     if not expected:
         raise RowIndexError
@@ -119,7 +119,7 @@ def pushed_under_softmax(value: Value, shadow: Shadow) -> Value | None:
         if deeper is None:
             return None
         inner = deeper
-    x, dim = inner.args[0], inner.args[1] % max(inner.fake.dim(), 1)
+    x, dim = inner.args[0], inner.args[1] % inner.rank
     place = _new_place(value, inner, dim)
     if place is None:
         return None
@@ -151,7 +151,7 @@ _VIEWS = {aten.slice, aten.select, aten.permute, aten.transpose, aten.t, aten.vi
 
 def _new_place(value: Value, inner: Value, dim: int) -> int | None:
     """Where the view puts the dimension of the classes; None if it cuts or merges them."""
-    rank = inner.fake.dim()
+    rank = inner.rank
     packet = value.op._overloadpacket  # type: ignore[union-attr]
     if packet is aten.t:
         return rank - 1 - dim

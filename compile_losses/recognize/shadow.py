@@ -117,8 +117,10 @@ class Shadow:
         if depth == _DEEPEST or value.op._overloadpacket not in _REPEATABLE:
             return value
         parts = tree_map_only(Value, lambda v: self.key(v, depth + 1), (value.args, value.kwargs))
+        # Computed once more without gradients a tensor has the same numbers, and is another one.
+        differentiable = getattr(example(value.node), "requires_grad", False)
         # The first one stands for all, so that keys do not grow with the graph.
-        return self._first.setdefault((value.op, _hashable(parts)), value)
+        return self._first.setdefault((value.op, _hashable(parts), differentiable), value)
 
     def _replay(self, node: Node) -> Value:
         leaf = Value(example(node), node, whole=True)

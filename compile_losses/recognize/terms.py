@@ -95,7 +95,7 @@ class Terms:
             (dim,) = args[1] if len(args[1]) == 1 else (None,)
             if dim is None:
                 raise OpaqueError
-            return atom(("lse", self.leaf(args[0]), dim % args[0].fake.dim()))
+            return atom(("lse", self.leaf(args[0]), dim % args[0].rank))
         if packet is aten.log:
             return self.log_of(args[0], depth)
         if packet is aten.exp:
@@ -137,7 +137,8 @@ class Terms:
     def _arithmetic(self, packet: Any, value: Value, depth: int) -> Polynomial:
         if set(value.kwargs) - {"alpha"} or value.kwargs.get("alpha", 1) != 1:
             raise OpaqueError
-        left, right = (self._operand(argument, value, depth) for argument in value.args[:2])
+        left, right = operands = [self._operand(a, value, depth) for a in value.args[:2]]
+        self._check_selection(value, operands)
         if packet is aten.rsub:
             left, right = right, left
         if packet is aten.add:
@@ -145,6 +146,9 @@ class Terms:
         if packet in (aten.sub, aten.rsub):
             return left - right
         if packet is aten.xlogy:
+            # Of two tensors it is 0 wherever the first is; their product may be nan.
+            if not self.shadow.same(*value.args[:2]):
+                raise OpaqueError
             return left * self.log_of(value.args[1], depth)
         if packet is aten.div:
             if len(right) != 1:
@@ -170,11 +174,24 @@ class Terms:
             return atom(("one_hot", self.leaf(one_hot), value.fake.dim() - 1))
         return self.of(argument, depth)
 
+    def _check_selection(self, value: Value, operands: list[Polynomial]) -> None:
+        """A one-hot tensor selects an entry of tensors of its own shape: broadcast along the
+        classes, it would select all of them."""
+        atoms = set().union(*(operand.atoms() for operand in operands))
+        if not any(found[0] == "one_hot" for found in atoms):
+            return
+        shapes = [self._values[found[1]][0].fake.shape for found in atoms if found[0] == "leaf"]
+        for argument, operand in zip(value.args, operands, strict=False):
+            if any(found[0] == "one_hot" for found in operand.atoms()):
+                shapes.append(argument.fake.shape)
+        if not all(same_sizes(shape, value.fake.shape) for shape in shapes):
+            raise OpaqueError
+
     def _softmax(self, value: Value) -> Polynomial:
         x, dim, half_to_float = value.args
         if half_to_float:
             raise OpaqueError
-        result = log_softmax(self.leaf(x), dim % max(x.fake.dim(), 1))
+        result = log_softmax(self.leaf(x), dim % x.rank)
         return result if value.op is aten._log_softmax.default else exp(result)
 
     def _under_softmax(self, value: Value) -> Polynomial:
@@ -209,7 +226,7 @@ class Terms:
         dims: Any = value.args[1] if value.op is aten.sum.dim_IntList else ()
         if len(dims) != 1 or value.kwargs.get("dtype") is not None:
             raise OpaqueError
-        dim = dims[0] % inner.fake.dim()
+        dim = dims[0] % inner.rank
         polynomial = self.of(inner, depth)
         rows = selected(polynomial, dim)
         if rows is not None:

@@ -32,6 +32,11 @@ class Value:
     whole: bool = False
 
     @property
+    def rank(self) -> int:
+        """What negative dimensions count from: torch takes -1 and 0 of a tensor without any."""
+        return max(self.fake.dim(), 1)
+
+    @property
     def argument(self) -> Node | Value:
         """What a rewrite reads: the node, or this Value, which it then computes."""
         return self.node if self.whole else self

@@ -163,6 +163,7 @@ class Recognizer:
         args = list(inner.args)
         args[place], steps = REDUCTIONS["sum"], scaled[1]
         match = self._match(node, inner.op, tuple(args), inner.kwargs, steps)
+        match.absorbed = inner.absorbed
         yield match
 
     def _likelihood(self, node: Node, loss: Loss, arguments: Arguments) -> Iterator[Match]:
@@ -183,7 +184,13 @@ class Recognizer:
             yield self._match(node, "cross_entropy", args, {}, [])
 
     def _match(self, node, op, args, kwargs, steps) -> Match:  # type: ignore[no-untyped-def]
-        match = Match(node, op, args, dict(kwargs), steps=steps)
+        kwargs = dict(kwargs)
+        result = example(node).dtype
+        if result == torch.float16 and (steps or "weight" in kwargs):
+            # A sum may leave float16's range where what is made of it does not, and so may weights.
+            kwargs["dtype"] = torch.float32
+            steps = [*steps, (aten.to.dtype, (result,))]
+        match = Match(node, op, args, kwargs, steps=steps)
         match.interior = self._between(node, set(match.inputs))
         return match
 
@@ -212,6 +219,8 @@ def _scaled(form: NormalForm, scale: float) -> NormalForm:
 def _product(weights: tuple[Value, ...]) -> Value | None:
     product: Value | None = weights[0]
     for weight in weights[1:]:
+        if product and product.fake.dtype == torch.float16:  # which may not hold it
+            product = compute(aten.to.dtype, product, torch.float32)
         product = product and compute(aten.mul.Tensor, product, weight)
     return product
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from compile_losses import functional
+from tests.calls import leaves, loss_and_gradients, record_leaf_calls
 from tests.conformance import samples
 from tests.conformance.compare import dtypes, evaluate, losses
 from tests.specs import SPECS
-from tests.test_ops import leaves, loss_and_gradients, record_leaf_calls
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -235,6 +235,13 @@ def cut_log_probabilities(x, t):
     return -log_p.gather(1, t[:, None]).mean() + x.sum() * 0
 
 
+def cut_logsumexp(x, t):
+    """The same logits are computed twice, once without gradients."""
+    with torch.no_grad():
+        logsumexp = x.abs().logsumexp(1)
+    return (logsumexp - x.abs().gather(1, t[:, None]).squeeze(1)).mean()
+
+
 def two_tensors(x, t):
     return ((x * 2).logsumexp(1) - x.gather(1, t[:, None]).squeeze(1)).mean()
 
@@ -313,6 +320,21 @@ NEAR_MISSES = [
         "unsqueezed the wrong way",
         lambda x, t: (x.logsumexp(1).unsqueeze(0) - x.gather(1, t[:, None])).mean(),
         square_classes,
+    ),
+    Spelling(
+        "one_hot of one class",
+        lambda x, t: -(F.one_hot(t * 0, 1) * x.log_softmax(1)).sum(1).mean(),
+        classes,
+    ),
+    Spelling(
+        "one_hot of more classes",
+        lambda x, t: -(F.one_hot(t, 10).float() * x[:, :1].log_softmax(1)).sum(1).mean(),
+        classes,
+    ),
+    Spelling("cut off on one side", cut_logsumexp, classes),
+    Spelling("sum of a number", lambda x, t: x[0].logsumexp(0).sum(0) + 0 * t.sum(), classes),
+    Spelling(
+        "softmax of a number", lambda x, t: x.sum().softmax(0).t().sum() + 0 * t.sum(), classes
     ),
     Spelling("rows in another order", negative_rows, classes),
     Spelling("all pairs of rows", lambda x, t: -x.log_softmax(1)[:, t].mean(), classes),

@@ -34,7 +34,15 @@ MATCHES = [
     Spelling("negated quotient", lambda p, q: -(q * torch.log(p / q)).sum(), distributions),
     Spelling("mean", lambda p, q: (q * (q.log() - p.log())).mean(), distributions),
     Spelling("mean of means", lambda p, q: (q * (q / p).log()).mean(0).mean(), distributions),
-    Spelling("xlogy", lambda p, q: (torch.xlogy(q, q) - torch.xlogy(q, p)).sum(), distributions),
+    Spelling("xlogy", lambda p, q: (torch.xlogy(q, q) - q * p.log()).sum(), distributions),
+    Spelling(
+        "log of a log", lambda p, q: (q * (q.log() - (p + 3).log().log())).sum(), distributions
+    ),
+    Spelling(
+        "none of a log of a log",
+        lambda p, q: F.kl_div((p + 3).log().log(), q, reduction="none").sum(),
+        distributions,
+    ),
     Spelling("logs given", lambda p, q: (q.exp() * (q - p)).sum(-1).mean(), log_distributions),
     Spelling(
         "log_softmax", lambda x, q: (q * (q.log() - x.log_softmax(-1))).sum(-1).mean(), soft_targets
@@ -71,6 +79,9 @@ NEAR_MISSES = [
     ),
     Spelling(
         "clamped", lambda p, q: (q * (q.log() - p.clamp(min=1e-8).log())).sum(), distributions
+    ),
+    Spelling(  # 0 where both are 0, and kl_div's is nan
+        "xlogy of both", lambda p, q: (torch.xlogy(q, q) - torch.xlogy(q, p)).sum(), distributions
     ),
     Spelling("wrong factor", lambda p, q: (p * (q.log() - p.log() * 2)).sum(), distributions),
     Spelling("without a factor", lambda p, q: (q.log() - p.log()).sum(), distributions),

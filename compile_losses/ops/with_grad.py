@@ -1,0 +1,47 @@
+"""``X_with_grad`` and ``X_with_grad_``: a loss and, in the same read, its gradient.
+
+The gradient is that of input, for a grad_output of one element on the device, or of 1. The second
+op writes it over input. Both are for compiled graphs only and are not differentiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compile_losses import library
+from compile_losses.ops import checks
+
+Op = torch._ops.OpOverload[..., Any]
+
+
+def declare_with_grad(name: str, arguments: str, forward_fake: Callable[..., Any]) -> tuple[Op, Op]:
+    """Declares both ops of the loss ``name``, with their fakes.
+
+    Args:
+        arguments: what ``X_forward`` takes after input, as its schema spells it.
+        forward_fake: the fake of ``X_forward``, whose first result is the loss.
+    """
+    given = f"{arguments}, Tensor? grad_output=None"
+    with_grad = library.define(f"{name}_with_grad(Tensor input, {given}) -> (Tensor, Tensor)")
+    with_grad_ = library.define(f"{name}_with_grad_(Tensor(a!) input, {given}) -> Tensor")
+    count = len(with_grad._schema.arguments) - 1
+
+    def in_place_fake(*arguments: Any, grad_output: Tensor | None = None) -> Tensor:
+        for number in (grad_output, *arguments[count:]):
+            checks.check_grad_output(name, arguments[0], number)
+        result = forward_fake(*arguments[:count])
+        loss: Tensor = result[0] if isinstance(result, tuple) else result
+        return loss
+
+    def fake(*arguments: Any, **grad_output: Tensor | None) -> tuple[Tensor, Tensor]:
+        return in_place_fake(*arguments, **grad_output), torch.empty_like(arguments[0])
+
+    library.register_fake(with_grad, fake)
+    library.register_fake(with_grad_, in_place_fake)
+    library.register_not_differentiable(with_grad)
+    library.register_not_differentiable(with_grad_)
+    return with_grad, with_grad_

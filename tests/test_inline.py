@@ -1,0 +1,133 @@
+"""Losses inlined as torch's own ops: that they stay the ops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+
+def test_inlined_in_inference(graphs):
+    """Without a backward, too, a loss is fused with what feeds it."""
+    a, b = torch.randn(64, 12), torch.randn(64, 12)
+
+    def loss(a, b):
+        return F.huber_loss(torch.tanh(a), b, delta=0.3), F.mse_loss(a, b, reduction="none")
+
+    compiled = torch.compile(loss, backend="compile_losses")
+    torch.testing.assert_close(compiled(a, b), loss(a, b))
+    assert "fused" not in graphs["post"][0]
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", pytest.param("sum", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"])
+def test_inlined_is_the_op(loss, reduction, graphs):
+    """Both gradients, broadcasting, mixed dtypes and dynamic shapes, inlined."""
+
+    def function(a, b):
+        return getattr(torch.ops.fused, loss)(
+            torch.sigmoid(a), torch.sigmoid(b), {"none": 0, "mean": 1, "sum": 2}[reduction]
+        )
+
+    for shapes in (((6, 12), (6, 12)), ((6, 12), (12,))):
+        for dtype in (torch.float32, torch.bfloat16):
+            torch._dynamo.reset()
+            a = torch.randn(shapes[0], requires_grad=True)
+            b = torch.randn(shapes[1]).to(dtype).requires_grad_()
+            compiled = torch.compile(function, backend="compile_losses", dynamic=True)
+            results = []
+            for f in (compiled, function):
+                value = f(a, b)
+                grad_output = torch.full_like(value, 3.0)
+                results.append((value, *torch.autograd.grad(value, (a, b), grad_output)))
+            tolerance = {"rtol": 2e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
+            torch.testing.assert_close(*results, **tolerance)
+    assert all("fused" not in graph for graph in graphs["joint"])
+
+
+@pytest.mark.parametrize("reduction", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"])
+def test_inlined_weight_is_the_op(loss, reduction, graphs):
+    """The gradient of the weight too, or of it alone; broadcast weights; a wider weight."""
+
+    def function(a, b, w):
+        op = getattr(torch.ops.fused, loss)
+        return op(torch.sigmoid(a), torch.sigmoid(b), reduction, weight=w)
+
+    for shape, learned, dtype in (
+        ((6, 12), (0, 1, 2), torch.bfloat16),
+        ((6, 1), (0, 2), torch.float32),
+        ((12,), (2,), torch.float32),
+        ((), (0,), torch.float32),
+    ):
+        torch._dynamo.reset()
+        a, b, w = torch.randn(6, 12), torch.randn(6, 12).to(dtype), torch.rand(shape) + 0.5
+        leaves = [t.requires_grad_() for i, t in enumerate((a, b, w)) if i in learned]
+        compiled = torch.compile(function, backend="compile_losses", dynamic=True)
+        results = []
+        for f in (compiled, function):
+            value = f(a, b, w)
+            results.append((value, *torch.autograd.grad(value.sum() * 3, leaves)))
+        tolerance = {"rtol": 2e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
+        torch.testing.assert_close(*results, **tolerance)
+    assert all("fused" not in graph for graph in graphs["joint"])
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_inlined_binary_cross_entropy_is_the_op(reduction, graphs):
+    def function(a, b, w, p):
+        op = torch.ops.fused.binary_cross_entropy_with_logits
+        return op(torch.tanh(a) * 4, torch.sigmoid(b), w, p, reduction)
+
+    for w, p in ((None, None), (torch.rand(6, 1), None), (torch.rand(6, 12), torch.rand(12))):
+        torch._dynamo.reset()
+        a, b = torch.randn(6, 12, requires_grad=True), torch.randn(6, 12, requires_grad=True)
+        compiled = torch.compile(function, backend="compile_losses")
+        results = []
+        for f in (compiled, function):
+            value = f(a, b, w, p)
+            results.append((value, *torch.autograd.grad(value.sum() * 3, (a, b))))
+        torch.testing.assert_close(*results)
+    assert all("fused" not in graph for graph in graphs["joint"])
+
+
+def test_weighted_mean_without_a_backward_is_inlined(graphs):
+    """torch's ops sum the weight in the same read."""
+    a, b, w = torch.randn(64, 12), torch.randn(64, 12), torch.rand(64, 12)
+
+    def loss(a, b, w):
+        return F.mse_loss(a, b, weight=w)
+
+    compiled = torch.compile(loss, backend="compile_losses")
+    torch.testing.assert_close(compiled(a, b, w), loss(a, b, w))
+    assert "fused" not in graphs["post"][0]
+
+
+@pytest.mark.parametrize("shapes", [((1, 5, 6), (2, 5, 6)), ((4, 6), (2, 4, 6)), ((), (3,))])
+def test_inlined_batchmean_is_the_op(shapes, graphs):
+    """The batch is the input's own, also where input is broadcast."""
+
+    def function(a, b):
+        return F.kl_div(F.gelu(a), torch.sigmoid(b), reduction="batchmean")
+
+    a, b = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    compiled = torch.compile(function, backend="compile_losses")
+    results = [
+        (value, *torch.autograd.grad(value, (a, b))) for value in (compiled(a, b), function(a, b))
+    ]
+    torch.testing.assert_close(*results)
+    assert "fused" not in graphs["joint"][0]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_inlined_classes_may_be_uint8(smoothing, graphs):
+    def function(x, t):
+        return torch.ops.fused.cross_entropy(F.gelu(x), t, label_smoothing=smoothing)
+
+    x, t = torch.randn(6, 10, requires_grad=True), torch.randint(10, (6,), dtype=torch.uint8)
+    compiled = torch.compile(function, backend="compile_losses")
+    results = [
+        (value, *torch.autograd.grad(value, x)) for value in (compiled(x, t), function(x, t))
+    ]
+    torch.testing.assert_close(*results)
+    assert "fused" not in graphs["joint"][0]
