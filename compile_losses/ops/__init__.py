@@ -13,4 +13,5 @@ from compile_losses.ops import (  # noqa: F401
     scale,
     smooth_l1_loss,
     softmax_kl_div,
+    vocabulary_parallel,
 )
