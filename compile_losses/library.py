@@ -118,7 +118,7 @@ def implement(op: torch._ops.OpOverload[..., Any], kernel: Callable[..., Any], k
 
 
 def implement_public(op: torch._ops.OpOverload[..., Any], kernel: Callable[..., Any]) -> None:
-    """A public op is made of other ops, and sees the tensors of ``vmap``, and DTensors, as they are.
+    """A public op is made of other ops. It sees the tensors of ``vmap`` and DTensors as they are.
 
     The kernel is given DTensors on one mesh alone, or none.
     """

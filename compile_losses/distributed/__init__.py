@@ -1,4 +1,4 @@
-"""Losses of DTensors, and data-parallel training. Importing it imports nothing of torch.distributed.
+"""Losses of DTensors, and data-parallel training. Imports nothing of torch.distributed.
 
 A public op that is given DTensors computes on each rank's own shard and exchanges at most a few
 numbers: see docs/distributed.md for the layouts and what each of them costs.

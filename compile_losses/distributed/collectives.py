@@ -10,7 +10,6 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-
 # Its name in torch 2.13, and before.
 _all_gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 
@@ -50,4 +49,4 @@ def totals(parts: Sequence[Tensor], mesh: DeviceMesh, mesh_dims: Sequence[int]) 
     for part in parts[1:]:
         dtype = torch.promote_types(dtype, part.dtype)
     stacked = torch.stack([part.to(dtype) for part in parts])
-    return _Total.apply(stacked, mesh, tuple(mesh_dims)).unbind(0)  # type: ignore[no-untyped-call]
+    return _Total.apply(stacked, mesh, tuple(mesh_dims)).unbind(0)

@@ -24,7 +24,7 @@ def elementwise(
     dtype: torch.dtype,
     divisor: int | None,
     *,
-    total_weight: Callable[..., Tensor] | None = None,
+    weight_repeats: int | None = None,
     like: Tensor | None = None,
     classes: int | None = None,
 ) -> Tensor:
@@ -33,14 +33,15 @@ def elementwise(
     Args:
         loss: of local tensors in the order of ``tensors``, a reduction (none or sum) and a dtype.
         shape: what the arguments broadcast to.
-        divisor: of the sum, over all ranks; None where total_weight divides.
-        total_weight: of local tensors, a rank's part of the divisor.
+        divisor: of the sum, over all ranks.
+        weight_repeats: where the sum of ``weight`` divides instead, how often each of its elements
+            counts.
         like: whose strides an unreduced loss has.
         classes: a dimension that may not be sharded, and that the unreduced loss does not have.
 
     Returns:
         A DTensor: unreduced, sharded as the arguments are; reduced, Partial along the dimensions
-        of the mesh that shard them, without communication; with total_weight replicated, after an
+        of the mesh that shard them, without communication; divided by a weight replicated, after an
         all-reduce of two numbers along each of them.
     """
     mesh = mesh_of(op, **tensors)
@@ -53,8 +54,11 @@ def elementwise(
         return assemble(loss(*parts, NONE, dtype), mesh, placements, result, like)
     # In float32 at least: sums of float16 overflow where their quotient does not.
     total = loss(*parts, SUM, checks.accumulation_type(dtype))
-    if total_weight is not None:
-        total, weight = totals([total, total_weight(*parts)], mesh, elements.mesh_dims)
+    if weight_repeats is not None:
+        place = list(tensors).index("weight")
+        share = weight_repeats / elements.copies(mesh, tensors["weight"])
+        own = parts[place].sum(dtype=total.dtype) * share
+        total, weight = totals([total, own], mesh, elements.mesh_dims)
         return assemble((total / weight).to(dtype), mesh, replicated(mesh), torch.Size())
     if divisor is not None:
         total = total / divisor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -99,14 +100,14 @@ def local(tensor: Any, placements: Placements, partial: Sequence[int] = ()) -> A
     if tensor.placements != placements:
         tensor = tensor.redistribute(placements=placements)
     gradient = (Partial() if i in partial else p for i, p in enumerate(placements))
-    shard: Tensor = _Local.apply(tensor, tuple(gradient))  # type: ignore[no-untyped-call]
+    shard: Tensor = _Local.apply(tensor, tuple(gradient))
     return shard
 
 
 def assemble(
     shard: Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size, like: Any = None
 ) -> Tensor:
-    """A DTensor of this shape from a rank's shard, its strides those of like if it has the shape."""
+    """A DTensor of this shape of a rank's shard; its strides are those of like, if that has the shape."""
     stride = [1] * len(shape)
     for d in reversed(range(len(shape) - 1)):
         stride[d] = stride[d + 1] * max(shape[d + 1], 1)
@@ -201,11 +202,20 @@ class Elements:
         """A rank's part of an argument; None for None."""
         if tensor is None:
             return None
+        placements = self._placements(tensor)
+        partial = [i for i in self.mesh_dims if not is_shard(placements[i])]
+        return local(tensor, placements, partial)
+
+    def copies(self, mesh: DeviceMesh, tensor: Any) -> int:
+        """How many of the ranks that have different elements have the same part of an argument."""
+        placements = self._placements(tensor)
+        return math.prod(mesh.size(i) for i in self.mesh_dims if not is_shard(placements[i]))
+
+    def _placements(self, tensor: Any) -> Placements:
         missing = len(self.shape) - tensor.dim()
         placements: list[Placement] = []
         for placement in self.placements:
             dim = dim_of(placement) - missing if is_shard(placement) else -1
             there = dim >= 0 and tensor.shape[dim] == self.shape[dim + missing]
             placements.append(moved(placement, dim) if there else Replicate())
-        partial = [i for i in self.mesh_dims if not is_shard(placements[i])]
-        return local(tensor, tuple(placements), partial)
+        return tuple(placements)

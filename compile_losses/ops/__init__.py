@@ -15,3 +15,4 @@ from compile_losses.ops import (  # noqa: F401
     softmax_kl_div,
     vocabulary_parallel,
 )
+from compile_losses.ops.linear import vocabulary_parallel as _linear_vocabulary_parallel  # noqa: F401

@@ -152,10 +152,6 @@ def declare(
                 *parts, reduction, dtype = arguments
                 return direct_forward(*parts, reduction, *values, dtype)
 
-            def part_of_weight(*parts: Any) -> Tensor:
-                own = torch.broadcast_shapes(parts[0].shape, parts[1].shape)
-                return weights.total(parts[2], own, checks.accumulation_type(dtype))
-
             batch = input.shape[0] if input.dim() > 0 else 1
             divisors = {"mean": math.prod(shape), "batchmean": batch}
             return elementwise(
@@ -166,7 +162,7 @@ def declare(
                 reduction,
                 dtype,
                 divisors.get(checks.reduction_name(reduction)),
-                total_weight=part_of_weight if normalizes else None,
+                weight_repeats=weights.repeats(a["weight"], shape) if normalizes else None,
                 like=target if like_target else input,
             )
         function = torch_loss if needs_torch(input, target, *given) else loss

@@ -8,9 +8,9 @@ Between the first two the parts of all shards are gathered: the only communicati
 classes [first_class, first_class + its own number) of ``classes``; it is [C], [N, C] or
 [N, C, d1, ...] as that of ``cross_entropy``, and target and weight are those of all classes. Parts
 are [rows, 3]: the shard's largest logit, the sum of the exponentials relative to it, and the
-target's logit, 0 in shards that do not hold it; with label smoothing [rows, 4], the last being the
-weighted sum of (largest - logit). shard_weights [shards], needed with label smoothing, is the sum of
-each shard's class weights. Stats are those of ``cross_entropy_forward``.
+target's logit, 0 in shards that do not hold it; with label smoothing [rows, 4], the last being
+the weighted sum of (largest - logit). shard_weights [shards], needed with label smoothing, is the
+sum of each shard's class weights. Stats are those of ``cross_entropy_forward``.
 
 The layout of the parts follows Megatron's vocabulary-parallel cross entropy (Shoeybi et al.,
 https://arxiv.org/abs/1909.08053), with the online softmax's sum beside its maximum so that one
