@@ -107,7 +107,7 @@ def local(tensor: Any, placements: Placements, partial: Sequence[int] = ()) -> A
 def assemble(
     shard: Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size, like: Any = None
 ) -> Tensor:
-    """A DTensor of this shape of a rank's shard; its strides are those of like, if that has the shape."""
+    """A DTensor of a rank's shard; its strides are those of like, if that has the shape."""
     stride = [1] * len(shape)
     for d in reversed(range(len(shape) - 1)):
         stride[d] = stride[d + 1] * max(shape[d + 1], 1)

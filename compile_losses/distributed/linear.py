@@ -101,7 +101,7 @@ class _VocabularyParallel(torch.autograd.Function):
         return loss, squares if reduction == NONE else squares.sum(), total_weight
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor | None, grad_squares: Tensor | None, _: Any) -> Any:
         input, linear_weight, linear_bias, target, weight, stats = ctx.saved_tensors
         _, _, reduction, *_ = ctx.arguments

@@ -83,7 +83,7 @@ class VocabularyParallel(torch.autograd.Function):
         return loss, total_weight
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, _: Any) -> Any:
         input, target, weight, stats = ctx.saved_tensors
         result = gradient(grad_output, input, target, weight, stats, *ctx.arguments)

@@ -74,7 +74,7 @@ def compare(
     tensors: Sequence[Tensor],
     layouts: Sequence[str],
     differentiable: Sequence[int] = (0,),
-    grad_output: float = 1.5,
+    exact: Callable[..., Tensor] | None = None,
 ) -> dict[str, float]:
     """Differences of the loss and of each gradient between DTensors and plain tensors.
 
@@ -82,12 +82,13 @@ def compare(
         loss: of tensors.
         layouts: the placements of each tensor, as ``placements`` reads them.
         differentiable: which tensors have gradients.
+        exact: the loss of plain tensors; by default the same.
     """
     from torch.distributed._local_tensor import LocalTensorMode
 
     plain = [t.clone().requires_grad_(i in differentiable) for i, t in enumerate(tensors)]
-    expected = loss(*plain)
-    factors = torch.linspace(0.5, grad_output, expected.numel(), dtype=expected.dtype)
+    expected = (exact or loss)(*plain)
+    factors = torch.linspace(0.5, 1.5, expected.numel(), dtype=expected.dtype)
     factors = factors.view(expected.shape)
     expected.backward(factors)
     with LocalTensorMode(WORLD):
@@ -98,7 +99,7 @@ def compare(
         ours = loss(*sharded)
         assert isinstance(ours, DTensor)
         everywhere = [Replicate()] * mesh.ndim
-        ours.backward(distribute_tensor(factors, mesh, everywhere))
+        ours.backward(distribute_tensor(factors.to(ours.dtype), mesh, everywhere))
         found = {"loss": difference(ours, expected.detach())}
         for i in differentiable:
             assert sharded[i].grad.shape == tensors[i].shape

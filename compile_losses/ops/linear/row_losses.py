@@ -24,7 +24,7 @@ def capped(logits: Tensor, softcap: float) -> Tensor:
 def divisors(
     target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """What means divide by: cross entropy by the weight of the rows kept, z-loss by their number."""
+    """Of a mean: the weight of the rows kept, for cross entropy; their number, for z-loss."""
     kept = target != ignore_index
     count = kept.sum().to(dtype)
     if weight is None:
