@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from compile_losses.distributed.collectives import totals
@@ -21,7 +20,7 @@ from compile_losses.distributed.layout import (
     replicated,
     summed,
 )
-from compile_losses.distributed.vocabulary import Vocabulary
+from compile_losses.distributed.vocabulary import Vocabulary, once_differentiable
 from compile_losses.ops import checks
 from compile_losses.ops.linear.arguments import NAME, has_probabilities
 from compile_losses.ops.linear.row_losses import divisors
@@ -101,7 +100,6 @@ class _VocabularyParallel(torch.autograd.Function):
         return loss, squares if reduction == NONE else squares.sum(), total_weight
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor | None, grad_squares: Tensor | None, _: Any) -> Any:
         input, linear_weight, linear_bias, target, weight, stats = ctx.saved_tensors
         _, _, reduction, *_ = ctx.arguments
@@ -109,11 +107,15 @@ class _VocabularyParallel(torch.autograd.Function):
             zero = stats.new_zeros(())
             grad_output = zero if reduction != NONE else torch.zeros_like(target, dtype=zero.dtype)
         needs = ctx.needs_input_grad[:3]
-        gradients = gradient(
-            grad_output, grad_squares, input, linear_weight, target, linear_bias, weight, stats,
-            *ctx.arguments, *needs,
-        )  # fmt: skip
-        found = (g if needed else None for g, needed in zip(gradients, needs, strict=True))
+        with torch.no_grad():
+            gradients = gradient(
+                grad_output, grad_squares, input, linear_weight, target, linear_bias, weight, stats,
+                *ctx.arguments, *needs,
+            )  # fmt: skip
+        found = (
+            once_differentiable(g, input, linear_weight, grad_output) if needed else None
+            for g, needed in zip(gradients, needs, strict=True)
+        )
         return *found, *(None for _ in range(8))
 
 

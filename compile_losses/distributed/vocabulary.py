@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -60,6 +59,31 @@ class Vocabulary:
         )  # fmt: skip
 
 
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "cross entropy of logits whose classes are sharded can be differentiated once only. "
+            "Redistribute the logits to Replicate(), or shard their rows, for second derivatives"
+        )
+
+
+def once_differentiable(gradient: Tensor, *sources: Tensor) -> Tensor:
+    """A gradient that depends on these tensors, which raises where that is differentiated.
+
+    Torch's decorator of this name looks at the gradient's own argument alone: a second derivative
+    with respect to what was saved would be left out silently.
+    """
+    if not torch.is_grad_enabled():
+        return gradient
+    result: Tensor = _Once.apply(gradient, *sources)
+    return result
+
+
 class VocabularyParallel(torch.autograd.Function):
     """The loss (reduction none or sum) and the total weight, of a rank's logits and all targets."""
 
@@ -83,8 +107,8 @@ class VocabularyParallel(torch.autograd.Function):
         return loss, total_weight
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, _: Any) -> Any:
         input, target, weight, stats = ctx.saved_tensors
-        result = gradient(grad_output, input, target, weight, stats, *ctx.arguments)
-        return result, *(None for _ in range(7))
+        with torch.no_grad():
+            result = gradient(grad_output, input, target, weight, stats, *ctx.arguments)
+        return once_differentiable(result, input, grad_output), *(None for _ in range(7))

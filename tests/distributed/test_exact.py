@@ -55,7 +55,7 @@ def test_cross_entropy(shape, layouts, options, reduction):
     smoothing = 0.0
     if options != "plain":
         tensors.append(rand(classes, seed=2).abs() + 0.1)
-        placed.append("R" + "0" * (len(layouts[0]) - 1))
+        placed.append("R0"[-len(layouts[0]) :])
         smoothing = 0.1
 
     def loss(input, target, weight=None):

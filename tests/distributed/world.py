@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 WORLD = 4
 
@@ -105,3 +106,22 @@ def compare(
             assert sharded[i].grad.shape == tensors[i].shape
             found[f"grad {i}"] = difference(sharded[i].grad, plain[i].grad)
     return found
+
+
+class Collectives(TorchDispatchMode):
+    """Records the collectives below DTensors: their names, and how many numbers each rank gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        name = func._schema.name.partition("::")
+        if name[0] == "_c10d_functional" and name[2] not in (
+            "wait_tensor",
+            "_wrap_tensor_autograd",
+        ):
+            self.calls.append((name[2], args[0].numel()))
+        return func(*args, **(kwargs or {}))
