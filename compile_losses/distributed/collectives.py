@@ -30,15 +30,26 @@ class _Total(torch.autograd.Function):
     """Sums over ranks; every rank's part has the gradient of the sum, which all ranks know."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Tensor:
-        total = part.clone()
+    def forward(
+        ctx: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...], dtype: torch.dtype, *parts: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.dtypes = [part.dtype for part in parts]
+        total = torch.stack([part.to(dtype) for part in parts])
         for dim in mesh_dims:
             total = _waited(functional.all_reduce(total, "sum", (mesh, dim)))
-        return total
+        results = total.unbind(0)
+        needs = ctx.needs_input_grad[3:]
+        ctx.mark_non_differentiable(*(r for r, n in zip(results, needs, strict=True) if not n))
+        return results
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> Any:
-        return grad_output, None, None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        needs = ctx.needs_input_grad[3:]
+        gradients = (
+            grad.to(dtype) if needed else None
+            for grad, dtype, needed in zip(grad_outputs, ctx.dtypes, needs, strict=True)
+        )
+        return None, None, None, *gradients
 
 
 def totals(parts: Sequence[Tensor], mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Sequence[Tensor]:
@@ -48,5 +59,5 @@ def totals(parts: Sequence[Tensor], mesh: DeviceMesh, mesh_dims: Sequence[int]) 
     dtype = parts[0].dtype
     for part in parts[1:]:
         dtype = torch.promote_types(dtype, part.dtype)
-    stacked = torch.stack([part.to(dtype) for part in parts])
-    return _Total.apply(stacked, mesh, tuple(mesh_dims)).unbind(0)
+    results: Sequence[Tensor] = _Total.apply(mesh, tuple(mesh_dims), dtype, *parts)
+    return results

@@ -12,14 +12,17 @@ from compile_losses.distributed.collectives import totals
 from compile_losses.distributed.layout import Rows, assemble, local, mesh_of, replicated, summed
 from compile_losses.distributed.vocabulary import Vocabulary, VocabularyParallel
 from compile_losses.ops import checks
+from compile_losses.ops.linear.row_losses import divisors
 
 NONE, MEAN, SUM = (checks.REDUCTIONS[name] for name in ("none", "mean", "sum"))
 
-Forward = Callable[..., tuple[Tensor, Tensor]]
+#: From input, target, weight, reduction, the loss's options and its dtype to the loss and, if it is
+#: known, the total weight.
+Part = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def cross_entropy(
-    forward: Forward,
+    whole: Callable[..., Tensor],
     input: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -31,22 +34,24 @@ def cross_entropy(
     """Of logits whose rows, classes, both or neither are sharded.
 
     Args:
-        forward: the loss and the total weight of local tensors, from its arguments after these.
+        whole: the public op, for local tensors of whole rows.
     """
-    mesh = mesh_of("cross_entropy", input=input, target=target, weight=weight)
     rows = Rows("cross_entropy", input, target)
-    if rows.classes is not None:
-        vocabulary = Vocabulary(mesh, rows.classes, input.shape[0 if input.dim() == 1 else 1])
-
-        def forward(input: Tensor, target: Tensor, weight: Any, *rest: Any) -> Any:
-            return VocabularyParallel.apply(input, target, weight, vocabulary, *rest)
-
     options = (ignore_index, label_smoothing)
-    return _reduced(forward, rows, input, target, weight, reduction, options, dtype)
+    arguments = (input, target, weight, reduction, options, dtype)
+    if rows.classes is None:
+        return _reduced(_of_whole_rows(whole), rows, *arguments)
+    mesh = mesh_of("cross_entropy", input=input)
+    vocabulary = Vocabulary(mesh, rows.classes, input.shape[0 if input.dim() == 1 else 1])
+
+    def part(input: Tensor, target: Tensor, weight: Tensor | None, *rest: Any) -> Any:
+        return VocabularyParallel.apply(input, target, weight, vocabulary, *rest)
+
+    return _reduced(part, rows, *arguments)
 
 
 def nll_loss(
-    forward: Forward,
+    whole: Callable[..., Tensor],
     input: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -59,11 +64,21 @@ def nll_loss(
     rows.refuse_sharded_classes(
         "nll_loss", "Give cross_entropy the logits, or redistribute input to Replicate() first"
     )
-    return _reduced(forward, rows, input, target, weight, reduction, (ignore_index,), dtype)
+    part = _of_whole_rows(whole)
+    return _reduced(part, rows, input, target, weight, reduction, (ignore_index,), dtype)
+
+
+def _of_whole_rows(whole: Callable[..., Tensor]) -> Part:
+    def part(input: Tensor, target: Tensor, weight: Tensor | None, *rest: Any) -> Any:
+        *options, dtype = rest
+        weight = None if weight is None else weight.to(dtype)
+        return whole(input, target, weight, *options, dtype=dtype), None
+
+    return part
 
 
 def _reduced(
-    forward: Forward,
+    part: Part,
     rows: Rows,
     input: Any,
     target: Any,
@@ -73,18 +88,18 @@ def _reduced(
     dtype: torch.dtype,
 ) -> Tensor:
     mesh = input.device_mesh
-    shards = (
-        local(input, rows.input),
-        local(target, rows.target),
-        local(weight, replicated(mesh)),
-    )
+    own_target, own_weight = local(target, rows.target), local(weight, replicated(mesh))
+    shards = (local(input, rows.input), own_target, own_weight)
     if reduction == NONE:
-        losses, _ = forward(*shards, NONE, *options, dtype)
+        losses, _ = part(*shards, NONE, *options, dtype)
         return assemble(losses, mesh, rows.target, target.shape)
     if reduction == SUM:
-        loss, _ = forward(*shards, SUM, *options, dtype)
+        loss, _ = part(*shards, SUM, *options, dtype)
         return assemble(loss, mesh, summed(mesh, rows.mesh_dims), torch.Size())
     wide = torch.promote_types(dtype, checks.accumulation_type(input.dtype))
-    loss, total_weight = forward(*shards, SUM, *options, wide)
+    loss, total_weight = part(*shards, SUM, *options, wide)
+    if total_weight is None:
+        # Not from the loss's own op, which compiled graphs replace by one that has the gradient.
+        total_weight, _ = divisors(own_target, own_weight, options[0], wide)
     loss, total_weight = totals([loss, total_weight], mesh, rows.mesh_dims)
     return assemble((loss / total_weight).to(dtype), mesh, replicated(mesh), torch.Size())

@@ -86,7 +86,8 @@ def public_kernel(
     if are_dtensors(input):
         from compile_losses.distributed import rows
 
-        return rows.nll_loss(forward, input, target, weight, reduction, ignore_index, result)
+        options = (reduction, ignore_index, result)
+        return rows.nll_loss(public_kernel, input, target, weight, *options)
     if get_proxy_mode() is not None or needs_torch(input, weight):
         wide = torch.float64 if result == torch.float64 else torch.float32
         weight = None if weight is None else weight.to(wide)

@@ -111,6 +111,8 @@ def compare(
 class Collectives(TorchDispatchMode):
     """Records the collectives below DTensors: their names, and how many numbers each rank gives."""
 
+    FREE = ("wait_tensor", "_wrap_tensor_autograd")
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[str, int]] = []
@@ -119,9 +121,6 @@ class Collectives(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         name = func._schema.name.partition("::")
-        if name[0] == "_c10d_functional" and name[2] not in (
-            "wait_tensor",
-            "_wrap_tensor_autograd",
-        ):
+        if name[0] == "_c10d_functional" and name[2] not in self.FREE:
             self.calls.append((name[2], args[0].numel()))
         return func(*args, **(kwargs or {}))
