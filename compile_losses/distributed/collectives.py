@@ -31,33 +31,38 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...], dtype: torch.dtype, *parts: Tensor
+        ctx: Any, groups: tuple[Any, ...], dtype: torch.dtype, *parts: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.dtypes = [part.dtype for part in parts]
         total = torch.stack([part.to(dtype) for part in parts])
-        for dim in mesh_dims:
-            total = _waited(functional.all_reduce(total, "sum", (mesh, dim)))
+        for group in groups:
+            total = _waited(functional.all_reduce(total, "sum", group))
         results = total.unbind(0)
-        needs = ctx.needs_input_grad[3:]
+        needs = ctx.needs_input_grad[2:]
         ctx.mark_non_differentiable(*(r for r, n in zip(results, needs, strict=True) if not n))
         return results
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        needs = ctx.needs_input_grad[3:]
+        needs = ctx.needs_input_grad[2:]
         gradients = (
             grad.to(dtype) if needed else None
             for grad, dtype, needed in zip(grad_outputs, ctx.dtypes, needs, strict=True)
         )
-        return None, None, None, *gradients
+        return None, None, *gradients
 
 
 def totals(parts: Sequence[Tensor], mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Sequence[Tensor]:
     """The sums of some numbers over ranks: one collective for each dimension of the mesh."""
-    if not mesh_dims:
+    return totals_over([(mesh, dim) for dim in mesh_dims], parts)
+
+
+def totals_over(groups: Sequence[Any], parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The same, over one group after the other."""
+    if not groups:
         return parts
     dtype = parts[0].dtype
     for part in parts[1:]:
         dtype = torch.promote_types(dtype, part.dtype)
-    results: Sequence[Tensor] = _Total.apply(mesh, tuple(mesh_dims), dtype, *parts)
+    results: Sequence[Tensor] = _Total.apply(tuple(groups), dtype, *parts)
     return results

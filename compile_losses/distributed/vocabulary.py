@@ -27,8 +27,11 @@ class Vocabulary:
         if self.mesh_dim is None:
             return 0
         # compute_local_shape_and_global_offset fails with unbacked sizes in compiled graphs.
-        rank = self.mesh.get_coordinate()[self.mesh_dim]  # type: ignore[index]
-        _, first = Shard.local_shard_size_and_offset(self.classes, self.shards, rank)
+        # A symbol where torch is to compile for all ranks at once (compile_on_one_rank).
+        rank_along = getattr(self.mesh, "_sym_get_coordinate", self.mesh.get_local_rank)
+        _, first = Shard.local_shard_size_and_offset(
+            self.classes, self.shards, rank_along(self.mesh_dim)
+        )
         return first
 
     @property

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import compile_losses
 from compile_losses.ops.linear import chunk_size
-from tests.distributed.world import Collectives, distribute, mesh_for
+from tests.distributed.world import WORLD, Collectives, distribute, mesh_for
 
 ROWS, CLASSES, HIDDEN = 8, 12, 6
 
@@ -157,3 +159,14 @@ def test_what_has_no_sharded_form_is_left_to_torch():
     (site,) = report.sites
     assert site.status == "declined"
     assert "no sharded form" in site.reason
+
+
+def test_ranks_share_no_compiled_graphs():
+    """A graph of sharded classes holds where the rank's shard begins, which no key of torch's does."""
+    keys = []
+    for rank in range(2):
+        dist.destroy_process_group()
+        dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
+        with compile_losses.enable():
+            keys.append(torch._inductor.config.joint_custom_pre_pass.uuid())
+    assert keys[0] != keys[1]

@@ -1,0 +1,34 @@
+"""Two processes: DTensors, compiled steps, DDP, FSDP2 and HSDP give what one process gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.distributed.ranks import CHECKS, WORLD
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "tests.distributed.ranks"]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(folder)], env=environment)
+        for rank in range(WORLD)
+    ]
+    for rank in ranks:
+        rank.wait(timeout=500)
+    return folder
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_processes(name, reports):
+    for rank in range(WORLD):
+        path = reports / f"{name}.{rank}"
+        assert path.exists(), f"rank {rank} ended before it"
+        assert json.loads(path.read_text()) == "passed"
