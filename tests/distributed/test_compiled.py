@@ -162,7 +162,7 @@ def test_what_has_no_sharded_form_is_left_to_torch():
 
 
 def test_ranks_share_no_compiled_graphs():
-    """A graph of sharded classes holds where the rank's shard begins, which no key of torch's does."""
+    """A graph of sharded classes holds where a rank's shard begins, which torch's keys do not."""
     keys = []
     for rank in range(2):
         dist.destroy_process_group()
