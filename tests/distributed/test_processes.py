@@ -9,7 +9,10 @@ import sys
 
 import pytest
 
+from compile_losses.library import PACKAGE
 from tests.distributed.ranks import CHECKS, WORLD
+
+ROOT = PACKAGE.parent
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +21,7 @@ def reports(tmp_path_factory):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.distributed.ranks"]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(folder)], env=environment)
+        subprocess.Popen([*command, str(rank), str(folder)], env=environment, cwd=ROOT)
         for rank in range(WORLD)
     ]
     for rank in ranks:

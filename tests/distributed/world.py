@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,6 +14,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WORLD = 4
+
+#: Whether torch can flatten a sharded sequence, which is where _StridedShard comes from.
+FLATTENS = torch.__version__ >= (2, 12)
+NO_FLATTENING = "this torch does not flatten sharded dimensions"
 
 
 def placements(text: str) -> tuple[Any, ...]:
@@ -52,13 +57,16 @@ def distribute(tensor: Tensor, mesh: Any, text: str) -> Any:
     """A DTensor of a plain tensor; one that is Partial is a sum of different parts. S is what a
     batch of two whose second dimension is sharded becomes when both are flattened."""
     if "S" in text:
+        if not FLATTENS:
+            pytest.skip(NO_FLATTENING)
         batch = tensor.unflatten(0, (2, -1))
         flat = distribute_tensor(batch, mesh, placements(text.replace("S", "1"))).flatten(0, 1)
         assert any(isinstance(p, _StridedShard) for p in flat.placements)
         return flat.detach()
     if "P" not in text:
-        return distribute_tensor(tensor, mesh, placements(text))
-    whole = distribute_tensor(tensor, mesh, placements(text.replace("P", "R")))
+        return distribute_tensor(tensor, mesh, placements(text), src_data_rank=None)
+    replicated = placements(text.replace("P", "R"))
+    whole = distribute_tensor(tensor, mesh, replicated, src_data_rank=None)
     dims = [i for i, c in enumerate(text) if c == "P"]
     share = whole.to_local()
     for dim in dims:
