@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -183,7 +184,11 @@ CHECKS = [name.removeprefix("check_") for name in list(globals()) if name.starts
 
 def main(rank: int, folder: Path) -> None:
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=300),
     )
     for name in CHECKS:
         try:
