@@ -85,7 +85,7 @@ class _VocabularyParallel(torch.autograd.Function):
         softcap: float | None,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        shard = (vocabulary.first_class, vocabulary.classes)
+        shard = (vocabulary.first_class(linear_weight.shape[0]), vocabulary.classes)
         own = parts(
             input, linear_weight, target, linear_bias, weight, *shard, ignore_index,
             label_smoothing, softcap,

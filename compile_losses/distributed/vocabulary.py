@@ -22,16 +22,21 @@ class Vocabulary:
     mesh_dim: int | None
     classes: int
 
-    @property
-    def first_class(self) -> int:
+    def first_class(self, own: int) -> int:
+        """Where the rank's shard, which has ``own`` classes, begins."""
         if self.mesh_dim is None:
             return 0
         # compute_local_shape_and_global_offset fails with unbacked sizes in compiled graphs.
         # A symbol where torch is to compile for all ranks at once (compile_on_one_rank).
         rank_along = getattr(self.mesh, "_sym_get_coordinate", self.mesh.get_local_rank)
-        _, first = Shard.local_shard_size_and_offset(
+        size, first = Shard.local_shard_size_and_offset(
             self.classes, self.shards, rank_along(self.mesh_dim)
         )
+        if own != size:
+            raise RuntimeError(
+                f"expected {size} of {self.classes} classes on this rank of {self.shards}, as "
+                f"torch.chunk deals them out, got {own}: whose logits they are would not be known"
+            )
         return first
 
     @property
@@ -101,7 +106,8 @@ class VocabularyParallel(torch.autograd.Function):
         *options: Any,
     ) -> tuple[Tensor, Tensor]:
         ignore_index, label_smoothing, _ = options
-        shard = (vocabulary.first_class, vocabulary.classes)
+        own_classes = input.shape[0 if input.dim() == 1 else 1]
+        shard = (vocabulary.first_class(own_classes), vocabulary.classes)
         own = parts(input, target, weight, *shard, ignore_index, label_smoothing)
         loss, stats, total_weight = vocabulary.merged(own, target, weight, reduction, options)
         ctx.save_for_backward(input, target, weight, stats)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import compile_losses.functional as F
 import compile_losses.ops  # noqa: F401
@@ -185,6 +185,15 @@ def test_what_has_no_sharded_form(case):
     function, message = REFUSED[case]
     with pytest.raises(RuntimeError, match=message):
         function(dtensor(8, 12, placements=[Shard(1)]))
+
+
+def test_shards_that_are_not_dealt_out_as_torch_does():
+    mesh = init_device_mesh("cpu", (4,))
+    shape, stride = torch.Size((8, 12)), (12, 1)
+    x = DTensor.from_local(torch.randn(8, 5), mesh, [Shard(1)], shape=shape, stride=stride)
+    target = DTensor.from_local(torch.zeros(8, dtype=torch.int64), mesh, [Replicate()])
+    with pytest.raises(RuntimeError, match=r"expected 3 of 12 classes on this rank of 4.*got 5"):
+        F.cross_entropy(x, target)
 
 
 def test_classes_over_two_dimensions_of_the_mesh():
