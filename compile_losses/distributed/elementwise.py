@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from compile_losses.distributed.collectives import totals
-from compile_losses.distributed.layout import Elements, assemble, mesh_of, replicated, summed
+from compile_losses.distributed.layout import (
+    Elements,
+    Placements,
+    assemble,
+    dim_of,
+    is_shard,
+    mesh_of,
+    moved,
+    replicated,
+    summed,
+)
 from compile_losses.ops import checks
 
 NONE, SUM = checks.REDUCTIONS["none"], checks.REDUCTIONS["sum"]
@@ -65,9 +75,7 @@ def elementwise(
     return assemble(total.to(dtype), mesh, summed(mesh, elements.mesh_dims), torch.Size())
 
 
-def _without(elements: Elements, dim: int) -> tuple[Any, torch.Size]:
-    from compile_losses.distributed.layout import dim_of, is_shard, moved
-
+def _without(elements: Elements, dim: int) -> tuple[Placements, torch.Size]:
     placements = tuple(
         moved(p, dim_of(p) - (dim_of(p) > dim)) if is_shard(p) else p for p in elements.placements
     )
