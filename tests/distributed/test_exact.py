@@ -309,3 +309,19 @@ def test_sequences(layouts, reduction):
         layouts.split(),
         (0, 1),
     )
+
+
+@pytest.mark.parametrize("layouts", [("0", "0"), ("0R", "RR"), ("R", "R")], ids=" ".join)
+@pytest.mark.parametrize("op", ["cross_entropy", "mse_loss"])
+def test_second_derivatives_of_sharded_rows(op, layouts):
+    """The gradient of a penalty on the gradient."""
+    # Even shards: with others torch's own cross entropy can't be simulated.
+    other = labels(8, classes=5, ignored=(0,)) if op == "cross_entropy" else rand(8, 5, seed=3)
+    layouts = (layouts[0], layouts[1] if op == "cross_entropy" else layouts[0])
+
+    def penalty(input, other):
+        loss = getattr(fused, op)(input, other)
+        (grad,) = torch.autograd.grad(loss, input, torch.ones_like(loss), create_graph=True)
+        return (grad * grad).sum()
+
+    check(penalty, [rand(8, 5), other], layouts)
