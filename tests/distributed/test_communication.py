@@ -210,3 +210,27 @@ def test_a_second_derivative_of_sharded_classes_is_refused():
     (grad,) = torch.autograd.grad(F.cross_entropy(x, target), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiated once only"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("layouts", [("1", "R"), ("0", "0")], ids=" ".join)
+def test_without_gradients(layouts):
+    mesh = init_device_mesh("cpu", (4,))
+    x, target = (distribute(t, mesh, text) for t, text in zip(logits(), layouts, strict=True))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert not fused.cross_entropy(x.requires_grad_(), target).requires_grad
+    assert not fused.cross_entropy(x.detach(), target).requires_grad
+
+
+@pytest.mark.parametrize("layouts", [("0", "0"), ("1", "R")], ids=" ".join)
+def test_dtypes_follow_torch(layouts):
+    mesh = init_device_mesh("cpu", (4,))
+    x, target = (distribute(t, mesh, text) for t, text in zip(logits(), layouts, strict=True))
+    half = x.bfloat16().requires_grad_()
+    assert fused.cross_entropy(half, target).dtype == torch.bfloat16
+    assert fused.cross_entropy(half, target, dtype=torch.float32).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = fused.cross_entropy(half, target)
+    assert loss.dtype == torch.float32
+    loss.backward(distribute_tensor(torch.ones(()), mesh, [Replicate()], src_data_rank=None))
+    assert half.grad.dtype == torch.bfloat16
