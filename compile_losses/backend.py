@@ -50,7 +50,15 @@ class _Pass(CustomGraphPass):
         ids = [getattr(other, "uuid", lambda: None)() for other in self.previous]
         if None in ids:  # as without us: an unidentified pass switches the caches off
             return None
-        return (type(self).__name__, fingerprint(), *ids)
+        return (type(self).__name__, fingerprint(), *_rank(), *ids)
+
+
+def _rank() -> tuple[int, ...]:
+    """Graphs of DTensors hold which shard a rank has; the keys of torch's caches do not."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return ()
+    return (distributed.get_rank(),)
 
 
 class _RewritePass(_Pass):

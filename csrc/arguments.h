@@ -72,15 +72,25 @@ struct RowLayout {
 
 // Cross entropy of `rows` rows of `cols` logits with class indices, and nll_loss of rows of
 // log-probabilities. acc_t is double for float64 logits and float otherwise.
+//
+// The rows may hold a shard of the classes: cols of `classes`, from first_class on. Targets and
+// weights are those of all classes; a target in another shard is none of this shard's logits.
 struct CrossEntropyArgs {
   int64_t rows = 0;
   int64_t cols = 0;
+  int64_t first_class = 0;
+  int64_t classes = 0;
   DType dtype = DType::kFloat32;  // of input and grad_input
   const void* input = nullptr;    // logits, addressed by input_layout
   RowLayout input_layout;
   const int64_t* target = nullptr;   // [rows]
-  const void* weight = nullptr;      // acc_t [cols]; null: all ones
+  const void* weight = nullptr;      // acc_t [classes]; null: all ones
   const void* weight_sum = nullptr;  // acc_t, one element: sum of weight; only with smoothing
+  // acc_t [shards, rows, 3] or, with smoothing, [shards, rows, 4]: ShardPart. cross_entropy_parts
+  // writes those of one shard, cross_entropy_merge reads those of all.
+  void* parts = nullptr;
+  int64_t shards = 1;
+  const void* shard_weights = nullptr;  // acc_t [shards]: each shard's sum of weight; as weight_sum
   Reduction reduction = Reduction::kMean;
   int64_t ignore_index = -100;
   double label_smoothing = 0;    // 0 when off; never negative

@@ -20,6 +20,11 @@ void cross_entropy_forward(const CrossEntropyArgs& args, void* stream);
 // Writes grad_input from stats and total_weight.
 void cross_entropy_backward(const CrossEntropyArgs& args, void* stream);
 
+// For logits whose classes are sharded. `parts` writes what a shard knows of each row; `merge`
+// makes of all shards' parts what cross_entropy_forward writes, and checks the targets.
+void cross_entropy_parts(const CrossEntropyArgs& args, void* stream);
+void cross_entropy_merge(const CrossEntropyArgs& args, void* stream);
+
 // The same two for nll_loss: row_losses, row_weights, total_weight and loss; grad_input.
 void nll_loss_forward(const CrossEntropyArgs& args, void* stream);
 void nll_loss_backward(const CrossEntropyArgs& args, void* stream);

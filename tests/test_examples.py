@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 
 import pytest
@@ -50,6 +52,7 @@ def test_each_adds_one_line():
         "hugging_face_trainer",
         "lightning_module",
         "plain_loop",
+        "tensor_parallel",
     }
     for path in scripts:
         assert path.read_text().count("# the added line\n") == 1, path
@@ -58,6 +61,30 @@ def test_each_adds_one_line():
 
 def test_plain_loop(reports):
     assert run("plain_loop", reports) == {"cross_entropy"}
+
+
+@pytest.mark.slow
+def test_tensor_parallel():
+    """Two ranks that share the model train as one rank alone, and as two with half a batch each."""
+
+    def losses(ranks, tensor):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        script = [str(EXAMPLES / "tensor_parallel.py"), "--steps", "21", "--tensor", str(tensor)]
+        result = subprocess.run(
+            [*command, f"--nproc-per-node={ranks}", *script],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=300,
+        )
+        return [float(line.split()[-1]) for line in result.stdout.splitlines() if "loss" in line]
+
+    alone = losses(1, 1)
+    assert len(alone) == 2
+    assert alone[1] < alone[0] - 1
+    for tensor in (1, 2):
+        together = losses(2, tensor)
+        assert together == pytest.approx(alone, abs=2e-3)
 
 
 @pytest.mark.slow

@@ -13,4 +13,6 @@ from compile_losses.ops import (  # noqa: F401
     scale,
     smooth_l1_loss,
     softmax_kl_div,
+    vocabulary_parallel,
 )
+from compile_losses.ops.linear import vocabulary_parallel as _linear_vocabulary_parallel  # noqa: F401

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import library
+from compile_losses.distributed import are_dtensors
 from compile_losses.ops import checks, cross_entropy_probabilities
 from compile_losses.ops.transforms import double_backward, needs_torch
 from compile_losses.ops.with_grad import declare_with_grad
@@ -107,6 +108,11 @@ def public_kernel(
     result = checks.loss_dtype(dtype, input)
     checks.check_weight_dtype("cross_entropy", input, weight, result, dtype)
     label_smoothing = max(0.0, label_smoothing)  # in this order nan is 0, as in torch
+    if are_dtensors(input):
+        from compile_losses.distributed import rows
+
+        options = (reduction, ignore_index, label_smoothing, result)
+        return rows.cross_entropy(public_kernel, input, target, weight, *options)
     if needs_torch(input, weight):
         weight = None if weight is None else weight.to(result)
         return reference(input.to(result), target, weight, reduction, ignore_index, label_smoothing)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import library
+from compile_losses.distributed import are_dtensors
 from compile_losses.ops import checks
 from compile_losses.ops.row_pair import statistics
 from compile_losses.ops.transforms import double_backward, needs_torch
@@ -99,11 +100,44 @@ def loss(
     others = (target,) if weight is None else (target, weight)
     result = checks.loss_dtype(dtype, input, *others)
     label_smoothing = max(0.0, label_smoothing)  # in this order nan is 0, as in torch
+    if are_dtensors(input):
+        return _of_dtensors(input, target, weight, reduction, label_smoothing, result)
     if needs_torch(input, *others):
         weight = None if weight is None else weight.to(result)
         return reference(input.to(result), target.to(result), weight, reduction, label_smoothing)
     value, _ = forward(input, target, weight, reduction, label_smoothing, result)
     return value
+
+
+def _of_dtensors(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    label_smoothing: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    from compile_losses.distributed.elementwise import elementwise
+
+    class_dim = min(1, input.dim() - 1)
+    if weight is not None:  # in a shape that broadcasts
+        weight = weight.view([-1, *(1 for _ in input.shape[class_dim + 1 :])])
+
+    def loss(input: Tensor, target: Tensor, weight: Any, reduction: int, dtype: Any) -> Tensor:
+        weight = None if weight is None else weight.flatten()
+        return forward(input, target, weight, reduction, label_smoothing, dtype)[0]
+
+    rows = input.numel() // max(1, input.shape[class_dim])
+    return elementwise(
+        "cross_entropy",
+        loss,
+        {"input": input, "target": target, "weight": weight},
+        input.shape,
+        reduction,
+        dtype,
+        rows if reduction == checks.REDUCTIONS["mean"] else None,
+        classes=class_dim,
+    )
 
 
 def forward_fake(

@@ -14,6 +14,7 @@ reduction mean divides by the number of elements, with a weight too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from compile_losses import library
+from compile_losses.distributed import are_dtensors
 from compile_losses.ops import checks
 from compile_losses.ops.transforms import double_backward, needs_torch
 from compile_losses.ops.weights import NO_WEIGHTS, Weights
@@ -122,7 +124,9 @@ def declare(
         given = [a[weight] for weight in weights.names]
         values = [a[p.name] for p in parameters]
         shape = check_all(input, target, given, reduction, *values)
-        if not any(weight is not None for weight in given) and not needs_torch(input, target):
+        sharded = are_dtensors(input)
+        unweighted = not any(weight is not None for weight in given)
+        if unweighted and not sharded and not needs_torch(input, target):
             dtype = checks.loss_dtype(dtype, *([target] if exact_target else (input, target)))
             return direct_forward(input, target, *given, reduction, *values, dtype)
 
@@ -137,6 +141,26 @@ def declare(
         promoted = weights.promoted(input, target, given, shape, normalizes=normalizes)
         dtype = checks.loss_dtype(dtype, *([target] if exact_target else promoted))
         given = weights.to_floating(given, dtype)
+        if sharded:
+            from compile_losses.distributed.elementwise import elementwise
+
+            def part(*arguments: Any) -> Tensor:
+                *parts, reduction, dtype = arguments
+                return direct_forward(*parts, reduction, *values, dtype)
+
+            batch = input.shape[0] if input.dim() > 0 else 1
+            divisors = {"mean": math.prod(shape), "batchmean": batch}
+            return elementwise(
+                name,
+                part,
+                {"input": input, "target": target, **dict(zip(weights.names, given, strict=True))},
+                shape,
+                reduction,
+                dtype,
+                divisors.get(checks.reduction_name(reduction)),
+                weight_repeats=weights.repeats(a["weight"], shape) if normalizes else None,
+                like=target if like_target else input,
+            )
         function = torch_loss if needs_torch(input, target, *given) else loss
         if not normalizes:
             return function(reduction, dtype)

@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from compile_losses import library
+from compile_losses.distributed import are_dtensors
 from compile_losses.ops.checks import REDUCTIONS, loss_dtype
 from compile_losses.ops.linear.arguments import check, has_probabilities
 from compile_losses.ops.linear.leaves import forward, with_grad
@@ -82,6 +83,10 @@ def public_kernel(
     check(*tensors, reduction, ignore_index, label_smoothing, *more)
     ignored = -100 if ignore_index is None else ignore_index
     options: Any = (reduction, ignored, max(label_smoothing, 0.0), *more)
+    if are_dtensors(input):
+        from compile_losses.distributed import linear
+
+        return linear.linear_cross_entropy(public_kernel, *tensors, *options)
     whole = linear_weight.dim() > 2 or has_probabilities(input, linear_weight, target)
     if whole or needs_torch(*tensors):
         with autocast_off(input):

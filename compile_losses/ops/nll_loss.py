@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from compile_losses import library
+from compile_losses.distributed import are_dtensors
 from compile_losses.ops import checks
 from compile_losses.ops.transforms import double_backward, needs_torch
 
@@ -82,6 +83,11 @@ def public_kernel(
     check(input, target, weight, reduction)
     result = checks.loss_dtype(dtype, input)
     checks.check_weight_dtype(NAME, input, weight, result, dtype)
+    if are_dtensors(input):
+        from compile_losses.distributed import rows
+
+        options = (reduction, ignore_index, result)
+        return rows.nll_loss(public_kernel, input, target, weight, *options)
     if get_proxy_mode() is not None or needs_torch(input, weight):
         wide = torch.float64 if result == torch.float64 else torch.float32
         weight = None if weight is None else weight.to(wide)

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import library
+from compile_losses.distributed import are_dtensors
 from compile_losses.ops import checks
 from compile_losses.ops.row_pair import statistics
 from compile_losses.ops.transforms import double_backward, needs_torch
@@ -98,10 +99,38 @@ def public_kernel(
 ) -> Tensor:
     check(input, target, reduction, temperature, dim)
     dtype = checks.loss_dtype(dtype, input, target)
+    if are_dtensors(input):
+        return _of_dtensors(input, target, reduction, temperature, dim % input.dim(), dtype)
     if needs_torch(input, target):
         return reference(input.to(dtype), target.to(dtype), reduction, temperature, dim)
     loss, _ = forward(input, target, reduction, temperature, dim, dtype)
     return loss
+
+
+def _of_dtensors(
+    input: Tensor,
+    target: Tensor,
+    reduction: int,
+    temperature: float,
+    dim: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    from compile_losses.distributed.elementwise import elementwise
+
+    def loss(input: Tensor, target: Tensor, reduction: int, dtype: torch.dtype) -> Tensor:
+        return forward(input, target, reduction, temperature, dim, dtype)[0]
+
+    divisors = {"mean": input.numel(), "batchmean": input.size(0)}
+    return elementwise(
+        NAME,
+        loss,
+        {"input": input, "target": target},
+        input.shape,
+        reduction,
+        dtype,
+        divisors.get(checks.reduction_name(reduction)),
+        classes=dim,
+    )
 
 
 library.implement_public(public, public_kernel)

@@ -81,13 +81,18 @@ class Weights:
 
     def total(self, weight: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """The sum of a weight expanded to ``shape``, in ordinary ops of torch."""
+        repeats = self.repeats(weight, shape)
+        total = weight.sum(dtype=dtype)
+        return total if isinstance(repeats, int) and repeats == 1 else total * repeats
+
+    def repeats(self, weight: Tensor, shape: torch.Size) -> int:
+        """How often each element stands in a weight expanded to ``shape``."""
         repeats = 1
         missing = len(shape) - weight.dim()
         for d, size in enumerate(shape):
             if d < missing or weight.shape[d - missing] != size:
                 repeats = repeats * size
-        total = weight.sum(dtype=dtype)
-        return total if isinstance(repeats, int) and repeats == 1 else total * repeats
+        return repeats
 
 
 def _broadcasts_to(weight: Tensor, shape: torch.Size) -> bool:

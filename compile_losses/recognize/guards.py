@@ -13,8 +13,9 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from compile_losses import library
+from compile_losses.distributed import are_dtensors
 from compile_losses.recognize.match import Match, example
-from compile_losses.recognize.values import Value, examples
+from compile_losses.recognize.values import Value, examples, fake_mode
 
 
 def _tensors(match: Match) -> list[Tensor]:
@@ -47,7 +48,9 @@ def inside_functorch(match: Match) -> str | None:
 
 def tensor_subclass(match: Match) -> str | None:
     for tensor in _tensors(match):
-        if type(tensor) not in (FakeTensor, Tensor, torch.nn.Parameter):
+        if type(tensor) not in (FakeTensor, Tensor, torch.nn.Parameter) and not (
+            are_dtensors(tensor)
+        ):
             return f"{type(tensor).__name__} arguments are not supported yet"
     return None
 
@@ -154,13 +157,18 @@ def different_result(match: Match) -> str | None:
             return f"the loss would change its {name} from {torchs} to {ours}"
     if result.stride() != expected.stride():
         return f"the loss would change its strides from {expected.stride()} to {result.stride()}"
+    # A DTensor that is the same loss may be placed otherwise: a rank's own part of it is another.
+    is_read = any("local" in str(user.target) for user in match.root.users)
+    ours, torchs = (getattr(tensor, "placements", None) for tensor in (result, expected))
+    if is_read and ours != torchs:
+        return f"a rank's part of it is read, which would be {ours} instead of {torchs}"
     return None
 
 
 def _evaluate(match: Match) -> Tensor:
     args, kwargs = examples((match.args, match.kwargs))
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, FakeTensor)]
-    with tensors[0].fake_mode, torch.no_grad():
+    modes = map(fake_mode, (*args, *kwargs.values()))
+    with next(mode for mode in modes if mode is not None), torch.no_grad():
         result: Tensor = match.overload(*args, **kwargs)
         for function, rest in match.steps:
             result = function(result, *examples(rest))

@@ -49,6 +49,7 @@ def _check_gain(match: Match, logits: Logits) -> None:
     if not isinstance(target, Tensor) or target.is_floating_point():
         raise NotAbsorbedError("the target is not class indices")
     needs_grad = output.requires_grad
+    output = getattr(output, "_local_tensor", output)  # of a DTensor the shard is what is held
     if needs_grad and match.args[3] == REDUCTIONS["none"]:
         raise NotAbsorbedError("the gradients of an unreduced loss would need the logits twice")
     if needs_grad and output.dtype == torch.float16:

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.shadow import Shadow
-from compile_losses.recognize.values import Value
+from compile_losses.recognize.values import Value, fake_mode
 
 aten = torch.ops.aten
 
@@ -85,7 +84,7 @@ def find_logits(match: Match, shadow: Shadow) -> Logits | None:
             return None
         steps.append(value)
         current = value.args[0]
-    if not all(isinstance(example(n), FakeTensor) for n in (node, *node.all_input_nodes)):
+    if not all(fake_mode(example(n)) is not None for n in (node, *node.all_input_nodes)):
         return None
     _check_users({node, *nodes, *match.interior}, match.root)
     logits = Logits(node, nodes[::-1], example(node).dim() - 1)

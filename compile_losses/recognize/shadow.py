@@ -22,7 +22,8 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from compile_losses.recognize.values import Value, example, examples
+from compile_losses.distributed import are_dtensors
+from compile_losses.recognize.values import Value, example, examples, fake_mode
 
 aten = torch.ops.aten
 
@@ -129,7 +130,7 @@ class Shadow:
         if isinstance(node.target, HigherOrderOperator):
             return leaf
         inputs = [n for n in node.all_input_nodes if isinstance(example(n), Tensor)]
-        if not inputs or not all(type(example(n)) is FakeTensor for n in inputs):
+        if not inputs or not all(_is_replayable(example(n)) for n in inputs):
             return leaf
         # Keyed by identity: the fakes of this node's inputs, then of whatever the replay makes.
         values = {id(example(n)): Value(example(n), n, whole=True) for n in inputs}
@@ -163,12 +164,17 @@ def compute(op: OpOverload[..., Any], *args: Any) -> Value | None:
 @contextmanager
 def _quietly(fake: Tensor) -> Iterator[None]:
     """Runs ops on fakes once more: no gradients, no new symbols, no warning a second time."""
-    assert isinstance(fake, FakeTensor)
-    env = fake.fake_mode.shape_env
+    mode = fake_mode(fake)
+    assert mode is not None
+    env = mode.shape_env
     no_new_symbols = env.ignore_fresh_unbacked_symbols() if env else nullcontext()
-    with fake.fake_mode, torch.no_grad(), no_new_symbols, warnings.catch_warnings():
+    with mode, torch.no_grad(), no_new_symbols, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def _is_replayable(tensor: Tensor) -> bool:
+    return type(tensor) is FakeTensor or (are_dtensors(tensor) and fake_mode(tensor) is not None)
 
 
 def _hashable(argument: Any) -> Hashable:

@@ -8,8 +8,11 @@ from typing import Any
 
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_leaves, tree_map
+
+from compile_losses.distributed import are_dtensors
 
 
 @dataclass(eq=False)
@@ -48,6 +51,13 @@ class Size:
 
     node: Node
     dim: int
+
+
+def fake_mode(value: Any) -> FakeTensorMode | None:
+    """The mode of a fake tensor, or of a DTensor whose shards are fakes."""
+    if are_dtensors(value):
+        value = value._local_tensor
+    return value.fake_mode if isinstance(value, FakeTensor) else None
 
 
 def example(argument: Any) -> Any:

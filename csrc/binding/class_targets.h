@@ -19,22 +19,41 @@ struct ClassTargets {
   Sizes row_shape;
   int64_t class_dim;
 
+  // classes: of all shards, where input holds those from first_class on; by default input's.
   ClassTargets(const char* op, const Tensor& input, const Tensor& target_tensor,
                const std::optional<Tensor>& weight_tensor, int64_t reduction, int64_t ignore_index,
-               double label_smoothing)
-      : op(op), acc(accumulation_type(input.scalar_type())), target(target_tensor) {
-    args.dtype = dtype_of(input, op, "input");
-    row_shape = sizes_of(input);
+               double label_smoothing, int64_t first_class = 0, int64_t classes = -1)
+      : ClassTargets(op, dtype_of(input, op, "input"), sizes_of(input), target_tensor,
+                     weight_tensor, reduction, ignore_index, label_smoothing, first_class,
+                     classes) {
+    args.input = input.data_ptr();
+  }
+
+  // The same for logits of which only the shape and dtype are known.
+  ClassTargets(const char* op, DType dtype, const Sizes& shape, const Tensor& target_tensor,
+               const std::optional<Tensor>& weight_tensor, int64_t reduction, int64_t ignore_index,
+               double label_smoothing, int64_t first_class = 0, int64_t classes = -1)
+      : op(op),
+        acc(dtype == DType::kFloat64 ? ScalarType::Double : ScalarType::Float),
+        target(target_tensor),
+        row_shape(shape) {
+    args.dtype = dtype;
     if (row_shape.empty())
       throw std::runtime_error(std::string(op) +
                                ": expected input to have at least 1 dimension, got 0");
     class_dim = row_shape.size() == 1 ? 0 : 1;
     args.cols = row_shape[class_dim];
+    args.classes = classes < 0 ? args.cols : classes;
+    args.first_class = first_class;
+    if (first_class < 0 || first_class > args.classes)
+      throw std::runtime_error(std::string(op) + ": expected first_class to be one of " +
+                               std::to_string(args.classes) + " classes, got " +
+                               std::to_string(first_class));
     row_shape.erase(row_shape.begin() + class_dim);
     if (sizes_of(target) != row_shape)
       throw std::runtime_error(std::string(op) + ": expected target of shape " +
-                               to_string(row_shape) + " for input of shape " +
-                               to_string(sizes_of(input)) + ", got " + to_string(sizes_of(target)));
+                               to_string(row_shape) + " for input of shape " + to_string(shape) +
+                               ", got " + to_string(sizes_of(target)));
     if (target.scalar_type() != ScalarType::Long && target.scalar_type() != ScalarType::Byte)
       throw std::runtime_error(std::string(op) +
                                ": expected target of class indices to be int64 or uint8");
@@ -48,11 +67,10 @@ struct ClassTargets {
     args.reduction = static_cast<Reduction>(reduction);
     args.ignore_index = ignore_index;
     args.label_smoothing = label_smoothing;
-    args.input = input.data_ptr();
     if (!weight_tensor) return;
-    if (sizes_of(*weight_tensor) != Sizes{args.cols})
+    if (sizes_of(*weight_tensor) != Sizes{args.classes})
       throw std::runtime_error(std::string(op) + ": expected weight of shape " +
-                               to_string({args.cols}) + ", got " +
+                               to_string({args.classes}) + ", got " +
                                to_string(sizes_of(*weight_tensor)));
     weight = torch::stable::contiguous(torch::stable::to(*weight_tensor, acc));
     args.weight = weight->data_ptr();
@@ -113,17 +131,21 @@ struct ClassTargets {
 
   // What every backward reads. The returned tensor must outlive the kernel's launch.
   Tensor set_saved(const Tensor& grad_output, const Tensor& total_weight) {
+    if (total_weight.numel() != 1 || total_weight.scalar_type() != acc)
+      throw std::runtime_error(std::string(op) + "_backward: expected total_weight as " + op +
+                               "_forward returns it, got shape " +
+                               to_string(sizes_of(total_weight)));
+    args.total_weight = total_weight.data_ptr();
+    return set_grad_output(grad_output);
+  }
+
+  Tensor set_grad_output(const Tensor& grad_output) {
     const bool each = args.reduction == Reduction::kNone;
     if (sizes_of(grad_output) != (each ? row_shape : Sizes{}))
       throw std::runtime_error(std::string(op) + "_backward: expected grad_output of shape " +
                                to_string(each ? row_shape : Sizes{}) + ", got " +
                                to_string(sizes_of(grad_output)));
-    if (total_weight.numel() != 1 || total_weight.scalar_type() != acc)
-      throw std::runtime_error(std::string(op) + "_backward: expected total_weight as " + op +
-                               "_forward returns it, got shape " +
-                               to_string(sizes_of(total_weight)));
     const Tensor dense = torch::stable::contiguous(grad_output);
-    args.total_weight = total_weight.data_ptr();
     args.grad_output = dense.data_ptr();
     args.grad_output_dtype = dtype_of(grad_output, op, "grad_output");
     args.grad_output_stride = each ? 1 : 0;

@@ -9,46 +9,33 @@
 //            of kLanes of them goes through the classes together, one lane a row, once for the
 //            largest and once for the sum. From memory that is one read while a block (kLanes *
 //            cols logits) fits the L2 cache, and two beyond.
-#include "../losses/cross_entropy.h"
-
 #include <limits>
 
 #include "../kernels.h"
-#include "class_targets.h"
+#include "cross_entropy_gradient.h"
 
 namespace fused {
 namespace cpu {
 namespace {
 
-constexpr int64_t kTile = 1024;
-constexpr int64_t kLanes = 64;  // rows of a block in the column path
-
+// What a shard knows of a row, instead of its loss.
 template <typename acc_t>
-acc_t weight_sum(const CrossEntropyArgs& args) {
-  return args.weight_sum ? *static_cast<const acc_t*>(args.weight_sum)
-                         : static_cast<acc_t>(args.cols);
-}
-
-template <typename acc_t>
-acc_t logit_at(const CrossEntropyArgs& args, int64_t offset, int64_t col) {
-  acc_t value;
-  load(args.input, args.dtype, offset + col * args.input_layout.col_stride, 1, 1, &value);
-  return value;
-}
-
-// A view of count logits as acc_t: in place when they already are, else converted into buffer.
-template <typename acc_t>
-const acc_t* read_tile(const CrossEntropyArgs& args, int64_t offset, int64_t stride, int64_t count,
-                       acc_t* buffer) {
-  if (args.dtype == dtype_of<acc_t>() && stride == 1)
-    return static_cast<const acc_t*>(args.input) + offset;
-  load(args.input, args.dtype, offset, stride, count, buffer);
-  return buffer;
+void finish_part(const CrossEntropyArgs& args, int64_t row, int64_t offset, acc_t largest,
+                 acc_t sum, acc_t weighted_sum) {
+  const bool smoothing = args.label_smoothing > 0;
+  acc_t* part =
+      static_cast<acc_t*>(args.parts) + row * (smoothing ? kSmoothingPartColumns : kPartColumns);
+  const RowTarget<acc_t> target(args, row);
+  part[0] = largest;
+  part[1] = sum;
+  part[2] = target.index < 0 ? acc_t(0) : logit_at<acc_t>(args, offset, target.index);
+  if (smoothing) part[3] = weighted_sum;
 }
 
 template <typename acc_t>
 void finish_row(const CrossEntropyArgs& args, int64_t row, int64_t offset, acc_t largest, acc_t sum,
                 acc_t weighted_sum) {
+  if (args.parts) return finish_part(args, row, offset, largest, sum, weighted_sum);
   const RowTarget<acc_t> target(args, row);
   const CrossEntropyRow<acc_t> summary{largest, math::log(sum)};
   static_cast<acc_t*>(args.stats)[2 * row] = summary.largest;
@@ -59,7 +46,7 @@ void finish_row(const CrossEntropyArgs& args, int64_t row, int64_t offset, acc_t
           ? acc_t(0)
           : summary.loss(logit_at<acc_t>(args, offset, target.index), target.weight,
                          static_cast<acc_t>(args.label_smoothing), weight_sum<acc_t>(args),
-                         weighted_sum, static_cast<acc_t>(args.cols));
+                         weighted_sum, static_cast<acc_t>(args.classes));
 }
 
 template <typename acc_t>
@@ -67,7 +54,7 @@ void forward_row(const CrossEntropyArgs& args, int64_t row) {
   alignas(64) acc_t buffer[kTile];
   const int64_t offset = row_offset(args.input_layout, row);
   const int64_t stride = args.input_layout.col_stride;
-  const acc_t* weight = static_cast<const acc_t*>(args.weight);
+  const acc_t* weight = class_weights<acc_t>(args);
   const bool smoothing = args.label_smoothing > 0;
   acc_t largest = -std::numeric_limits<acc_t>::infinity();
   acc_t sum = 0, weighted_sum = 0, weights_seen = 0;
@@ -102,64 +89,13 @@ void forward_row(const CrossEntropyArgs& args, int64_t row) {
   finish_row(args, row, offset, largest, sum, weighted_sum);
 }
 
-template <typename acc_t>
-struct RowGradient {
-  CrossEntropyRow<acc_t> summary;
-  CrossEntropyGradient<acc_t> coefficient;
-  int64_t target;
-
-  RowGradient(const CrossEntropyArgs& args, int64_t row, acc_t total_weight)
-      : RowGradient(args, row, RowTarget<acc_t>(args, row), total_weight) {}
-
- private:
-  RowGradient(const CrossEntropyArgs& args, int64_t row, const RowTarget<acc_t>& row_target,
-              acc_t total_weight)
-      : summary{static_cast<const acc_t*>(args.stats)[2 * row],
-                static_cast<const acc_t*>(args.stats)[2 * row + 1]},
-        coefficient(row_scale(args, row, row_target, total_weight), row_target.weight,
-                    static_cast<acc_t>(args.label_smoothing), weight_sum<acc_t>(args),
-                    static_cast<acc_t>(args.cols)),
-        target(row_target.index) {}
-};
-
-template <typename acc_t>
-void gradient_row(const CrossEntropyArgs& args, int64_t row, acc_t total_weight) {
-  alignas(64) acc_t buffer[kTile], out[kTile];
-  const RowGradient<acc_t> gradient(args, row, total_weight);
-  const int64_t offset = row_offset(args.input_layout, row);
-  const int64_t grad_offset = row_offset(args.grad_layout, row);
-  const int64_t stride = args.input_layout.col_stride, grad_stride = args.grad_layout.col_stride;
-  const acc_t* weight = static_cast<const acc_t*>(args.weight);
-  const acc_t probability = gradient.coefficient.probability;
-  const acc_t uniform = gradient.coefficient.uniform;
-  const bool direct = args.dtype == dtype_of<acc_t>() && grad_stride == 1;
-
-  for (int64_t first = 0; first < args.cols; first += kTile) {
-    const int64_t count = std::min(kTile, args.cols - first);
-    const acc_t* x = read_tile(args, offset + first * stride, stride, count, buffer);
-    const int64_t begin = grad_offset + first * grad_stride;
-    acc_t* g = direct ? static_cast<acc_t*>(args.grad_input) + begin : out;
-    if (weight && uniform != acc_t(0)) {
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i)
-        g[i] = probability * gradient.summary.probability(x[i]) - uniform * weight[first + i];
-    } else {
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i)
-        g[i] = probability * gradient.summary.probability(x[i]) - uniform;
-    }
-    const int64_t picked = gradient.target - first;
-    if (picked >= 0 && picked < count) g[picked] -= gradient.coefficient.target;
-    if (!direct) store(args.grad_input, args.dtype, begin, grad_stride, count, out);
-  }
-}
-
 // The column path: rows [row, row + lanes) lie side by side.
 template <typename acc_t>
 void forward_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes) {
-  alignas(64) acc_t buffer[kLanes], largest[kLanes], sum[kLanes], weighted_sum[kLanes];
+  alignas(64) acc_t buffer[kLanes], largest[kLanes], origin[kLanes];
+  alignas(64) acc_t sum[kLanes], weighted_sum[kLanes];
   const int64_t offset = row_offset(args.input_layout, row);
-  const acc_t* weight = static_cast<const acc_t*>(args.weight);
+  const acc_t* weight = class_weights<acc_t>(args);
   const auto for_each_col = [&](auto&& body) {
     for (int64_t col = 0; col < args.cols; ++col)
       body(col, read_tile(args, offset + col * args.input_layout.col_stride, 1, lanes, buffer));
@@ -170,56 +106,20 @@ void forward_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes) {
   for_each_col([&](int64_t /*col*/, const acc_t* x) {
     for (int64_t i = 0; i < lanes; ++i) largest[i] = x[i] > largest[i] ? x[i] : largest[i];
   });
+  // As in forward_row, -inf - -inf would poison the sum of a shard that holds nothing else.
+  for (int64_t i = 0; i < lanes; ++i)
+    origin[i] = largest[i] > -std::numeric_limits<acc_t>::infinity() ? largest[i] : acc_t(0);
   for_each_col([&](int64_t /*col*/, const acc_t* x) {
 #pragma omp simd
-    for (int64_t i = 0; i < lanes; ++i) sum[i] += math::exp(x[i] - largest[i]);
+    for (int64_t i = 0; i < lanes; ++i) sum[i] += math::exp(x[i] - origin[i]);
   });
   if (args.label_smoothing > 0)
     for_each_col([&](int64_t col, const acc_t* x) {
       const acc_t w = weight ? weight[col] : acc_t(1);
-      for (int64_t i = 0; i < lanes; ++i) weighted_sum[i] += w * (largest[i] - x[i]);
+      for (int64_t i = 0; i < lanes; ++i) weighted_sum[i] += w * (origin[i] - x[i]);
     });
   for (int64_t i = 0; i < lanes; ++i)
     finish_row(args, row + i, offset + i, largest[i], sum[i], weighted_sum[i]);
-}
-
-template <typename acc_t>
-void gradient_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes, acc_t total_weight) {
-  alignas(64) acc_t buffer[kLanes], out[kLanes];
-  alignas(64) acc_t largest[kLanes], log_sum[kLanes], probability[kLanes], uniform[kLanes];
-  acc_t picked[kLanes];
-  int64_t targets[kLanes];
-  for (int64_t i = 0; i < lanes; ++i) {
-    const RowGradient<acc_t> gradient(args, row + i, total_weight);
-    largest[i] = gradient.summary.largest;
-    log_sum[i] = gradient.summary.log_sum;
-    probability[i] = gradient.coefficient.probability;
-    uniform[i] = gradient.coefficient.uniform;
-    picked[i] = gradient.coefficient.target;
-    targets[i] = gradient.target;
-  }
-  const int64_t offset = row_offset(args.input_layout, row);
-  const int64_t grad_offset = row_offset(args.grad_layout, row);
-  const int64_t grad_row_stride = args.grad_layout.strides[0];
-  const acc_t* weight = static_cast<const acc_t*>(args.weight);
-  for (int64_t col = 0; col < args.cols; ++col) {
-    const acc_t* x = read_tile(args, offset + col * args.input_layout.col_stride, 1, lanes, buffer);
-    const acc_t w = weight ? weight[col] : acc_t(1);
-#pragma omp simd
-    for (int64_t i = 0; i < lanes; ++i)
-      out[i] = probability[i] * math::exp((x[i] - largest[i]) - log_sum[i]) - uniform[i] * w;
-    for (int64_t i = 0; i < lanes; ++i) out[i] -= targets[i] == col ? picked[i] : acc_t(0);
-    store(args.grad_input, args.dtype, grad_offset + col * args.grad_layout.col_stride,
-          grad_row_stride, lanes, out);
-  }
-}
-
-template <typename acc_t>
-void gradients(const CrossEntropyArgs& args, acc_t total_weight) {
-  for_each_block(args.input_layout, args.rows, args.cols, kLanes, [&](int64_t row, int64_t lanes) {
-    if (lanes > 0) return gradient_lanes<acc_t>(args, row, lanes, total_weight);
-    gradient_row<acc_t>(args, row, total_weight);
-  });
 }
 
 template <typename acc_t>
@@ -239,8 +139,22 @@ void forward(const CrossEntropyArgs& args) {
   reduce_losses<acc_t>(args, weights);
 }
 
+template <typename acc_t>
+void parts(const CrossEntropyArgs& args) {
+  for_each_block(args.input_layout, args.rows, args.cols, kLanes, [&](int64_t row, int64_t lanes) {
+    if (lanes > 0) return forward_lanes<acc_t>(args, row, lanes);
+    forward_row<acc_t>(args, row);
+  });
+}
+
 }  // namespace
 }  // namespace cpu
+
+void cross_entropy_parts(const CrossEntropyArgs& args, void* /*stream*/) {
+  for (int64_t row = 0; row < args.rows; ++row) cpu::check_target("cross_entropy", args, row);
+  if (args.dtype == DType::kFloat64) return cpu::parts<double>(args);
+  cpu::parts<float>(args);
+}
 
 void cross_entropy_forward(const CrossEntropyArgs& args, void* /*stream*/) {
   if (args.dtype == DType::kFloat64) return cpu::forward<double>(args);
@@ -249,9 +163,11 @@ void cross_entropy_forward(const CrossEntropyArgs& args, void* /*stream*/) {
 
 void cross_entropy_backward(const CrossEntropyArgs& args, void* /*stream*/) {
   for (int64_t row = 0; row < args.rows; ++row) cpu::check_target("cross_entropy", args, row);
+  // Only a mean divides by it.
+  const void* total = args.reduction == Reduction::kMean ? args.total_weight : nullptr;
   if (args.dtype == DType::kFloat64)
-    return cpu::gradients<double>(args, *static_cast<const double*>(args.total_weight));
-  cpu::gradients<float>(args, *static_cast<const float*>(args.total_weight));
+    return cpu::gradients<double>(args, total ? *static_cast<const double*>(total) : 1.);
+  cpu::gradients<float>(args, total ? *static_cast<const float*>(total) : 1.f);
 }
 
 }  // namespace fused

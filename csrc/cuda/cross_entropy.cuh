@@ -32,13 +32,13 @@ __device__ __forceinline__ double fast_exp(double x) { return ::exp(x); }
 static __device__ __noinline__ void report_target(const CrossEntropyArgs& args, int64_t row) {
   printf("target %lld of row %lld is out of bounds for %lld classes\n",
          static_cast<long long>(args.target[row]), static_cast<long long>(row),
-         static_cast<long long>(args.cols));
+         static_cast<long long>(args.classes));
   __assert_fail("a target is out of bounds", __FILE__, __LINE__, __func__);
 }
 
 __device__ __forceinline__ bool is_out_of_bounds(const CrossEntropyArgs& args, int64_t row) {
   const int64_t target = args.target[row];
-  return target != args.ignore_index && (target < 0 || target >= args.cols);
+  return target != args.ignore_index && (target < 0 || target >= args.classes);
 }
 
 // What one row's loss and gradient need besides its statistics. A target out of bounds counts as
@@ -46,24 +46,32 @@ __device__ __forceinline__ bool is_out_of_bounds(const CrossEntropyArgs& args, i
 // rows, in the backward the gradient kernels report it.
 template <typename acc_t>
 struct RowTarget {
-  int index;     // -1 where ignored
+  bool ignored;
+  int index;     // in the row; -1 where ignored or in another shard
   acc_t weight;  // 0 where ignored
 
   __device__ __forceinline__ RowTarget(const CrossEntropyArgs& args, int64_t row) {
     const int64_t target = args.target[row];
-    const bool ignored = target == args.ignore_index || target < 0 || target >= args.cols;
-    index = ignored ? -1 : static_cast<int>(target);
-    weight = index < 0     ? acc_t(0)
-             : args.weight ? static_cast<const acc_t*>(args.weight)[index]
+    ignored = target == args.ignore_index || target < 0 || target >= args.classes;
+    const int64_t place = target - args.first_class;
+    index = ignored || place < 0 || place >= args.cols ? -1 : static_cast<int>(place);
+    weight = ignored       ? acc_t(0)
+             : args.weight ? static_cast<const acc_t*>(args.weight)[target]
                            : acc_t(1);
   }
 };
+
+// The weights of the row's classes, if there are any.
+template <typename acc_t>
+__device__ __forceinline__ const acc_t* class_weights(const CrossEntropyArgs& args) {
+  return args.weight ? static_cast<const acc_t*>(args.weight) + args.first_class : nullptr;
+}
 
 // Matters with smoothing only.
 template <typename acc_t>
 __device__ __forceinline__ acc_t weight_sum(const CrossEntropyArgs& args) {
   return args.weight_sum ? *static_cast<const acc_t*>(args.weight_sum)
-                         : static_cast<acc_t>(args.cols);
+                         : static_cast<acc_t>(args.classes);
 }
 
 // Of the logits seen so far: the largest, and the sum of exp(logit - reference), where the
@@ -159,11 +167,26 @@ struct Softmax {
   }
 };
 
+// Writes what a shard knows of a row; called by one thread.
+template <typename acc_t, bool kSmoothing>
+__device__ __forceinline__ void finish_part(const CrossEntropyArgs& args, int64_t row,
+                                            const Softmax<acc_t, kSmoothing>& softmax,
+                                            const RowTarget<acc_t>& target, acc_t target_logit) {
+  const bool smoothing = kSmoothing && args.label_smoothing > 0;
+  acc_t* part =
+      static_cast<acc_t*>(args.parts) + row * (smoothing ? kSmoothingPartColumns : kPartColumns);
+  part[0] = softmax.largest;
+  part[1] = softmax.sum;
+  part[2] = target.index < 0 ? acc_t(0) : target_logit;
+  if (smoothing) part[3] = softmax.weighted;
+}
+
 // Writes a row's outputs; called by one thread.
 template <typename acc_t, bool kSmoothing>
 __device__ __forceinline__ void finish_row(const CrossEntropyArgs& args, int64_t row,
                                            const Softmax<acc_t, kSmoothing>& softmax,
                                            const RowTarget<acc_t>& target, acc_t target_logit) {
+  if (args.parts) return finish_part(args, row, softmax, target, target_logit);
   const CrossEntropyRow<acc_t> summary{softmax.largest, math::log(softmax.sum)};
   static_cast<acc_t*>(args.stats)[2 * row] = summary.largest;
   static_cast<acc_t*>(args.stats)[2 * row + 1] = summary.log_sum;
@@ -172,7 +195,7 @@ __device__ __forceinline__ void finish_row(const CrossEntropyArgs& args, int64_t
       target.index < 0
           ? acc_t(0)
           : summary.loss(target_logit, target.weight, smoothing, weight_sum<acc_t>(args),
-                         softmax.weighted, static_cast<acc_t>(args.cols));
+                         softmax.weighted, static_cast<acc_t>(args.classes));
 }
 
 // The gradient of one row, element by element. The softmax's 1 / sum stands in `probability`: taken
@@ -190,7 +213,7 @@ struct RowGradient {
                                          acc_t log_sum)
       : largest(row_largest), target(row_target.index) {
     acc_t scale = 0;
-    if (target >= 0) {
+    if (!row_target.ignored) {
       scale = 1;
       if (args.grad_output)
         scale =
@@ -199,11 +222,11 @@ struct RowGradient {
     }
     const CrossEntropyGradient<acc_t> coefficient(
         scale, row_target.weight, static_cast<acc_t>(args.label_smoothing), weight_sum<acc_t>(args),
-        static_cast<acc_t>(args.cols));
+        static_cast<acc_t>(args.classes));
     probability = coefficient.probability * math::exp(-log_sum);
     uniform = coefficient.uniform;
     picked = coefficient.target;
-    weight = uniform != acc_t(0) ? static_cast<const acc_t*>(args.weight) : nullptr;
+    weight = uniform != acc_t(0) ? class_weights<acc_t>(args) : nullptr;
   }
 
   __device__ __forceinline__ acc_t operator()(acc_t logit, int col) const {

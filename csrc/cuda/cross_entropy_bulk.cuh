@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 2 : 3)
   __syncthreads();
 
   const RowTarget<acc_t> target(args, row);
-  const acc_t* weight = static_cast<const acc_t*>(args.weight);
+  const acc_t* weight = class_weights<acc_t>(args);
   const bool has_loose = rank == 0 && threadIdx.x < span.loose;
   const int loose_col = span.col_of_loose(threadIdx.x);
   const acc_t loose = has_loose ? to_acc<acc_t>(x[loose_col]) : acc_t(0);

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kColumnRows* kColumnLanes)
     cross_entropy_columns_kernel(const __grid_constant__ CrossEntropyArgs args) {
   using acc_t = acc_type<scalar_t>;
   __shared__ Softmax<acc_t, true> scratch[kColumnLanes][kColumnRows];
-  const acc_t* weight = static_cast<const acc_t*>(args.weight);
+  const acc_t* weight = class_weights<acc_t>(args);
   const bool smoothing = args.label_smoothing > 0;
 
   for (int64_t first = blockIdx.x * int64_t(kColumnRows); first < args.rows;

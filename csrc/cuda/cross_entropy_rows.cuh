@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets <= 4 ? 4 : 3)
   const int lane = threadIdx.x % kLanes;
   const unsigned mask =
       kLanes == kWarp ? ~0u : ((1u << (kLanes % kWarp)) - 1) << (threadIdx.x % kWarp - lane);
-  const acc_t* weight = static_cast<const acc_t*>(args.weight);
+  const acc_t* weight = class_weights<acc_t>(args);
 
   for (int64_t row = blockIdx.x * int64_t(kRows) + threadIdx.x / kLanes; row < args.rows;
        row += gridDim.x * int64_t(kRows)) {
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kLongRowThreads, 2)
   using acc_t = acc_type<scalar_t>;
   extern __shared__ uint4 cache[];
   __shared__ Softmax<acc_t, kSmoothing> scratch[kLongRowThreads / kWarp];
-  const acc_t* weight = static_cast<const acc_t*>(args.weight);
+  const acc_t* weight = class_weights<acc_t>(args);
   const int threads = blockDim.x;
 
   for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {

@@ -31,6 +31,36 @@ struct CrossEntropyRow {
   }
 };
 
+// What a shard of a row's classes knows of it: the largest logit, the sum of the exponentials
+// relative to it, the target's logit or 0 where the target is in another shard, and with smoothing
+// sum_c w[c] (largest - x[c]). The sum and not its logarithm: it merges without another rounding.
+// Everything is relative to the shard's largest logit, or to 0 where that is -inf or there is none.
+constexpr int kPartColumns = 3;
+constexpr int kSmoothingPartColumns = 4;
+
+// The row of all shards, from parts `stride` apart.
+template <typename acc_t>
+struct MergedParts {
+  acc_t largest, sum, target_logit, weighted_sum;
+
+  // shard_weights: each shard's sum of w; null without smoothing.
+  FUSED_HOST_DEVICE MergedParts(const acc_t* parts, int64_t stride, int64_t shards,
+                                const acc_t* shard_weights)
+      : largest(parts[0]), sum(0), target_logit(0), weighted_sum(0) {
+    for (int64_t shard = 1; shard < shards; ++shard)
+      largest = parts[shard * stride] > largest ? parts[shard * stride] : largest;
+    for (int64_t shard = 0; shard < shards; ++shard) {
+      const acc_t* part = parts + shard * stride;
+      // Of no logits but -inf nothing is relative to -inf: -inf - -inf would poison the sums.
+      const bool finite = part[0] > -math::kInfinity<acc_t>;
+      sum += finite ? part[1] * math::exp(part[0] - largest) : part[1];
+      target_logit += part[2];
+      if (shard_weights)
+        weighted_sum += part[3] + (finite ? shard_weights[shard] * (largest - part[0]) : acc_t(0));
+    }
+  }
+};
+
 // The coefficients of a row's gradient: dx[c] = probability * p[c] - uniform * w[c] - [c == t]
 // target.
 template <typename acc_t>

@@ -14,6 +14,7 @@ have a fixed order.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,18 +53,7 @@ class Problem:
 
     def logits(self, chunk: int) -> Any:
         """Yields which rows, those of input, and their logits, which may be overwritten."""
-        buffer = self.input.new_empty((min(chunk, self.rows), len(self.linear_weight)))
-        for first in range(0, self.rows, chunk):
-            rows = slice(first, min(first + chunk, self.rows))
-            input = self.input[rows]
-            if self.kept is not None:
-                input = self.input.index_select(0, self.kept[rows])
-            logits = buffer[: len(input)]
-            if self.linear_bias is None:
-                torch.mm(input, self.linear_weight.t(), out=logits)
-            else:
-                torch.addmm(self.linear_bias, input, self.linear_weight.t(), out=logits)
-            yield rows, input, logits
+        return chunks_of_logits(self.input, self.linear_weight, self.linear_bias, chunk, self.kept)
 
     def chunk(self, **options: Any) -> int:
         """The rows of a chunk, for options of chunk_rows."""
@@ -76,6 +66,27 @@ class Problem:
             return computed
         result = computed.new_zeros((self.all_rows, *computed.shape[1:]))
         return result.index_copy_(0, self.kept, computed)
+
+
+def chunks_of_logits(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    chunk: int,
+    kept: Tensor | None = None,
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yields which rows (of those kept), their input and their logits, in one buffer for all."""
+    count = len(input) if kept is None else len(kept)
+    buffer = input.new_empty((min(chunk, count), len(linear_weight)))
+    for first in range(0, count, chunk):
+        rows = slice(first, min(first + chunk, count))
+        part = input[rows] if kept is None else input.index_select(0, kept[rows])
+        logits = buffer[: len(part)]
+        if linear_bias is None:
+            torch.mm(part, linear_weight.t(), out=logits)
+        else:
+            torch.addmm(linear_bias, part, linear_weight.t(), out=logits)
+        yield rows, part, logits
 
 
 def kept_rows(target: Tensor, ignore_index: int) -> Tensor | None:

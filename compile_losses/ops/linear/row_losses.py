@@ -16,6 +16,25 @@ def accumulation_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def capped(logits: Tensor, softcap: float) -> Tensor:
+    """The logits after the soft-cap, written over them; rounds where torch's three ops do."""
+    return logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def divisors(
+    target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Of a mean: the weight of the rows kept, for cross entropy; their number, for z-loss."""
+    kept = target != ignore_index
+    count = kept.sum().to(dtype)
+    if weight is None:
+        return count, count
+    # Bounds are checked by the kernels.
+    classes = target.to(torch.int64).clamp(0, len(weight) - 1)
+    weights = weight.to(dtype).index_select(0, classes)
+    return torch.where(kept, weights, 0).sum(dtype=torch.float64).to(dtype), count
+
+
 class RowLosses:
     """The loss of each row of logits, as its target and the options say.
 
@@ -44,14 +63,7 @@ class RowLosses:
         if reduction != NONE and grad_output is not None:
             self.factor = self.z_factor = grad_output.to(dtype).reshape(())
         if reduction == MEAN:
-            kept = target != ignore_index
-            self.count = kept.sum().to(dtype)
-            self.total_weight = self.count
-            if weight is not None:
-                # Bounds are checked by the kernels.
-                classes = target.clamp(0, len(weight) - 1)
-                weights = weight.to(dtype).index_select(0, classes)
-                self.total_weight = torch.where(kept, weights, 0).sum(dtype=torch.float64).to(dtype)
+            self.total_weight, self.count = divisors(target, weight, ignore_index, dtype)
             one = self.count.new_ones(()) if self.factor is None else self.factor
             self.factor, self.z_factor = one / self.total_weight, one / self.count
 
@@ -67,7 +79,7 @@ class RowLosses:
     def value(self, rows: slice, logits: Tensor) -> Tensor:
         """The loss of each row; overwrites the logits."""
         if self.softcap is not None:
-            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+            logits = capped(logits, self.softcap)
         losses, stats, _ = self._each(rows, logits)
         self.sums.append(losses.sum())
         if self.z_loss == 0:

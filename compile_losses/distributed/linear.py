@@ -1,0 +1,192 @@
+"""Linear cross entropy whose rows or classes are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from compile_losses.distributed.collectives import totals
+from compile_losses.distributed.layout import (
+    assemble,
+    dim_of,
+    is_shard,
+    local,
+    mesh_of,
+    moved,
+    replicated,
+    summed,
+)
+from compile_losses.distributed.vocabulary import Vocabulary, once_differentiable
+from compile_losses.ops import checks
+from compile_losses.ops.linear.arguments import NAME, has_probabilities
+from compile_losses.ops.linear.row_losses import divisors
+from compile_losses.ops.linear.vocabulary_parallel import gradient, parts
+
+NONE, MEAN, SUM = (checks.REDUCTIONS[name] for name in ("none", "mean", "sum"))
+
+
+class _Layout:
+    """Where the shards of hidden, the weight of the layer, and target are brought to.
+
+    A dimension of the mesh shards the classes where it shards linear_weight; hidden and target are
+    then gathered along it (the gradient of a hidden that was sharded is reduced and scattered).
+    Elsewhere it may shard the rows, and target follows hidden.
+    """
+
+    def __init__(self, hidden: Any, linear_weight: Any, target: Any) -> None:
+        self.mesh_dims: list[int] = []
+        self.classes: int | None = None
+        found: list[tuple[Placement, ...]] = []
+        features = hidden.dim() - 1
+        for i, (of_hidden, of_weight, of_target) in enumerate(
+            zip(hidden.placements, linear_weight.placements, target.placements, strict=True)
+        ):
+            if is_shard(of_weight):
+                if self.classes is not None or of_weight != Shard(0):
+                    raise RuntimeError(
+                        f"{NAME}: expected linear_weight to be sharded by Shard(0) along one "
+                        f"dimension of the mesh, got {linear_weight.placements}. Redistribute it "
+                        "first, or unshard the layer (fully_shard's unshard()) around the loss"
+                    )
+                self.classes = i
+                found.append((Replicate(), Shard(0), Replicate()))
+                continue
+            rows: Placement = Replicate()
+            if is_shard(of_hidden) and dim_of(of_hidden) != features:
+                rows = of_hidden
+            elif of_hidden.is_partial() and is_shard(of_target):
+                rows = of_target
+            if is_shard(rows):
+                self.mesh_dims.append(i)
+                rows = moved(rows, dim_of(rows))
+            found.append((rows, Replicate(), rows))
+        self.hidden, self.weight, self.target = (tuple(p) for p in zip(*found, strict=True))
+
+
+class _VocabularyParallel(torch.autograd.Function):
+    """Cross entropy (reduction none or sum), squared logsumexp (likewise) and the total weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        target: Tensor,
+        weight: Tensor | None,
+        vocabulary: Vocabulary,
+        reduction: int,
+        ignore_index: int,
+        label_smoothing: float,
+        softcap: float | None,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        shard = (vocabulary.first_class(linear_weight.shape[0]), vocabulary.classes)
+        own = parts(
+            input, linear_weight, target, linear_bias, weight, *shard, ignore_index,
+            label_smoothing, softcap,
+        )  # fmt: skip
+        options = (ignore_index, label_smoothing, dtype)
+        loss, stats, total_weight = vocabulary.merged(own, target, weight, reduction, options)
+        squares = torch.where(target != ignore_index, stats.sum(1).square(), 0)
+        ctx.save_for_backward(input, linear_weight, linear_bias, target, weight, stats)
+        ctx.arguments = (*shard, reduction, ignore_index, label_smoothing, softcap)
+        ctx.mark_non_differentiable(total_weight)
+        ctx.set_materialize_grads(False)
+        return loss, squares if reduction == NONE else squares.sum(), total_weight
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, grad_squares: Tensor | None, _: Any) -> Any:
+        input, linear_weight, linear_bias, target, weight, stats = ctx.saved_tensors
+        _, _, reduction, *_ = ctx.arguments
+        if grad_output is None:
+            zero = stats.new_zeros(())
+            grad_output = zero if reduction != NONE else torch.zeros_like(target, dtype=zero.dtype)
+        needs = ctx.needs_input_grad[:3]
+        with torch.no_grad():
+            gradients = gradient(
+                grad_output, grad_squares, input, linear_weight, target, linear_bias, weight, stats,
+                *ctx.arguments, *needs,
+            )  # fmt: skip
+        found = (
+            once_differentiable(g, input, linear_weight, grad_output) if needed else None
+            for g, needed in zip(gradients, needs, strict=True)
+        )
+        return *found, *(None for _ in range(8))
+
+
+def linear_cross_entropy(
+    whole: Callable[..., Tensor],
+    input: Any,
+    linear_weight: Any,
+    target: Any,
+    linear_bias: Any,
+    weight: Any,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Of DTensors; see _Layout for their placements.
+
+    Args:
+        whole: the public op, for local tensors where no rank has but a part of the classes.
+    """
+    named = {"input": input, "linear_weight": linear_weight, "target": target}
+    mesh = mesh_of(NAME, **named, linear_bias=linear_bias, weight=weight)
+    if linear_weight.dim() > 2 or has_probabilities(input, linear_weight, target):
+        raise RuntimeError(
+            f"{NAME}: class probabilities and K-dimensional classes are computed over all logits, "
+            "for which there is no sharded form: give cross_entropy the output of linear"
+        )
+    layout = _Layout(input, linear_weight, target)
+    classes, shape = linear_weight.shape[0], target.shape
+    along = [] if layout.classes is None else [layout.classes]
+    hidden = local(input, layout.hidden, along)
+    rows = local(target, layout.target)
+    layer = local(linear_weight, layout.weight, layout.mesh_dims)
+    bias = local(linear_bias, layout.weight, layout.mesh_dims)
+    weights = local(weight, replicated(mesh))
+    wide = torch.promote_types(dtype, checks.accumulation_type(input.dtype))
+    # What a weighted mean divides by is not what the mean of the z-loss does.
+    apart = reduction == MEAN and z_loss != 0 and weights is not None
+    inner = NONE if reduction == NONE else SUM
+    inner_dtype = wide if reduction == MEAN or z_loss != 0 else dtype
+    squares: Tensor | None = None
+    if layout.classes is not None or apart:
+        vocabulary = Vocabulary(mesh, layout.classes, classes)
+        loss, squares, _ = _VocabularyParallel.apply(
+            hidden.reshape(-1, hidden.shape[-1]), layer, bias, rows.reshape(-1).to(torch.int64),
+            weights, vocabulary, inner, ignore_index, label_smoothing, softcap, inner_dtype,
+        )  # fmt: skip
+        loss = loss.reshape(rows.shape) if inner == NONE else loss
+        if not apart and z_loss != 0:
+            assert squares is not None
+            loss = loss + z_loss * squares.reshape(loss.shape)
+    else:
+        loss = whole(
+            hidden, layer, rows, linear_bias=bias,
+            weight=None if weights is None else weights.to(inner_dtype), reduction=inner,
+            ignore_index=ignore_index, label_smoothing=label_smoothing, softcap=softcap,
+            z_loss=z_loss, dtype=inner_dtype,
+        )  # fmt: skip
+    if reduction == NONE:
+        return assemble(loss.to(dtype), mesh, layout.target, shape)
+    if reduction == SUM:
+        return assemble(loss.to(dtype), mesh, summed(mesh, layout.mesh_dims), torch.Size())
+    total_weight, count = divisors(rows, weights, ignore_index, wide)
+    if not apart:
+        loss, total_weight = totals([loss, total_weight], mesh, layout.mesh_dims)
+        return assemble((loss / total_weight).to(dtype), mesh, replicated(mesh), torch.Size())
+    assert squares is not None
+    loss, squares, total_weight, count = totals(
+        [loss, squares, total_weight, count], mesh, layout.mesh_dims
+    )
+    mean = loss / total_weight + z_loss * squares / count
+    return assemble(mean.to(dtype), mesh, replicated(mesh), torch.Size())

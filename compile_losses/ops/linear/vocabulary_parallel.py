@@ -1,0 +1,179 @@
+"""Linear cross entropy of a shard of the classes: linear_weight [shard's classes, hidden].
+
+``fused::vocabulary_parallel_linear_parts`` are the parts of ``vocabulary_parallel``, of all chunks
+of rows, so that one collective is enough whatever their number. For the gradient,
+``fused::vocabulary_parallel_linear_gradient`` computes the logits again: it needs the statistics of
+all shards, and no rank holds more than a chunk of rows of its own logits. Four matrix products in
+all, against three of a whole linear_weight.
+
+Input is [rows, hidden] and target [rows], those of all shards; weight is of all classes. Input's
+gradient is this shard's part of it. grad_output is one number (reduction sum) or one for each row
+(none), and so is grad_squares, for the squared logsumexp of a z-loss, if there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from compile_losses import library
+from compile_losses.ops import checks, vocabulary_parallel
+from compile_losses.ops.linear.chunk_size import chunk_rows
+from compile_losses.ops.linear.reference import autocast_off
+from compile_losses.ops.linear.row_chunks import WeightGradient, chunks_of_logits
+from compile_losses.ops.linear.row_losses import capped
+
+ARGUMENTS = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight"
+OPTIONS = f"{vocabulary_parallel.OPTIONS}, float? softcap"
+
+aten = torch.ops.aten
+
+parts = library.define(
+    f"vocabulary_parallel_linear_parts({ARGUMENTS}, {vocabulary_parallel.SHARD}, {OPTIONS}) "
+    "-> Tensor"
+)
+gradient = library.define(
+    f"vocabulary_parallel_linear_gradient(Tensor grad_output, Tensor? grad_squares, {ARGUMENTS}, "
+    f"Tensor stats, {vocabulary_parallel.SHARD}, int reduction, {OPTIONS}, bool needs_grad_input, "
+    "bool needs_grad_linear_weight, bool needs_grad_linear_bias) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _chunks(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    buffers: int,
+    *,
+    sums_weight: bool = False,
+) -> tuple[int, Iterator[tuple[slice, Tensor, Tensor]]]:
+    chunk = chunk_rows(
+        len(input), input.shape[1], len(linear_weight), input.dtype,
+        buffers=buffers, sums_weight=sums_weight,
+    )  # fmt: skip
+    return chunk, chunks_of_logits(input, linear_weight, linear_bias, chunk)
+
+
+def parts_kernel(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    first_class: int,
+    classes: int,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+) -> Tensor:
+    with autocast_off(input):
+        _, chunks = _chunks(input, linear_weight, linear_bias, 1)
+        found = [input.new_empty((0, 4 if label_smoothing > 0 else 3), dtype=_wide(input))]
+        for rows, _, logits in chunks:
+            if softcap is not None:
+                logits = capped(logits, softcap)
+            found.append(
+                vocabulary_parallel.parts(
+                    logits,
+                    target[rows],
+                    weight,
+                    first_class,
+                    classes,
+                    ignore_index,
+                    label_smoothing,
+                )
+            )
+        return torch.cat(found)
+
+
+def gradient_kernel(
+    grad_output: Tensor,
+    grad_squares: Tensor | None,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    stats: Tensor,
+    first_class: int,
+    classes: int,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    needs_grad_input: bool,
+    needs_grad_linear_weight: bool,
+    needs_grad_linear_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    by_row = reduction == checks.REDUCTIONS["none"]
+    if grad_squares is not None:
+        grad_squares = grad_squares.expand(len(input))
+    buffers = 2 + (softcap is not None) + (grad_squares is not None)
+    with autocast_off(input):
+        chunk, chunks = _chunks(
+            input, linear_weight, linear_bias, buffers, sums_weight=needs_grad_linear_weight
+        )
+        grad_input = input.new_empty(input.shape if needs_grad_input else 0)
+        grad_weight = None
+        if needs_grad_linear_weight:
+            grad_weight = WeightGradient(linear_weight, len(input), chunk)
+        size = len(linear_weight) if needs_grad_linear_bias else 0
+        grad_bias = linear_weight.new_zeros(size, dtype=_wide(input))
+        for rows, inputs, logits in chunks:
+            tanh = None
+            if softcap is not None:
+                tanh = logits.div_(softcap).tanh_()
+                logits = tanh * softcap
+            of_logits = vocabulary_parallel.gradient(
+                grad_output[rows] if by_row else grad_output, logits, target[rows], weight,
+                stats[rows], first_class, classes, reduction, ignore_index, label_smoothing,
+            )  # fmt: skip
+            if grad_squares is not None:
+                largest, log_sum = stats[rows].split(1, 1)
+                softmax = logits.sub(largest).sub_(log_sum).exp_()
+                factor = 2 * (largest + log_sum) * grad_squares[rows].unsqueeze(1)
+                kept = (target[rows] != ignore_index).unsqueeze(1)
+                of_logits += softmax.mul_(torch.where(kept, factor, 0)).to(of_logits.dtype)
+            if tanh is not None:
+                aten.tanh_backward.grad_input(of_logits, tanh, grad_input=of_logits)
+            if needs_grad_input:
+                torch.mm(of_logits, linear_weight, out=grad_input[rows])
+            if grad_weight is not None:
+                grad_weight.add(rows, of_logits, inputs)
+            if needs_grad_linear_bias:
+                grad_bias += of_logits.sum(0)
+        total = input.new_empty(0) if grad_weight is None else grad_weight.result()
+        return grad_input, total, grad_bias.to(linear_weight.dtype)
+
+
+def _wide(input: Tensor) -> torch.dtype:
+    return checks.accumulation_type(input.dtype)
+
+
+def parts_fake(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *rest: int | float | Tensor | None
+) -> Tensor:
+    label_smoothing = rest[5]
+    assert isinstance(label_smoothing, float)
+    return input.new_empty((len(input), 4 if label_smoothing > 0 else 3), dtype=_wide(input))
+
+
+def gradient_fake(
+    grad_output: Tensor, grad_squares: Tensor | None, input: Tensor, *rest: Tensor
+) -> tuple[Tensor, ...]:
+    linear_weight = rest[0]
+    shapes = (input.shape, linear_weight.shape, linear_weight.shape[:1])
+    return tuple(
+        input.new_empty(shape if needed else 0)
+        for shape, needed in zip(shapes, rest[-3:], strict=True)
+    )
+
+
+library.implement(parts, parts_kernel, "CompositeExplicitAutograd")
+library.implement(gradient, gradient_kernel, "CompositeExplicitAutograd")
+library.register_fake(parts, parts_fake)
+library.register_fake(gradient, gradient_fake)
+library.register_not_differentiable(parts)
+library.register_not_differentiable(gradient)

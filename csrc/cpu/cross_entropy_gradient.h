@@ -1,0 +1,130 @@
+// The gradient of cross entropy on the CPU, from each row's statistics: by rows and by columns, as
+// cross_entropy.cpp describes them. Probabilities are never written to memory. In place: grad_input
+// may be the buffer of input, in the same layout; a tile, or a class of a block of rows, is read
+// before it is written.
+#pragma once
+
+#include "../losses/cross_entropy.h"
+#include "class_targets.h"
+
+namespace fused::cpu {
+
+constexpr int64_t kTile = 1024;
+constexpr int64_t kLanes = 64;  // rows of a block in the column path
+
+template <typename acc_t>
+acc_t weight_sum(const CrossEntropyArgs& args) {
+  return args.weight_sum ? *static_cast<const acc_t*>(args.weight_sum)
+                         : static_cast<acc_t>(args.classes);
+}
+
+template <typename acc_t>
+acc_t logit_at(const CrossEntropyArgs& args, int64_t offset, int64_t col) {
+  acc_t value;
+  load(args.input, args.dtype, offset + col * args.input_layout.col_stride, 1, 1, &value);
+  return value;
+}
+
+// A view of count logits as acc_t: in place when they already are, else converted into buffer.
+template <typename acc_t>
+const acc_t* read_tile(const CrossEntropyArgs& args, int64_t offset, int64_t stride, int64_t count,
+                       acc_t* buffer) {
+  if (args.dtype == dtype_of<acc_t>() && stride == 1)
+    return static_cast<const acc_t*>(args.input) + offset;
+  load(args.input, args.dtype, offset, stride, count, buffer);
+  return buffer;
+}
+
+template <typename acc_t>
+struct RowGradient {
+  CrossEntropyRow<acc_t> summary;
+  CrossEntropyGradient<acc_t> coefficient;
+  int64_t target;
+
+  RowGradient(const CrossEntropyArgs& args, int64_t row, acc_t total_weight)
+      : RowGradient(args, row, RowTarget<acc_t>(args, row), total_weight) {}
+
+ private:
+  RowGradient(const CrossEntropyArgs& args, int64_t row, const RowTarget<acc_t>& row_target,
+              acc_t total_weight)
+      : summary{static_cast<const acc_t*>(args.stats)[2 * row],
+                static_cast<const acc_t*>(args.stats)[2 * row + 1]},
+        coefficient(row_scale(args, row, row_target, total_weight), row_target.weight,
+                    static_cast<acc_t>(args.label_smoothing), weight_sum<acc_t>(args),
+                    static_cast<acc_t>(args.classes)),
+        target(row_target.index) {}
+};
+
+template <typename acc_t>
+void gradient_row(const CrossEntropyArgs& args, int64_t row, acc_t total_weight) {
+  alignas(64) acc_t buffer[kTile], out[kTile];
+  const RowGradient<acc_t> gradient(args, row, total_weight);
+  const int64_t offset = row_offset(args.input_layout, row);
+  const int64_t grad_offset = row_offset(args.grad_layout, row);
+  const int64_t stride = args.input_layout.col_stride, grad_stride = args.grad_layout.col_stride;
+  const acc_t* weight = class_weights<acc_t>(args);
+  const acc_t probability = gradient.coefficient.probability;
+  const acc_t uniform = gradient.coefficient.uniform;
+  const bool direct = args.dtype == dtype_of<acc_t>() && grad_stride == 1;
+
+  for (int64_t first = 0; first < args.cols; first += kTile) {
+    const int64_t count = std::min(kTile, args.cols - first);
+    const acc_t* x = read_tile(args, offset + first * stride, stride, count, buffer);
+    const int64_t begin = grad_offset + first * grad_stride;
+    acc_t* g = direct ? static_cast<acc_t*>(args.grad_input) + begin : out;
+    if (weight && uniform != acc_t(0)) {
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i)
+        g[i] = probability * gradient.summary.probability(x[i]) - uniform * weight[first + i];
+    } else {
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i)
+        g[i] = probability * gradient.summary.probability(x[i]) - uniform;
+    }
+    const int64_t picked = gradient.target - first;
+    if (picked >= 0 && picked < count) g[picked] -= gradient.coefficient.target;
+    if (!direct) store(args.grad_input, args.dtype, begin, grad_stride, count, out);
+  }
+}
+
+// The column path: rows [row, row + lanes) lie side by side.
+template <typename acc_t>
+void gradient_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes, acc_t total_weight) {
+  alignas(64) acc_t buffer[kLanes], out[kLanes];
+  alignas(64) acc_t largest[kLanes], log_sum[kLanes], probability[kLanes], uniform[kLanes];
+  acc_t picked[kLanes];
+  int64_t targets[kLanes];
+  for (int64_t i = 0; i < lanes; ++i) {
+    const RowGradient<acc_t> gradient(args, row + i, total_weight);
+    largest[i] = gradient.summary.largest;
+    log_sum[i] = gradient.summary.log_sum;
+    probability[i] = gradient.coefficient.probability;
+    uniform[i] = gradient.coefficient.uniform;
+    picked[i] = gradient.coefficient.target;
+    targets[i] = gradient.target;
+  }
+  const int64_t offset = row_offset(args.input_layout, row);
+  const int64_t grad_offset = row_offset(args.grad_layout, row);
+  const int64_t grad_row_stride = args.grad_layout.strides[0];
+  const acc_t* weight = class_weights<acc_t>(args);
+  for (int64_t col = 0; col < args.cols; ++col) {
+    const acc_t* x = read_tile(args, offset + col * args.input_layout.col_stride, 1, lanes, buffer);
+    const acc_t w = weight ? weight[col] : acc_t(1);
+#pragma omp simd
+    for (int64_t i = 0; i < lanes; ++i)
+      out[i] = probability[i] * math::exp((x[i] - largest[i]) - log_sum[i]) - uniform[i] * w;
+    for (int64_t i = 0; i < lanes; ++i) out[i] -= targets[i] == col ? picked[i] : acc_t(0);
+    store(args.grad_input, args.dtype, grad_offset + col * args.grad_layout.col_stride,
+          grad_row_stride, lanes, out);
+  }
+}
+
+template <typename acc_t>
+void gradients(const CrossEntropyArgs& args, acc_t total_weight) {
+  for_each_block(args.input_layout, args.rows, args.cols, kLanes, [&](int64_t row, int64_t lanes) {
+    if (lanes > 0) return gradient_lanes<acc_t>(args, row, lanes, total_weight);
+    gradient_row<acc_t>(args, row, total_weight);
+  });
+}
+
+}  // namespace fused::cpu

@@ -1,0 +1,209 @@
+"""What two processes that communicate through gloo compute, compared with one process.
+
+Run by tests/distributed/test_processes.py. A rank reports each check in a file: gloo sometimes ends
+a process abruptly when all of them are through.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import compile_losses.functional as fused
+from compile_losses.distributed.data_parallel import global_mean
+
+WORLD = 2
+ROWS, CLASSES, HIDDEN = 7, 11, 6
+
+
+def rand(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def labels():
+    target = torch.randint(CLASSES, (ROWS,), generator=torch.Generator().manual_seed(1))
+    target[:4] = -100  # all of rank 0's, where rows are sharded
+    return target
+
+
+def same(ours, exact, tolerance=1e-12):
+    ours = ours.full_tensor() if isinstance(ours, DTensor) else ours
+    assert (ours - exact).abs().max() <= tolerance, (ours - exact).abs().max()
+
+
+def agree(loss, tensors, layouts, function=None):
+    """A loss of DTensors and its gradients, and those of plain tensors."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    plain = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
+    expected = loss(*plain)
+    expected.sum().backward()
+    sharded = [
+        distribute_tensor(t, mesh, [layout]) for t, layout in zip(tensors, layouts, strict=True)
+    ]
+    for tensor in sharded:
+        tensor.requires_grad_(tensor.is_floating_point())
+    ours = (function or loss)(*sharded)
+    assert isinstance(ours, DTensor)
+    ours.backward(distribute_tensor(torch.ones_like(expected), mesh, [Replicate()]))
+    same(ours, expected)
+    for a, b in zip(sharded, plain, strict=True):
+        if b.grad is not None:
+            same(a.grad, b.grad)
+
+
+def check_cross_entropy():
+    for layouts in ([Shard(1), Replicate()], [Shard(0), Shard(0)], [Replicate(), Replicate()]):
+        for reduction in ("none", "mean", "sum"):
+            for smoothing in (0.0, 0.1):
+                agree(
+                    lambda x, t, r=reduction, s=smoothing: fused.cross_entropy(
+                        x, t, reduction=r, label_smoothing=s
+                    ),
+                    [rand(ROWS, CLASSES), labels()],
+                    layouts,
+                )
+
+
+def check_linear():
+    tensors = [rand(ROWS, HIDDEN), rand(CLASSES, HIDDEN, seed=2), labels()]
+    rows, whole = Shard(0), Replicate()
+    for layouts in ([whole, rows, whole], [rows, rows, rows], [rows, whole, rows]):
+        for reduction in ("none", "mean", "sum"):
+            agree(
+                lambda h, w, t, r=reduction: fused.linear_cross_entropy(
+                    h, w, t, reduction=r, z_loss=0.01, softcap=4.0
+                ),
+                tensors,
+                layouts,
+            )
+
+
+def check_elementwise():
+    """Torch's own gradient is as many times too large as there are ranks."""
+    for reduction in ("none", "mean", "sum"):
+        agree(
+            lambda a, b, r=reduction: fused.mse_loss(a, b, reduction=r),
+            [rand(ROWS, 3), rand(ROWS, 3, seed=1)],
+            [Shard(0), Shard(0)],
+        )
+
+
+def check_compiled():
+    """Torch's own functions, rewritten and run by Inductor, and ours where torch refuses."""
+
+    def step(h, w, t):
+        return F.cross_entropy(F.linear(h, w), t, label_smoothing=0.1)
+
+    def without_smoothing(h, w, t):  # of sharded rows torch 2.11 refuses it
+        return F.cross_entropy(F.linear(h, w), t)
+
+    def ours(h, w, t):
+        return fused.cross_entropy(F.linear(h, w), t, label_smoothing=0.1)
+
+    hidden, head, target = rand(ROWS, HIDDEN), rand(CLASSES, HIDDEN, seed=2), labels()
+    rows, whole = Shard(0), Replicate()
+    even = [hidden[1:], head, target[1:]]
+    for tensors, layouts, exact, function in (
+        ([hidden, head, target], [whole, rows, whole], step, step),
+        (even, [rows, whole, rows], without_smoothing, without_smoothing),
+        ([hidden, head, target], [rows, whole, rows], step, ours),
+    ):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="compile_losses", fullgraph=True)
+        agree(exact, tensors, layouts, compiled)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(HIDDEN, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.first(x).tanh())
+
+
+def model():
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def mean_of_tokens(logits, target, group=None):
+    total = F.cross_entropy(logits, target, reduction="sum")
+    return global_mean(total, (target != -100).sum(), group)
+
+
+def data_parallel(wrapped, group=None, criterion=mean_of_tokens):
+    """One step on a rank's own rows, and on all rows in one process."""
+    alone, x, target = model(), rand(ROWS, HIDDEN), labels()
+    expected = F.cross_entropy(alone(x), target)
+    expected.backward()
+    rank = dist.get_rank()
+    mine = slice(0, 5) if rank == 0 else slice(5, ROWS)
+    loss = criterion(wrapped(x[mine]), target[mine], group)
+    loss.backward()
+    same(loss.detach(), expected)
+    inner = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
+    for ours, exact in zip(inner.parameters(), alone.parameters(), strict=True):
+        same(ours.grad, exact.grad)
+
+
+def check_ddp():
+    data_parallel(DistributedDataParallel(model()))
+
+
+def check_compiled_ddp():
+    compiled = torch.compile(mean_of_tokens, backend="compile_losses", fullgraph=True)
+    data_parallel(DistributedDataParallel(model()), criterion=compiled)
+
+
+def check_fsdp2():
+    sharded = model()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for layer in (sharded.first, sharded.head):
+        fully_shard(layer, mesh=mesh)
+    data_parallel(fully_shard(sharded, mesh=mesh))
+
+
+def check_hsdp():
+    for shape in ((2, 1), (1, 2)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        data_parallel(fully_shard(model(), mesh=mesh), mesh)
+
+
+CHECKS = [name.removeprefix("check_") for name in list(globals()) if name.startswith("check_")]
+
+
+def main(rank: int, folder: Path) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=300),
+    )
+    for name in CHECKS:
+        try:
+            globals()[f"check_{name}"]()
+            found = "passed"
+        except Exception:
+            found = traceback.format_exc()
+        (folder / f"{name}.{rank}").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,183 @@
+"""Losses of DTensors in compiled functions: what is rewritten, and what is communicated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import compile_losses
+from compile_losses.ops.linear import chunk_size
+from tests.distributed.world import (
+    FLATTENS,
+    NO_FLATTENING,
+    WORLD,
+    Collectives,
+    distribute,
+    mesh_for,
+)
+
+ROWS, CLASSES, HIDDEN = 8, 12, 6
+
+
+def arguments(layouts, *shapes):
+    mesh = init_device_mesh("cpu", mesh_for(layouts[0]))
+    tensors = []
+    for layout, shape in zip(layouts, shapes, strict=True):
+        if len(shape) == 1:
+            tensors.append(distribute(torch.randint(CLASSES, shape), mesh, layout))
+        else:
+            tensors.append(distribute(torch.randn(shape), mesh, layout).requires_grad_())
+    return tensors
+
+
+def compiled(function, tensors, **options):
+    """The report, and the calls in the forward and in the backward graph."""
+    graphs, reports = [], []
+
+    def keep(graph, _):
+        graphs.append([n for n in graph.graph.nodes if n.op == "call_function"])
+        return make_boxed_func(graph.forward)
+
+    inner = aot_autograd(
+        fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+    )
+
+    def backend(graph, inputs):
+        reports.append(compile_losses.rewrite(graph).meta["compile_losses"])
+        return inner(graph, inputs)
+
+    torch._dynamo.reset()
+    loss = torch.compile(function, backend=backend, fullgraph=True, **options)(*tensors)
+    mesh = tensors[0].device_mesh
+    loss.backward(distribute_tensor(torch.ones(loss.shape), mesh, [Replicate()] * mesh.ndim))
+    (report,) = reports
+    return report, graphs
+
+
+def collectives_of(graph):
+    found = []
+    for node in graph:
+        if isinstance(node.target, torch._ops.OpOverload):
+            namespace, _, name = node.target._schema.name.partition("::")
+            if namespace == "_c10d_functional" and name not in Collectives.FREE:
+                found.append((name, node.args[0].meta["val"].numel()))
+    return found
+
+
+fused = torch.ops.fused
+#: The function; where its arguments lie; their shapes; the op, called alone.
+CASES = {
+    "sharded classes": (F.cross_entropy, "1 R", "LT", fused.cross_entropy),
+    "sharded rows": (F.cross_entropy, "0 0", "LT", fused.cross_entropy),
+    "both": (F.cross_entropy, "01 0R", "LT", fused.cross_entropy),
+    "uneven classes": (F.cross_entropy, "1 R", "UT", fused.cross_entropy),
+    "elements": (F.mse_loss, "0 0", "LL", fused.mse_loss),
+    "sequences": (
+        lambda x, t: F.cross_entropy(x.flatten(0, 1), t),
+        "1 R",
+        "ST",
+        lambda x, t: fused.cross_entropy(x.flatten(0, 1), t),
+    ),
+    "written out": (
+        lambda x, t: -x.log_softmax(1).gather(1, t.unsqueeze(1)).mean(),
+        "0 0",
+        "LT",
+        fused.cross_entropy,
+    ),
+    "a linear layer": (
+        lambda h, w, t: F.cross_entropy(F.linear(h, w).float(), t),
+        "R 0 R",
+        "HWT",
+        fused.linear_cross_entropy,
+    ),
+    "a linear layer of a sharded batch": (
+        lambda h, w, t: F.cross_entropy(F.linear(h, w), t),
+        "0 R 0",
+        "HWT",
+        fused.linear_cross_entropy,
+    ),
+}
+SHAPES = {
+    "L": (ROWS, CLASSES),
+    "U": (ROWS, CLASSES + 1),
+    "S": (2, ROWS // 2, CLASSES),
+    "T": (ROWS,),
+    "H": (ROWS, HIDDEN),
+    "W": (CLASSES, HIDDEN),
+}
+#: DTensors of symbolic sizes can't be flattened; whether a linear layer pays needs its sizes.
+STATIC = ("sequences", "a linear layer", "a linear layer of a sharded batch")
+
+
+@pytest.mark.parametrize(
+    ("case", "dynamic"),
+    [(case, dynamic) for case in CASES for dynamic in (False, True)[: 2 - (case in STATIC)]],
+)
+def test_as_much_communication_as_in_eager_mode(case, dynamic, monkeypatch):
+    if case == "sequences" and not FLATTENS:
+        pytest.skip(NO_FLATTENING)
+    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 1)
+    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+    function, layouts, shapes, alone = CASES[case]
+    tensors = arguments(layouts.split(), *(SHAPES[shape] for shape in shapes))
+    report, (forward, backward) = compiled(function, tensors, dynamic=dynamic)
+    assert [site.status for site in report.sites] == ["rewritten"], report
+    assert ("linear" in case) == (report.sites[0].op == "linear_cross_entropy")
+
+    for tensor in tensors:
+        tensor.grad = None
+    with Collectives() as eager:
+        loss = alone(*tensors)
+    mesh = tensors[0].device_mesh
+    grad = distribute_tensor(torch.ones(()), mesh, [Replicate()] * mesh.ndim)
+    with Collectives() as eager_backward:
+        loss.backward(grad)
+    assert len(collectives_of(forward)) == len(eager.calls)
+    if not dynamic:
+        assert collectives_of(forward) == eager.calls
+    assert collectives_of(backward) == eager_backward.calls
+
+
+def test_the_gradient_of_sharded_rows_is_hoisted():
+    """The lower passes see a rank's own part of the loss, and treat it like any other."""
+    tensors = arguments(("0", "R", "0"), (ROWS, HIDDEN), (CLASSES, HIDDEN), (ROWS,))
+    report = compile_losses.explain(lambda h, w, t: F.cross_entropy(h @ w.t(), t), *tensors)
+    (site,) = report.sites
+    assert site.status == "rewritten"
+    assert "hoisted" in site.plan
+    assert "in place" in site.plan
+
+
+def test_a_rank_s_part_of_the_loss_is_left_to_torch():
+    """Ours is placed otherwise: replicated, where torch's is an average of parts."""
+    tensors = arguments(("0", "0"), (ROWS, CLASSES), (ROWS,))
+    report = compile_losses.explain(lambda x, t: F.cross_entropy(x, t).to_local(), *tensors)
+    (site,) = report.sites
+    assert site.status == "declined"
+    assert "a rank's part of it is read" in site.reason
+
+
+def test_what_has_no_sharded_form_is_left_to_torch():
+    tensors = arguments(("1", "1"), (ROWS, CLASSES), (ROWS, CLASSES))
+    report = compile_losses.explain(lambda x, q: F.cross_entropy(x, q.softmax(1)), *tensors)
+    (site,) = report.sites
+    assert site.status == "declined"
+    assert "no sharded form" in site.reason
+
+
+def test_ranks_share_no_compiled_graphs():
+    """A graph of sharded classes holds where a rank's shard begins, which torch's keys do not."""
+    keys = []
+    for rank in range(2):
+        dist.destroy_process_group()
+        dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
+        with compile_losses.enable():
+            keys.append(torch._inductor.config.joint_custom_pre_pass.uuid())
+    assert keys[0] != keys[1]
