@@ -62,26 +62,22 @@ __device__ __forceinline__ void add_classes(const RowPairArgs& args, const Loss&
   state.cross += static_cast<double>(cross);
 }
 
-// The state of all classes of a warp's lanes, in each of them.
+// The state of all classes of a warp's lanes, in each of them. The lanes first agree on what their
+// sums are relative to, so that each rescales them once, and then only add.
 template <typename Loss, typename State = typename Loss::State>
 __device__ __forceinline__ void combine_warp(const Loss& loss, State& state) {
-#pragma unroll
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-    State other;
-    other.largest_input = __shfl_xor_sync(~0u, state.largest_input, distance);
-    other.largest_target = __shfl_xor_sync(~0u, state.largest_target, distance);
-    other.pivot = __shfl_xor_sync(~0u, state.pivot, distance);
-    other.exponentials = __shfl_xor_sync(~0u, state.exponentials, distance);
-    other.mass = __shfl_xor_sync(~0u, state.mass, distance);
-    other.cross = __shfl_xor_sync(~0u, state.cross, distance);
-    // In the same order in both lanes, so that both have the same bits.
-    if (threadIdx.x & distance) {
-      const State own = state;
-      state = other;
-      other = own;
-    }
-    state.merge(other, loss.inverse_temperature);
+  const auto largest = group_max(state.largest_input);
+  auto largest_target = state.largest_target;
+  auto pivot = state.pivot;
+  if constexpr (State::kHasTargetLogits) {
+    largest_target = group_max(largest_target);
+    const unsigned found = __ballot_sync(~0u, state.largest_target == largest_target);
+    pivot = __shfl_sync(~0u, pivot, __ffs(found) - 1);
   }
+  state.align(largest, largest_target, pivot, loss.inverse_temperature);
+  state.exponentials = group_sum(state.exponentials);
+  state.mass = group_sum(state.mass);
+  state.cross = group_sum(state.cross);
 }
 
 // The state of a block of whole warps, in every thread. scratch: [kWarp] in shared memory, free

@@ -77,19 +77,35 @@ struct RowPairState {
     pivot = next_pivot;
   }
 
-  // The sums of other classes.
-  FUSED_HOST_DEVICE void merge(RowPairState other, acc_t inverse_temperature) {
-    raise_input(other.largest_input, inverse_temperature);
-    other.raise_input(largest_input, inverse_temperature);
+  // Makes the sums relative to origins and a pivot that also hold for other classes: those of the
+  // state, or of another one, that has the largest logits.
+  FUSED_HOST_DEVICE void align(acc_t input, acc_t target, acc_t target_pivot,
+                               acc_t inverse_temperature) {
+    raise_input(input, inverse_temperature);
     if constexpr (kTargetLogits) {
-      raise_target(other.largest_target, other.pivot, inverse_temperature);
-      other.raise_target(largest_target, pivot, inverse_temperature);
+      raise_target(target, target_pivot, inverse_temperature);
       // Equally large, but not the same class.
-      other.cross += other.mass * static_cast<double>((pivot - other.pivot) * inverse_temperature);
+      cross += mass * static_cast<double>((target_pivot - pivot) * inverse_temperature);
+      pivot = target_pivot;
     }
+  }
+
+  // Of aligned states.
+  FUSED_HOST_DEVICE void add(const RowPairState& other) {
     exponentials += other.exponentials;
     mass += other.mass;
     cross += other.cross;
+  }
+
+  // The sums of other classes.
+  FUSED_HOST_DEVICE void merge(RowPairState other, acc_t inverse_temperature) {
+    const bool theirs = other.largest_target > largest_target;
+    const acc_t input = other.largest_input > largest_input ? other.largest_input : largest_input;
+    const acc_t target = theirs ? other.largest_target : largest_target;
+    const acc_t target_pivot = theirs ? other.pivot : pivot;
+    align(input, target, target_pivot, inverse_temperature);
+    other.align(input, target, target_pivot, inverse_temperature);
+    add(other);
   }
 
   // With cross over `divisor`.
