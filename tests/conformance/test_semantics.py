@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compile_losses import functional
-from tests.conformance.compare import Call, assert_same, evaluate, exactly, noise
+from tests.conformance.compare import Call, assert_same, evaluate, evaluate_exactly, noise
 from tests.conformance.test_compile import compiled
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -40,7 +40,7 @@ def check(request, device):
             stock = torch.compile(call.theirs, backend="aot_eager", fullgraph=True)
             assert evaluate(stock, call, requires).error is not None, str(call)
             return None
-        exact = evaluate(call.theirs, call.map(exactly), requires)
+        exact = evaluate_exactly(call, requires)
         try:
             assert_same(call, ours, theirs, exact)
         except AssertionError:
