@@ -320,7 +320,8 @@ def test_create_graph_is_stock():
         with pytest.raises(RuntimeError) as error:
             penalty(torch.compile(F.mse_loss, backend=name))
         errors.append(str(error.value)[:80])
-    assert errors[0] == errors[1]
+    if torch.__version__ >= (2, 12):  # before, stock's graph saves a constant, and says so
+        assert errors[0] == errors[1]
 
 
 def test_stale_formula_misses_the_cache(monkeypatch, tmp_path):

@@ -89,8 +89,7 @@ void add_tile(const RowPairArgs& args, const Loss<acc_t>& loss, RowState<Loss>& 
     double mass = 0, cross = 0;
 #pragma omp simd reduction(+ : exponentials, mass, cross)
     for (int64_t i = 0; i < count; ++i) {
-      const RowPairTerm<acc_t> term =
-          loss.term(x[i] - origin, x[i] - pivot, t[i] - target_origin, weight(i));
+      const auto term = loss.term(x[i] - origin, x[i] - pivot, t[i] - target_origin, weight(i));
       exponentials += term.exponential;
       mass += static_cast<double>(term.mass);
       cross += static_cast<double>(term.cross);

@@ -91,7 +91,7 @@ void forward_lanes(const RowPairArgs& args, const Loss<acc_t>& loss, int64_t row
     const acc_t weight = weight_of<Loss<acc_t>, acc_t>(args, col);
 #pragma omp simd
     for (int64_t i = 0; i < lanes; ++i) {
-      const RowPairTerm<acc_t> term =
+      const auto term =
           loss.term(x[i] - origin[i], x[i] - pivot[i], t[i] - target_origin[i], weight);
       exponentials[i] += term.exponential;
       mass[i] += static_cast<double>(term.mass);

@@ -47,12 +47,14 @@ __device__ __forceinline__ void add_classes(const RowPairArgs& args, const Loss&
   }
   const acc_t origin = state.input_origin(), target_origin = state.target_origin();
   const acc_t* weight = Loss::kWeighted ? static_cast<const acc_t*>(args.weight) : nullptr;
-  acc_t exponentials = 0, mass = 0, cross = 0;
+  // A class by itself is converted anyway: then nothing is lost where its product is double.
+  using sum_t = std::conditional_t<N == 1 && !kHasTargetLogits<Loss>, double, acc_t>;
+  acc_t exponentials = 0;
+  sum_t mass = 0, cross = 0;
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    const RowPairTerm<acc_t> term =
-        loss.term(x[j] - origin, x[j] - state.pivot, t[j] - target_origin,
-                  weight ? weight[col + j] : acc_t(1));
+    const auto term = loss.term(x[j] - origin, sum_t(x[j]) - sum_t(state.pivot),
+                                t[j] - target_origin, weight ? weight[col + j] : acc_t(1));
     exponentials += term.exponential;
     mass += term.mass;
     cross += term.cross;

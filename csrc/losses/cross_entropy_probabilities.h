@@ -6,7 +6,8 @@
 //   dq[c] = (1 - s) w[c] (lse - x[c])
 //   dw[c] = q'[c] (lse - x[c])
 // where lse = largest + log(sum), kept apart (see cross_entropy.h), and p[c] = exp(x[c] - lse).
-// Nothing is assumed of q: it need not add up to 1, nor lie between 0 and 1.
+// Nothing is assumed of q: it need not add up to 1, nor lie between 0 and 1. With masses of either
+// sign, terms and rows cancel: what sums do not round, a row's loss must not either.
 #pragma once
 
 #include "row_pair.h"
@@ -24,25 +25,31 @@ struct CrossEntropyProbabilities {
       : kept(static_cast<acc_t>(1 - parameters[0])),
         uniform(static_cast<acc_t>(parameters[0] / parameters[1])) {}
 
-  FUSED_HOST_DEVICE acc_t smoothed(acc_t target) const { return kept * target + uniform; }
-
   using State = RowPairState<acc_t, false>;
 
-  // input: less its origin; below: less the pivot
-  FUSED_HOST_DEVICE RowPairTerm<acc_t> term(acc_t input, acc_t below, acc_t target,
-                                            acc_t weight) const {
-    const acc_t mass = weight * smoothed(target);
+  // input: less its origin; below: less the pivot. sum_t: of mass and cross
+  template <typename sum_t>
+  FUSED_HOST_DEVICE RowPairTerm<acc_t, sum_t> term(acc_t input, sum_t below, acc_t target,
+                                                   acc_t weight) const {
+    const sum_t smoothed = sum_t(kept) * sum_t(target) + sum_t(uniform);
+    const sum_t mass = sum_t(weight) * smoothed;
     return {math::exp(input), mass, mass * -below};
   }
 
+  // Of cross only the loss is made, before anything is rounded: it takes the place of cross, and
+  // what rounding leaves of it that of the pivot.
   template <typename state_t>
   static FUSED_HOST_DEVICE RowPairStatistics<acc_t> finish(const state_t& state) {
-    return state.template statistics<acc_t>(1);
+    auto row = state.template statistics<acc_t>(1);
+    const double loss = state.cross + state.mass * math::log(state.exponentials);
+    row.cross = static_cast<acc_t>(loss);
+    const bool finite = math::absolute(row.cross) < math::kInfinity<acc_t>;
+    row.pivot = finite ? static_cast<acc_t>(loss - static_cast<double>(row.cross)) : acc_t(0);
+    return row;
   }
 
   FUSED_HOST_DEVICE double value(const RowPairStatistics<acc_t>& row) const {
-    return static_cast<double>(row.cross) +
-           static_cast<double>(row.mass) * math::log(static_cast<double>(row.exponentials));
+    return static_cast<double>(row.cross) + static_cast<double>(row.pivot);
   }
 
   // The gradients of one row; scale: grad_output over the reduction's divisor.

@@ -18,9 +18,10 @@
 namespace fused {
 
 // One class's share of the sums.
-template <typename acc_t>
+template <typename acc_t, typename sum_t>
 struct RowPairTerm {
-  acc_t exponential, mass, cross;
+  acc_t exponential;
+  sum_t mass, cross;
 };
 
 // What a loss and its gradients are made of. Sums, not their logarithms: the rounding of a

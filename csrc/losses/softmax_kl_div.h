@@ -30,8 +30,8 @@ struct SoftmaxKlDiv {
   using State = RowPairState<acc_t, true>;
 
   // input, target: less their origins; below: input less the pivot
-  FUSED_HOST_DEVICE RowPairTerm<acc_t> term(acc_t input, acc_t below, acc_t target,
-                                            acc_t /*weight*/) const {
+  FUSED_HOST_DEVICE RowPairTerm<acc_t, acc_t> term(acc_t input, acc_t below, acc_t target,
+                                                   acc_t /*weight*/) const {
     const acc_t t = target * inverse_temperature;
     const acc_t mass = math::exp(t);
     return {math::exp(input * inverse_temperature), mass,

@@ -18,7 +18,7 @@ from tests.conformance.compare import (
     Call,
     assert_same,
     evaluate,
-    exactly,
+    evaluate_exactly,
     is_floating,
     losses,
 )
@@ -55,7 +55,7 @@ def check(call: Call, function, requires: tuple[str, ...] | None = None) -> None
         assert evaluate(function, call, requires).error is not None or theirs.loss is not None
         ledger.count(call, "errors")
         return
-    exact = evaluate(call.theirs, call.map(exactly), requires)
+    exact = evaluate_exactly(call, requires)
     assert_same(call, evaluate(function, call, requires), theirs, exact)
     ledger.count(call, "compiled")
 

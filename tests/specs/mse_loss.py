@@ -139,7 +139,12 @@ MATCHES = [
     Spelling("root of the mean", lambda a, b: ((a - b) ** 2).mean().sqrt(), pair),
     Spelling("F.mse_loss of float()", lambda a, b: F.mse_loss(a.float(), b.float()), half_pair),
     Spelling("power of float()", lambda a, b: ((a.float() - b.float()) ** 2).mean(), half_pair),
-    Spelling("F.mse_loss of to()", lambda a, b: F.mse_loss(a.to(torch.float32), b), half_pair),
+    Spelling(
+        "F.mse_loss of to()",
+        lambda a, b: F.mse_loss(a.to(torch.float32), b),
+        half_pair,
+        since=(2, 12),  # the gradient of mixed dtypes
+    ),
     Spelling("root without gradients", cut_gradient_of_root, pair),
     Spelling("bfloat16", lambda a, b: ((a - b) ** 2).mean(), half_pair),
 ]

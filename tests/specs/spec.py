@@ -45,6 +45,7 @@ class Spelling:
     inputs: Callable[[], tuple[Any, ...]]
     reason: str = ""  # for near misses: a part of the reason in the report; "" where none is given
     dynamic: bool = True  # for matches: whether it is also rewritten with dynamic=True
+    since: tuple[int, int] = (0, 0)  # the version before which torch itself fails
 
 
 @dataclass

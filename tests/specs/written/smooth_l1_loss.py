@@ -75,7 +75,12 @@ MATCHES = [
     Spelling("difference written twice", difference_written_twice, pair),
     Spelling("Detectron", detectron, pair, dynamic=False),
     Spelling("learned target", where, learned_pair, dynamic=False),
-    Spelling("of float()", lambda a, b: where(a.float(), b.float()), half_pair, dynamic=False),
+    Spelling(
+        "of float()",
+        lambda a, b: where(a.float(), b.float()),
+        half_pair,
+        dynamic=torch.__version__ < (2, 12),
+    ),
     Spelling("none, then mean", lambda a, b: F.smooth_l1_loss(a, b, reduction="none").mean(), pair),
     Spelling("Q-learning", q_learning, pair),
 ]
