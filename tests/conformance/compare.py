@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import functional
-from tests.accuracy import assert_accurate
+from tests.accuracy import ULPS, assert_accurate
 from tests.conformance import ledger
 
 #: linear_cross_entropy has a weight more, and tests of its own.
@@ -99,6 +99,24 @@ def without_cancellation(
     loss = -(1 - target) * F.logsigmoid(-input) - positive * F.logsigmoid(input)
     loss = loss if weight is None else loss * weight
     return loss if reduction == "none" else getattr(loss, reduction)()
+
+
+def added_up(call: Call) -> float:
+    """Of a loss whose terms have either sign, what they add up to without it; else 0.
+
+    OpInfo draws class probabilities below 0. Where terms cancel, the last digits of the largest
+    are all that is left, in torch as here.
+    """
+    target = call.tensors.get("target")
+    if call.loss != "cross_entropy" or not target.is_floating_point() or not (target < 0).any():
+        return 0.0
+    tensors = call.map(exactly).tensors
+    positive = {name: t if name == "input" else t.abs() for name, t in tensors.items()}
+    return F.cross_entropy(**positive, **call.options).max().item()
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    return torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
 
 
 def evaluate_exactly(call: Call, requires: tuple[str, ...] = (), *, second: bool = False) -> Result:
@@ -210,6 +228,10 @@ def assert_same(call: Call, ours: Result, theirs: Result, exact: Result) -> None
             # By grad_output: a sum of gradients, of either sign. As much as torch.testing allows.
             slack = 1e-7 if expected.dtype == torch.float64 else 1e-5
             atol = slack if name.startswith("second") else 0.0
+            if name == "loss":
+                atol = ULPS * torch.finfo(expected.dtype).eps * added_up(call)
+            if name.startswith("second") and same(got, expected):
+                continue  # on CUDA torch has other special values than the float64 reference
             results = (got.detach(), expected.detach(), exact.tensors[name].detach())
             assert_accurate(*results, what, atol)
         else:
