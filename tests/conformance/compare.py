@@ -104,13 +104,14 @@ def without_cancellation(
 def added_up(call: Call) -> float:
     """Of a loss whose terms have either sign, what they add up to without it; else 0.
 
-    OpInfo draws class probabilities below 0. Where terms cancel, the last digits of the largest
-    are all that is left, in torch as here.
+    OpInfo draws class probabilities and weights below 0. Where terms cancel, the last digits of the
+    largest are all that is left, in torch as here.
     """
-    target = call.tensors.get("target")
-    if call.loss != "cross_entropy" or not target.is_floating_point() or not (target < 0).any():
+    if call.loss != "cross_entropy" or not call.tensors["target"].is_floating_point():
         return 0.0
     tensors = call.map(exactly).tensors
+    if not any((tensors[name] < 0).any() for name in ("target", "weight") if name in tensors):
+        return 0.0
     positive = {name: t if name == "input" else t.abs() for name, t in tensors.items()}
     return F.cross_entropy(**positive, **call.options).max().item()
 
