@@ -42,7 +42,7 @@ aten = torch.ops.aten
 _MARGIN = 1.05
 #: What reading an argument across its rows costs a kernel on the CPU, in reads along them.
 _CROSSING = 4
-#: What its arithmetic costs a CUDA kernel that reads logits and probabilities, in reads of both, as
+#: What its arithmetic costs a GPU kernel that reads logits and probabilities, in reads of both, as
 #: long as no gradient is written as well: an H200 took 1.22 times what Inductor did.
 _PAIRED = 1.2
 
@@ -133,8 +133,8 @@ def costs(loss: Loss, feeds: Sequence[Feed], hoisted: bool) -> tuple[Cost, Cost]
     if _crosses_layouts(loss, feeds):
         slower = (_CROSSING - 1) * sum(feed.nbytes for feed in feeds[1:])
         kernel = Cost(kernel.moved + slower, kernel.held)
-    on_cuda = loss.input.meta["val"].device.type == "cuda"
-    if loss.name == "cross_entropy_probabilities" and on_cuda and not gradients:
+    on_gpu = loss.input.meta["val"].device.type != "cpu"
+    if loss.name == "cross_entropy_probabilities" and on_gpu and not gradients:
         kernel = Cost(int(_PAIRED * kernel.moved), kernel.held)
     return kernel, inline_cost(feeds, gradients, _forward_passes(loss))
 
