@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from compile_losses.ops.checks import accumulation_type
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,7 +68,7 @@ def global_mean(
         count = torch.full_like(total, count, requires_grad=False)
     groups, ranks = _groups(group)
     # Counts and sums of a large batch need more than a 16-bit type.
-    wide = torch.float64 if total.dtype == torch.float64 else torch.float32
+    wide = accumulation_type(total.dtype)
     total, dtype = total.reshape(()).to(wide), total.dtype
     if gradients == "averaged" and ranks > 1:
         # The value stays, the gradient is multiplied.

@@ -148,8 +148,7 @@ def declare(
                 *parts, reduction, dtype = arguments
                 return direct_forward(*parts, reduction, *values, dtype)
 
-            batch = input.shape[0] if input.dim() > 0 else 1
-            divisors = {"mean": math.prod(shape), "batchmean": batch}
+            divisors = {"mean": math.prod(shape), "batchmean": checks.batch_of(input)}
             return elementwise(
                 name,
                 part,

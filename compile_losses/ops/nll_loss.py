@@ -89,7 +89,7 @@ def public_kernel(
         options = (reduction, ignore_index, result)
         return rows.nll_loss(public_kernel, input, target, weight, *options)
     if get_proxy_mode() is not None or needs_torch(input, weight):
-        wide = torch.float64 if result == torch.float64 else torch.float32
+        wide = checks.accumulation_type(result)
         weight = None if weight is None else weight.to(wide)
         # Torch's decomposition for compilers takes no uint8, and its gradient no other layout.
         classes, logs = target.to(torch.int64), input.to(wide).contiguous()

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compile_losses.ops.checks import accumulation_type
 from compile_losses.ops.linear.arguments import check
 from compile_losses.ops.linear.chunk_size import chunk_rows, sums_in_float32
 from compile_losses.ops.linear.reference import autocast_off
-from compile_losses.ops.linear.row_losses import NONE, RowLosses, accumulation_type
+from compile_losses.ops.linear.row_losses import NONE, RowLosses
 
 #: Ignored rows are left out where they are at least one in this many.
 IGNORED = 8

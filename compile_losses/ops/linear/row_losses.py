@@ -12,10 +12,6 @@ aten = torch.ops.aten
 NONE, MEAN, SUM = (REDUCTIONS[name] for name in ("none", "mean", "sum"))
 
 
-def accumulation_type(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def capped(logits: Tensor, softcap: float) -> Tensor:
     """The logits after the soft-cap, written over them; rounds where torch's three ops do."""
     return logits.div_(softcap).tanh_().mul_(softcap)
