@@ -93,13 +93,14 @@ struct CrossEntropyArgs {
   const void* shard_weights = nullptr;  // acc_t [shards]: each shard's sum of weight; as weight_sum
   Reduction reduction = Reduction::kMean;
   int64_t ignore_index = -100;
-  double label_smoothing = 0;    // 0 when off; never negative
-  void* stats = nullptr;         // acc_t [rows, 2]: largest logit, log(sum(exp(logit - largest)))
+  double label_smoothing = 0;  // 0 when off; never negative
+  // acc_t [rows, 2]: largest logit, log(sum(exp(logit - largest))). Null where the CUDA kernels
+  // need not write them.
+  void* stats = nullptr;
   void* row_losses = nullptr;    // acc_t [rows]
-  void* row_weights = nullptr;   // acc_t [rows]: weight[target], 0 where ignored; before that
-                                 // the CUDA kernels' scratch
   void* loss = nullptr;          // one element of loss_dtype; null with reduction none
-  void* total_weight = nullptr;  // acc_t, one element: sum of row_weights
+  void* total_weight = nullptr;  // acc_t, one element: sum of weight[target], 0 where ignored
+  double* partials = nullptr;    // [row_sum_shares(rows), 2], of the sums over the rows on CUDA
   DType loss_dtype = DType::kFloat32;
   // [rows] with grad_output_stride, or one element; null: 1
   const void* grad_output = nullptr;
@@ -141,6 +142,10 @@ struct RowPairArgs {
     return input.dtype == DType::kFloat64 || target.dtype == DType::kFloat64;
   }
 };
+
+// Into how many shares the rows are cut, at most, for the sums over them: few rows are summed
+// faster by one block than by two launches.
+constexpr int64_t row_sum_shares(int64_t rows) { return rows <= 32768 ? 1 : 256; }
 
 constexpr int64_t kRowPairStats = 6;
 

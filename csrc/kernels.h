@@ -14,7 +14,7 @@ void huber_loss(const ElementwiseArgs& args, void* stream);
 void kl_div(const ElementwiseArgs& args, void* stream);
 void binary_cross_entropy_with_logits(const ElementwiseArgs& args, void* stream);
 
-// Writes stats, row_losses, row_weights, total_weight and, unless the reduction is none, loss; with
+// Writes stats, row_losses, total_weight and, unless the reduction is none, loss; with
 // grad_input also the gradient, in the same pass over the logits.
 void cross_entropy_forward(const CrossEntropyArgs& args, void* stream);
 // Writes grad_input from stats and total_weight.
@@ -25,7 +25,7 @@ void cross_entropy_backward(const CrossEntropyArgs& args, void* stream);
 void cross_entropy_parts(const CrossEntropyArgs& args, void* stream);
 void cross_entropy_merge(const CrossEntropyArgs& args, void* stream);
 
-// The same two for nll_loss: row_losses, row_weights, total_weight and loss; grad_input.
+// The same two for nll_loss: row_losses, total_weight and loss; grad_input.
 void nll_loss_forward(const CrossEntropyArgs& args, void* stream);
 void nll_loss_backward(const CrossEntropyArgs& args, void* stream);
 

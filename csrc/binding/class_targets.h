@@ -108,14 +108,15 @@ struct ClassTargets {
         like, torch::headeronly::IntHeaderOnlyArrayRef(shape.data(), shape.size()), type);
   }
 
-  // The loss and the total weight, by a kernel that writes row_losses and row_weights.
+  // The loss and the total weight, by a kernel that writes row_losses.
   std::tuple<Tensor, Tensor> forward(Kernel kernel, const Tensor& input, ScalarType dtype) {
     const bool each = args.reduction == Reduction::kNone;
     const Tensor row_losses = empty(input, row_shape, acc);
-    const Tensor row_weights = empty(input, {args.rows}, acc);
+    const Sizes shares = {row_sum_shares(args.rows), 2};
+    const Tensor partials = empty(input, input.is_cuda() ? shares : Sizes{0}, ScalarType::Double);
     const Tensor total_weight = empty_scalar(input, acc);
     args.row_losses = row_losses.data_ptr();
-    args.row_weights = row_weights.data_ptr();
+    args.partials = static_cast<double*>(partials.data_ptr());
     args.total_weight = total_weight.data_ptr();
     std::optional<Tensor> loss;
     if (!each) {

@@ -40,7 +40,6 @@ void finish_row(const CrossEntropyArgs& args, int64_t row, int64_t offset, acc_t
   const CrossEntropyRow<acc_t> summary{largest, math::log(sum)};
   static_cast<acc_t*>(args.stats)[2 * row] = summary.largest;
   static_cast<acc_t*>(args.stats)[2 * row + 1] = summary.log_sum;
-  static_cast<acc_t*>(args.row_weights)[row] = target.weight;
   static_cast<acc_t*>(args.row_losses)[row] =
       target.index < 0
           ? acc_t(0)

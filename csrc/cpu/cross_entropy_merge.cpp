@@ -26,7 +26,6 @@ void merge(const CrossEntropyArgs& args) {
       const RowTarget<acc_t> target(args, row);
       static_cast<acc_t*>(args.stats)[2 * row] = summary.largest;
       static_cast<acc_t*>(args.stats)[2 * row + 1] = summary.log_sum;
-      static_cast<acc_t*>(args.row_weights)[row] = target.weight;
       static_cast<acc_t*>(args.row_losses)[row] =
           target.ignored ? acc_t(0)
                          : summary.loss(merged.target_logit, target.weight,

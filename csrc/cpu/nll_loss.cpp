@@ -23,7 +23,6 @@ void forward(const CrossEntropyArgs& args) {
         load(args.input, args.dtype,
              row_offset(args.input_layout, row) + target.index * args.input_layout.col_stride, 1, 1,
              &log_probability);
-      static_cast<acc_t*>(args.row_weights)[row] = target.weight;
       static_cast<acc_t*>(args.row_losses)[row] =
           target.index < 0 ? acc_t(0) : NllLoss::value(log_probability, target.weight);
     }

@@ -2,6 +2,8 @@
 //
 // Launches: [sums of the target weights, where the gradient of a mean needs them first], one kernel
 // over the logits, sums over the rows. No temporary buffers.
+#include <bit>
+
 #include "../kernels.h"
 #include "cross_entropy_bulk.cuh"
 #include "cross_entropy_columns.cuh"
@@ -18,13 +20,15 @@ void check_cols(const CrossEntropyArgs& args) {
                              " classes are more than the CUDA kernels count (2^31 - 1)");
 }
 
-enum class Path { kColumns, kEightLanes, kWarp, kWarpLonger, kBlock, kBulk };
+enum class Path { kColumns, kShortRows, kBlock, kBulk };
 
 struct Launch {
   Path path;
-  int threads = 0;      // of a block, where it varies
-  int cluster = 1;      // kBulk: blocks that share a row
-  int64_t packets = 0;  // kBulk: of a block's slice; kBlock: kept in shared memory
+  // kShortRows: as many as a row's lanes hold; kBlock: kept in shared memory; kBulk: of a block's
+  // slice.
+  int64_t packets = 0;
+  int threads = 0;  // of a block, where it varies
+  int cluster = 1;  // kBulk: blocks that share a row
 };
 
 // Whether each row of the gradient lies on 16-byte boundaries where its logits do.
@@ -50,20 +54,28 @@ Launch choose_forward(const CrossEntropyArgs& args, const Device& device) {
       (args.input_layout.col_stride != 1 || (gradient && args.grad_layout.col_stride != 1)))
     return {Path::kColumns};
   // double's exp takes too many registers to keep a row in the others.
-  if (args.dtype == DType::kFloat64 && packets <= 32 * 4) return {Path::kColumns};
-  if (packets <= 8 * 4) return {Path::kEightLanes};
-  if (packets <= 32 * 4) return {Path::kWarp};
-  if (packets <= 32 * 8 && args.dtype != DType::kFloat64) return {Path::kWarpLonger};
+  const bool is_double = args.dtype == DType::kFloat64;
+  if (is_double && packets <= 128) return {Path::kColumns};
+  const bool bulk = gradient && !is_double && device.arch >= 900 && compiled_for(900, device) &&
+                    equally_aligned(args) && args.rows <= INT32_MAX / kMaxCluster;
+  if (!is_double && packets <= (bulk ? 128 : 256))
+    return {Path::kShortRows, std::max<int64_t>(std::bit_ceil(static_cast<uint64_t>(packets)), 4)};
 
-  // About four packets a thread, in whole warps.
-  const auto threads = [](int64_t row, int64_t most) {
-    return static_cast<int>(std::clamp<int64_t>(divide_up(row, 4 * kWarp) * kWarp, 64, most));
+  // Whole warps for about so many packets a thread.
+  const auto threads = [](int64_t row, int64_t packets_per_thread, int64_t least, int64_t most) {
+    const int64_t wanted = divide_up(row, packets_per_thread * kWarp) * kWarp;
+    return static_cast<int>(std::clamp(wanted, least, most));
   };
-  if (!gradient) return {Path::kBlock, threads(packets, kLongRowThreads)};
+  if (!gradient) {
+    // A warp that waits for no other one overlaps its loads with their arithmetic: no more of them
+    // share a row than it takes to have two rounds of blocks on the device.
+    const int64_t filling = divide_up(2048 * device.multiprocessors, args.rows);
+    const int64_t least = std::min<int64_t>(threads(filling, 1, kWarp, kLongRowThreads),
+                                            threads(packets, 4, kWarp, kLongRowThreads));
+    return {Path::kBlock, 0, threads(packets, 32, least, kLongRowThreads)};
+  }
 
-  const bool hopper = device.arch >= 900 && compiled_for(900, device);
-  if (hopper && args.dtype != DType::kFloat64 && equally_aligned(args) &&
-      args.rows <= INT32_MAX / kMaxCluster) {
+  if (bulk) {
     // Three blocks a multiprocessor: one row's copies run under the arithmetic of two others. The
     // kernel's static shared memory stays below 512 bytes.
     const int64_t third =
@@ -72,12 +84,12 @@ Launch choose_forward(const CrossEntropyArgs& args, const Device& device) {
     for (const int cluster : {1, 2, 4, 8}) {
       const int64_t slice = divide_up(packets, cluster);
       if (slice <= third || (cluster == kMaxCluster && slice <= most))
-        return {Path::kBulk, threads(slice, cluster == 1 ? 256 : kBulkThreads), cluster, slice};
+        return {Path::kBulk, slice, threads(slice, 8, kWarp, kBulkThreads), cluster};
     }
   }
   // Half of a multiprocessor's shared memory, so that two rows are under way.
   const int64_t half = (device.shared_per_multiprocessor / 2 - device.shared_reserved - 512) / 16;
-  return {Path::kBlock, threads(packets, kLongRowThreads), 1, std::min(packets, half)};
+  return {Path::kBlock, std::min(packets, half), threads(packets, 4, 64, kLongRowThreads)};
 }
 
 unsigned blocks_for(int64_t rows, int64_t rows_per_block) {
@@ -92,12 +104,30 @@ void allow_shared(Kernel* kernel, size_t bytes) {
           "cudaFuncSetAttribute");
 }
 
-template <typename scalar_t, int kLanes, int kPackets>
-void launch_short_rows(const CrossEntropyArgs& args, cudaStream_t stream) {
-  if constexpr (!std::is_same_v<scalar_t, double>) {  // as chosen by choose_forward
-    cross_entropy_short_rows_kernel<scalar_t, kLanes, kPackets>
-        <<<blocks_for(args.rows, kShortRowThreads / kLanes), kShortRowThreads, 0, stream>>>(args);
-    check_launch("cross_entropy_short_rows_kernel");
+template <typename scalar_t, bool kGradient, int kLanes, int kPackets>
+void launch_lanes(const CrossEntropyArgs& args, cudaStream_t stream) {
+  const auto kernel =
+      args.label_smoothing > 0
+          ? cross_entropy_short_rows_kernel<scalar_t, kLanes, kPackets, kGradient, true>
+          : cross_entropy_short_rows_kernel<scalar_t, kLanes, kPackets, kGradient, false>;
+  const unsigned blocks = blocks_for(args.rows, kShortRowThreads / kLanes);
+  kernel<<<blocks, kShortRowThreads, 0, stream>>>(args);
+  check_launch("cross_entropy_short_rows_kernel");
+}
+
+// As few lanes a row as hold it in their registers: what is done once a row costs a warp the same
+// for one row as for many.
+template <typename scalar_t, bool kGradient>
+void launch_short_rows(const CrossEntropyArgs& args, int64_t packets, cudaStream_t stream) {
+  constexpr int kPackets = kGradient ? 4 : 8;
+  switch (packets) {
+    case 4: return launch_lanes<scalar_t, kGradient, 1, 4>(args, stream);
+    case 8: return launch_lanes<scalar_t, kGradient, 2, 4>(args, stream);
+    case 16: return launch_lanes<scalar_t, kGradient, 16 / kPackets, kPackets>(args, stream);
+    case 32: return launch_lanes<scalar_t, kGradient, 32 / kPackets, kPackets>(args, stream);
+    case 64: return launch_lanes<scalar_t, kGradient, 64 / kPackets, kPackets>(args, stream);
+    case 128: return launch_lanes<scalar_t, kGradient, 128 / kPackets, kPackets>(args, stream);
+    default: return launch_lanes<scalar_t, kGradient, kWarp, 8>(args, stream);
   }
 }
 
@@ -153,9 +183,12 @@ void launch_forward(const CrossEntropyArgs& args, cudaStream_t stream) {
           <<<blocks_for(args.rows, kColumnRows), dim3(kColumnRows, kColumnLanes), 0, stream>>>(
               args);
       return check_launch("cross_entropy_columns_kernel");
-    case Path::kEightLanes: return launch_short_rows<scalar_t, 8, 4>(args, stream);
-    case Path::kWarp: return launch_short_rows<scalar_t, kWarp, 4>(args, stream);
-    case Path::kWarpLonger: return launch_short_rows<scalar_t, kWarp, 8>(args, stream);
+    case Path::kShortRows:
+      if constexpr (!std::is_same_v<scalar_t, double>) {  // as chosen by choose_forward
+        args.grad_input ? launch_short_rows<scalar_t, true>(args, launch.packets, stream)
+                        : launch_short_rows<scalar_t, false>(args, launch.packets, stream);
+      }
+      return;
     default:
       if (args.label_smoothing > 0) return launch_blocks<scalar_t, true>(args, launch, stream);
       return launch_blocks<scalar_t, false>(args, launch, stream);

@@ -107,8 +107,7 @@ struct Softmax {
     acc_t highest = largest;
 #pragma unroll
     for (int u = 0; u < kPackets; ++u)
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) highest = ::max(highest, packets[u].template get<acc_t>(j));
+      highest = ::max(highest, packets[u].template largest<acc_t>());
     raise(highest);
     const acc_t origin = reference();
 #pragma unroll
@@ -188,8 +187,10 @@ __device__ __forceinline__ void finish_row(const CrossEntropyArgs& args, int64_t
                                            const RowTarget<acc_t>& target, acc_t target_logit) {
   if (args.parts) return finish_part(args, row, softmax, target, target_logit);
   const CrossEntropyRow<acc_t> summary{softmax.largest, math::log(softmax.sum)};
-  static_cast<acc_t*>(args.stats)[2 * row] = summary.largest;
-  static_cast<acc_t*>(args.stats)[2 * row + 1] = summary.log_sum;
+  if (args.stats) {
+    static_cast<acc_t*>(args.stats)[2 * row] = summary.largest;
+    static_cast<acc_t*>(args.stats)[2 * row + 1] = summary.log_sum;
+  }
   const acc_t smoothing = kSmoothing ? static_cast<acc_t>(args.label_smoothing) : acc_t(0);
   static_cast<acc_t*>(args.row_losses)[row] =
       target.index < 0
@@ -201,7 +202,7 @@ __device__ __forceinline__ void finish_row(const CrossEntropyArgs& args, int64_t
 // The gradient of one row, element by element. The softmax's 1 / sum stands in `probability`: taken
 // out of the exponent, it costs neither an instruction per logit nor the low bits of the
 // difference.
-template <typename acc_t>
+template <typename acc_t, bool kSmoothing = true>
 struct RowGradient {
   acc_t largest;
   acc_t probability, uniform, picked;
@@ -224,9 +225,9 @@ struct RowGradient {
         scale, row_target.weight, static_cast<acc_t>(args.label_smoothing), weight_sum<acc_t>(args),
         static_cast<acc_t>(args.classes));
     probability = coefficient.probability * math::exp(-log_sum);
-    uniform = coefficient.uniform;
+    uniform = kSmoothing ? coefficient.uniform : acc_t(0);
     picked = coefficient.target;
-    weight = uniform != acc_t(0) ? class_weights<acc_t>(args) : nullptr;
+    weight = kSmoothing && uniform != acc_t(0) ? class_weights<acc_t>(args) : nullptr;
   }
 
   __device__ __forceinline__ acc_t operator()(acc_t logit, int col) const {

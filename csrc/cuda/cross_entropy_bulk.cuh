@@ -14,7 +14,7 @@
 
 namespace fused::cuda {
 
-constexpr int kBulkThreads = 512;  // at most
+constexpr int kBulkThreads = 256;  // at most
 constexpr int kBulkChunks = 8;     // copies a slice is cut into, at most
 constexpr int kBulkUnroll = 2;     // packets that a thread adds to its sum at a time
 constexpr int kMaxCluster = 8;     // the largest that every device takes
@@ -66,7 +66,7 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
 // slice) of it, in chunks of `chunk` packets, and the first block the loose logits too. Dynamic
 // shared memory: 16 * slice bytes. Input and gradient rows must be equally aligned.
 template <typename scalar_t, bool kSmoothing>
-__global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 2 : 3)
+__global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 4 : 6)
     cross_entropy_bulk_kernel(const __grid_constant__ CrossEntropyArgs args, int cluster, int slice,
                               int chunk) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -152,7 +152,8 @@ __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 2 : 3)
   }
   if (writes_row) finish_row(args, row, softmax, target, target_logit);
 
-  const RowGradient<acc_t> gradient(args, row, target, softmax.largest, math::log(softmax.sum));
+  const RowGradient<acc_t, kSmoothing> gradient(args, row, target, softmax.largest,
+                                                math::log(softmax.sum));
   scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row);
   for (int i = 0; i < chunks; ++i) {
     const int end = min((i + 1) * chunk, count);

@@ -23,10 +23,11 @@ constexpr int kLongRowThreads = 512;  // at most
 template <typename scalar_t>
 constexpr int kRowUnroll = std::is_same_v<scalar_t, double> ? 1 : 4;
 
-// kLanes lanes a row of at most kLanes * kPackets packets. The loops over loose logits, at most 14,
-// run 2 times where 8 lanes share a row.
-template <typename scalar_t, int kLanes, int kPackets>
-__global__ void __launch_bounds__(kShortRowThreads, kPackets <= 4 ? 4 : 3)
+// kLanes lanes a row of at most kLanes * kPackets packets.
+template <typename scalar_t, int kLanes, int kPackets, bool kGradient, bool kSmoothing>
+__global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
+                                                    : kGradient  ? 4
+                                                                 : 5)
     cross_entropy_short_rows_kernel(const __grid_constant__ CrossEntropyArgs args) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kWidth = Packet<scalar_t>::kWidth;
@@ -53,23 +54,24 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets <= 4 ? 4 : 3)
                        ? Packet<scalar_t>::load_streaming(x + span.col_of_packet(index))
                        : lowest_packet<scalar_t>();
     }
+    if (span.loose > 0) {
 #pragma unroll
-    for (int u = 0; u < kLoose; ++u) {
-      const int index = lane + u * kLanes;
-      loose[u] =
-          index < span.loose ? to_acc<acc_t>(x[span.col_of_loose(index)]) : -kInfinity<acc_t>;
+      for (int u = 0; u < kLoose; ++u) {
+        const int index = lane + u * kLanes;
+        loose[u] =
+            index < span.loose ? to_acc<acc_t>(x[span.col_of_loose(index)]) : -kInfinity<acc_t>;
+      }
     }
     const acc_t target_logit =
         lane == 0 && target.index >= 0 ? to_acc<acc_t>(x[target.index]) : acc_t(0);
 
-    auto softmax = Softmax<acc_t, true>::none();
+    auto softmax = Softmax<acc_t, kSmoothing>::none();
 #pragma unroll
     for (int u = 0; u < kPackets; ++u)
+      softmax.largest = ::max(softmax.largest, packets[u].template largest<acc_t>());
+    if (span.loose > 0)
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j)
-        softmax.largest = ::max(softmax.largest, packets[u].template get<acc_t>(j));
-#pragma unroll
-    for (int u = 0; u < kLoose; ++u) softmax.largest = ::max(softmax.largest, loose[u]);
+      for (int u = 0; u < kLoose; ++u) softmax.largest = ::max(softmax.largest, loose[u]);
     softmax.largest = group_max<kLanes>(softmax.largest, mask);
     const acc_t origin = softmax.reference();
 #pragma unroll
@@ -81,10 +83,11 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets <= 4 ? 4 : 3)
       for (int j = 0; j < kWidth; ++j) sum += fast_exp(packets[u].template get<acc_t>(j) - origin);
       softmax.sum += sum;
     }
+    if (span.loose > 0)
 #pragma unroll
-    for (int u = 0; u < kLoose; ++u) softmax.sum += fast_exp(loose[u] - origin);
+      for (int u = 0; u < kLoose; ++u) softmax.sum += fast_exp(loose[u] - origin);
     softmax.sum = group_sum<kLanes>(softmax.sum, mask);
-    if (args.label_smoothing > 0) {
+    if constexpr (kSmoothing) {
 #pragma unroll
       for (int u = 0; u < kPackets; ++u) {
         const int index = lane + u * kLanes;
@@ -106,10 +109,11 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets <= 4 ? 4 : 3)
       softmax.weighted = group_sum<kLanes>(softmax.weighted, mask);
     }
     if (lane == 0) finish_row(args, row, softmax, target, target_logit);
-    if (!args.grad_input) continue;
+    if constexpr (!kGradient) continue;
 
     __syncwarp(mask);
-    const RowGradient<acc_t> gradient(args, row, target, softmax.largest, math::log(softmax.sum));
+    const RowGradient<acc_t, kSmoothing> gradient(args, row, target, softmax.largest,
+                                                  math::log(softmax.sum));
     scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row);
     const bool aligned = is_aligned(out + span.head);
 #pragma unroll
@@ -186,7 +190,8 @@ __global__ void __launch_bounds__(kLongRowThreads, 2)
     if (threadIdx.x == 0) finish_row(args, row, softmax, target, target_logit);
     if constexpr (!kGradient) continue;
 
-    const RowGradient<acc_t> gradient(args, row, target, softmax.largest, math::log(softmax.sum));
+    const RowGradient<acc_t, kSmoothing> gradient(args, row, target, softmax.largest,
+                                                  math::log(softmax.sum));
     scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row);
     const bool aligned = is_aligned(out + span.head);
 #pragma unroll 2

@@ -125,6 +125,24 @@ struct alignas(16) Packet {
     return to_acc<acc_t>(values[i]);
   }
 
+  // The largest element; a nan is passed over. The hardware compares pairs of 16-bit floats.
+  template <typename acc_t>
+  __device__ __forceinline__ acc_t largest() const {
+    if constexpr (sizeof(scalar_t) == 2) {
+      using Pair = std::conditional_t<std::is_same_v<scalar_t, __half>, __half2, __nv_bfloat162>;
+      Pair pair = reinterpret_cast<const Pair*>(words)[0];
+#pragma unroll
+      for (int i = 1; i < kWidth / 2; ++i)
+        pair = __hmax2(pair, reinterpret_cast<const Pair*>(words)[i]);
+      return ::max(to_acc<acc_t>(pair.x), to_acc<acc_t>(pair.y));
+    } else {
+      acc_t result = get<acc_t>(0);
+#pragma unroll
+      for (int i = 1; i < kWidth; ++i) result = ::max(result, get<acc_t>(i));
+      return result;
+    }
+  }
+
   // Two at a time: the hardware converts and packs pairs of 16-bit floats in one instruction.
   template <typename acc_t>
   __device__ __forceinline__ void set(const acc_t (&source)[kWidth]) {

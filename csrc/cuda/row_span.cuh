@@ -12,6 +12,7 @@ constexpr T kInfinity = std::numeric_limits<T>::infinity();
 
 __device__ __forceinline__ int64_t row_offset(const RowLayout& layout, int64_t row) {
   int64_t offset = 0;
+#pragma unroll 1  // mostly there is nothing to do
   for (int d = 0; d + 1 < layout.ndim; ++d) {
     const int64_t size = layout.sizes[d];
     const int64_t quotient = (row | size) >> 32 == 0
