@@ -6,6 +6,7 @@
 ``clock``       how one call is timed on a device, and the device's own bandwidth
 ``measure``     all contenders of one problem, interleaved
 ``report``      CSV and table
-``plots``       bars against the floor
+``plots``       bars against the floor, bars and lines of steps
 ``matrix``      compiled steps of ``heads`` and losses against stock torch.compile's
+``steps``       what ``linear`` and ``vocabulary_parallel`` share: a linear layer with cross entropy
 """

@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
                 torch.cuda.empty_cache()
     print(f"wrote {output}")
     if arguments.plots:
-        draw(output)
+        plots.draw(output)
     return int(broken)
 
 
@@ -118,18 +118,10 @@ def _sizes(arguments: argparse.Namespace, case: str) -> tuple[Size, ...]:
     return CASES[case].sizes(arguments.size, torch.device(arguments.device))
 
 
-def draw(file: Path) -> None:
-    try:
-        for path in plots.plot(report.read(file), file.parent, file.stem):
-            print(f"wrote {path}")
-    except ImportError:
-        print("no plots: matplotlib is not installed", file=sys.stderr)
-
-
 def main() -> int:
     arguments = parser().parse_args()
     if arguments.command == "plot":
-        draw(arguments.file)
+        plots.draw(arguments.file)
         return 0
     if arguments.command == "compile-matrix":
         return matrix.run(arguments)

@@ -43,12 +43,16 @@ class Contender:
 
     @property
     def version(self) -> str:
-        if self.distribution == "torch":
-            return torch.__version__
-        try:
-            return metadata.version(self.distribution)
-        except metadata.PackageNotFoundError:
-            return "not installed as a package"
+        return version(self.distribution)
+
+
+def version(distribution: str) -> str:
+    if distribution == "torch":
+        return torch.__version__
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed as a package"
 
 
 def _step(loss: Callable[..., Tensor], which: Pass) -> Step:

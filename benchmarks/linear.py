@@ -9,41 +9,22 @@ that size.
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
-import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import report
+from benchmarks import plots, report, steps
 from benchmarks.clock import Call, Clock, make_clock
-from benchmarks.contenders import Contender, UnavailableError
-from benchmarks.matrix import cpu_peak_mib
+from benchmarks.contenders import UnavailableError, version
+from benchmarks.steps import DTYPES, Loss, Row, Shape
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FEWEST_ROUNDS, ULPS, BLOCK = 5, 4, 1 << 25
-
-
-@dataclass(frozen=True)
-class Shape:
-    rows: int
-    hidden: int
-    classes: int
-
-    def __str__(self) -> str:
-        return f"{self.rows}x{self.hidden}x{self.classes}"
-
+BLOCK = 1 << 25
 
 SIZES = {
     "cuda": (
@@ -59,23 +40,6 @@ SWEEPS = {
     "classes": (8000, 16_000, 32_000, 64_000, 128_000, 256_000),
     "rows": (1024, 2048, 4096, 8192, 16_384, 32_768),
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    """A contender's figures; empty where it was wrong or failed. Memory is in MiB."""
-
-    shape: str
-    dtype: str
-    ignored: str
-    contender: str
-    ms: str
-    peak_mib: str
-    reason: str
-    device: str
-    torch: str
-    contender_version: str
-    commit: str
 
 
 def _expression(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -181,61 +145,33 @@ class Problem:
         return partial(self.step, loss)
 
     def errors(self, loss: Loss) -> list[float]:
-        """Of the loss and the gradients: the norm of the difference over the norm."""
+        """Of the loss and the gradients."""
         self.clear()
-        results: list[Any] = [self.step(loss), self.hidden.grad, self.weight.grad]
-        return [
-            float((a.to(b.dtype) - b).norm() / b.norm())
-            for a, b in zip(results, self.expected, strict=True)
-        ]
-
-    def peak_mib(self, loss: Loss, clock: Clock) -> float:
-        call = self.next_call(loss)
-        peak = clock.peak_mib(call)
-        if peak is None:
-            peak = cpu_peak_mib(self.next_call(loss))
-        return peak - (self.hidden.nbytes + self.weight.nbytes) / (1 << 20)
+        results = (self.step(loss), self.hidden.grad, self.weight.grad)
+        return [steps.relative_error(*pair) for pair in zip(results, self.expected, strict=True)]
 
 
-def measure(problem: Problem, names: Iterable[str], clock: Clock, budget_s: float) -> list[Row]:
-    """Figures of the contenders, in their order, without what all rows have in common."""
-    dtype = problem.hidden.dtype
-    eager = problem.errors(_expression)
-    allowed = [max(2 * error, ULPS * torch.finfo(dtype).eps) for error in eager]
+def measure(
+    problem: Problem, names: Iterable[str], clock: Clock, budget_s: float, common: dict[str, str]
+) -> list[Row]:
+    """Figures of the contenders, in their order."""
+    allowed = steps.allowed_errors(problem.errors(_expression), problem.hidden.dtype)
     rows: dict[str, Row] = {}
-    ready: dict[str, Loss] = {}
+    ready: dict[str, Callable[[], Call]] = {}
     for name in names:
         build, distribution = BUILDERS[name]
-        row = dict.fromkeys((field.name for field in fields(Row)), "")
-        row |= {"contender": name}
-        row["contender_version"] = Contender(name, lambda *_: _expression, distribution).version  # type: ignore[arg-type,return-value]
         try:
             loss = build()
-            errors = problem.errors(loss)
-            if all(error <= most for error, most in zip(errors, allowed, strict=True)):
-                ready[name] = loss
-            else:
-                row["reason"] = "wrong: errors " + ", ".join(f"{error:.1e}" for error in errors)
-        except (ImportError, UnavailableError) as error:
-            row["reason"] = f"not run: {error}"
+            reason = steps.complaint(problem.errors(loss), allowed)
+            ready |= {} if reason else {name: partial(problem.next_call, loss)}
         except Exception as error:  # whatever it is, the others still count
-            row["reason"] = (
-                f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            )
-        rows[name] = Row(**row)
-    times: dict[str, list[float]] = {name: [] for name in ready}
-    leads = {name: clock.lead_ms(partial(problem.next_call, loss)) for name, loss in ready.items()}
-    spent = rounds = 0.0
-    while rounds < FEWEST_ROUNDS or spent < budget_s * 1e3 * len(ready):
-        for name, loss in ready.items():
-            sample = clock.sample(partial(problem.next_call, loss), leads[name])
-            times[name].append(sample)
-            spent += 2 * sample  # a sample is two calls
-        rounds += 1
-    for name, loss in ready.items():
-        peak = problem.peak_mib(loss, clock)
-        median = statistics.median(times[name])
-        rows[name] = replace(rows[name], ms=f"{median:.4g}", peak_mib=f"{peak:.1f}")
+            reason = steps.reason_of(error)
+        rows[name] = Row(
+            contender=name, reason=reason, contender_version=version(distribution), **common
+        )
+    for name, ms in steps.time_in_turns(ready, clock, budget_s).items():
+        peak = steps.peak_mib(ready[name], (problem.hidden, problem.weight), clock)
+        rows[name] = replace(rows[name], ms=ms, peak_mib=f"{peak:.1f}")
     problem.clear()
     return list(rows.values())
 
@@ -245,31 +181,23 @@ def run(arguments: argparse.Namespace) -> int:
     clock = make_clock(device)
     kind = f"linear-{arguments.sweep}" if arguments.sweep else "linear"
     output: Path = arguments.output or report.default_output(device, kind)
-    common = {
-        "dtype": arguments.dtype,
-        "ignored": f"{arguments.ignored:g}",
-        "device": report.device_name(device),
-        "torch": torch.__version__,
-        "commit": arguments.commit or report.current_commit(),
-    }
-    rows: list[Row] = []
-    print(f"{'shape':<22}{'contender':<24}{'ms':>9}{'MiB':>10}")
+    results = steps.Results(output, append=arguments.append)
+    common = {**steps.common(arguments, device), "ignored": f"{arguments.ignored:g}"}
+    print(steps.HEADER)
     for shape in _shapes(arguments):
         torch._dynamo.reset()
         problem = Problem(shape, DTYPES[arguments.dtype], device, arguments.ignored)
-        for row in measure(problem, arguments.contender, clock, arguments.budget):
-            rows.append(replace(row, shape=str(shape), **common))
-            print(f"{shape!s:<22}{row.contender:<24}{row.ms:>9}{row.peak_mib:>10}  {row.reason}")
+        rows = measure(
+            problem, arguments.contender, clock, arguments.budget, {**common, "shape": str(shape)}
+        )
+        print(*rows, sep="\n")
+        results.add(rows)
         del problem
         gc.collect()
-    with output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows if not row.reason.startswith("not run"))
     print(f"wrote {output}")
-    if arguments.sweep:
-        print(f"wrote {draw(rows, arguments.sweep, output.with_suffix('.png'))}")
-    return int(any(row.contender.startswith("ours") and not row.ms for row in rows))
+    if arguments.plots:
+        plots.draw(output)
+    return int(results.broken)
 
 
 def _shapes(arguments: argparse.Namespace) -> Iterable[Shape]:
@@ -281,61 +209,10 @@ def _shapes(arguments: argparse.Namespace) -> Iterable[Shape]:
     return SMALL if arguments.size == "small" else SIZES[arguments.device]
 
 
-def draw(rows: list[Row], axis: str, path: Path) -> Path:
-    """Time and memory of every contender against a size."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    index = [field.name for field in fields(Shape)].index(axis)
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    for panel, column, label in zip(
-        panels, ("ms", "peak_mib"), ("ms a step", "MiB above inputs and gradients"), strict=True
-    ):
-        _lines(panel, [row for row in rows if row.ms], index, column)
-        panel.set_xlabel(axis)
-        panel.set_ylabel(label)
-        panel.set_xscale("log", base=2)
-    panels[0].legend(fontsize=8)
-    first = rows[0]
-    figure.suptitle(
-        f"{first.device}, torch {first.torch}, {first.dtype}, commit {first.commit}", fontsize=10
-    )
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return path
-
-
-def _lines(axes: Axes, rows: list[Row], index: int, column: str) -> None:
-    for name in dict.fromkeys(row.contender for row in rows):
-        own = [row for row in rows if row.contender == name]
-        sizes = [int(row.shape.split("x")[index]) for row in own]
-        style = "-" if name.startswith("ours") else "--"
-        axes.plot(
-            sizes, [float(getattr(row, column)) for row in own], style, marker="o", label=name
-        )
-
-
-def _shape(text: str) -> Shape:
-    return Shape(*map(int, text.split("x")))
-
-
 def add_command(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
     summary = "a linear layer and cross entropy, with peak memory"
     parser = commands.add_parser("linear", help=summary, description=__doc__)
-    names = list(BUILDERS)
-    parser.add_argument("--contender", nargs="+", choices=names, default=names, help="default: all")
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-    )
+    steps.add_options(parser, BUILDERS)
     parser.add_argument("--size", choices=("reference", "small"), default="reference")
-    parser.add_argument("--shape", type=_shape, nargs="+", help="ROWSxHIDDENxCLASSES")
     parser.add_argument("--sweep", choices=SWEEPS, help="of one --shape, against this size")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--ignored", type=float, default=0.0, help="part of the targets (0)")
-    parser.add_argument("--budget", type=float, default=0.5, help="seconds a contender (0.5)")
-    parser.add_argument("--output", type=Path, help="CSV file")
-    parser.add_argument("--commit", help="the commit to record, where there is no git checkout")

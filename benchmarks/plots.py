@@ -1,12 +1,21 @@
-"""One PNG a case: bars of every contender against the floor, or lines over many sizes."""
+"""PNG files of what a CSV file holds.
+
+Of losses, one a case: bars of every contender against the floor, or lines over many sizes. Of steps
+of a linear layer and cross entropy, one in all: bars of time and memory, or lines over one size.
+"""
 
 from __future__ import annotations
 
+import csv
 import math
+import sys
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks import report, steps
 from benchmarks.report import Row
 
 if TYPE_CHECKING:
@@ -16,6 +25,28 @@ if TYPE_CHECKING:
 OURS, OTHERS = "#d1495b", "#8d99ae"
 MOST_BARS = 8  # sizes; above that, lines
 LINES = {"ours_kernel": "-", "ours_compiled": "--", "ours_eager": ":"}
+FIGURES = {"ms": "ms a step", "peak_mib": "MiB above inputs and gradients"}  # of a step
+
+
+def draw(file: Path) -> None:
+    """Draws a CSV file of losses or of steps beside it, and says so."""
+    with file.open(newline="") as lines:
+        columns = next(csv.reader(lines), [])
+    try:
+        if "case" in columns:
+            written = plot(report.read(file), file.parent, file.stem)
+        elif "contender" in columns:
+            written = [plot_steps(steps.read(file), file.with_suffix(".png"))]
+        else:
+            raise ValueError(
+                f"{file}: expected losses (with a column case) or steps (with a column contender), "
+                f"got the columns {', '.join(columns)}"
+            )
+    except ImportError:
+        print("no plots: matplotlib is not installed", file=sys.stderr)
+        return
+    for path in written:
+        print(f"wrote {path}")
 
 
 def plot(rows: list[Row], directory: Path, stem: str) -> list[Path]:
@@ -32,16 +63,20 @@ def plot(rows: list[Row], directory: Path, stem: str) -> list[Path]:
     for case, members in by_case.items():
         problems = list(dict.fromkeys((row.shape, row.dtype) for row in members))
         figure = (_lines if len(problems) > MOST_BARS else _bars)(members, problems)
-        first = members[0]
-        commits = ", ".join(dict.fromkeys(row.commit for row in members))
-        figure.suptitle(
-            f"{case}: {first.device}, torch {first.torch}, commit {commits}", fontsize=10
-        )
+        figure.suptitle(f"{case}: {_source(members)}", fontsize=10)
         path = directory / f"{stem}-{case}.png"
         figure.savefig(path, dpi=150)
         pyplot.close(figure)
         written.append(path)
     return written
+
+
+def _source(rows: Sequence[Row | steps.Row]) -> str:
+    devices, torches, commits = (
+        ", ".join(dict.fromkeys(getattr(row, column) for row in rows))
+        for column in ("device", "torch", "commit")
+    )
+    return f"{devices}, torch {torches}, commit {commits}"
 
 
 def _passes(rows: list[Row]) -> list[str]:
@@ -125,14 +160,92 @@ def _draw_bars(axes: Axes, rows: list[Row]) -> None:
         axes.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axes.transAxes)
         axes.set_axis_off()
         return
-    times = [float(row.ms) for row in timed]
-    names = [row.contender for row in timed]
-    colours = [OURS if name.startswith("ours") else OTHERS for name in names]
-    bars = axes.barh(names, times, color=colours)
-    axes.bar_label(bars, labels=[row.ms for row in timed], padding=3, fontsize=7)
     floor = float(timed[0].floor_ms)
+    times = {row.contender: row.ms for row in timed}
+    _horizontal(axes, list(times), list(times.values()), list(times.values()), floor)
     axes.axvline(floor, color="black", linestyle="--", linewidth=1)
-    axes.set_xlim(0, 1.15 * max(*times, floor))
     axes.set_xlabel(f"ms (dashed: memory floor {floor:.3g})", fontsize=8)
+
+
+def _horizontal(
+    axes: Axes, names: list[str], figures: list[str], labels: list[str], least: float = 0.0
+) -> None:
+    """Labelled bars, none for an empty figure; the axis reaches ``least``."""
+    lengths = [float(figure or 0) for figure in figures]
+    colours = [OURS if name.startswith("ours") else OTHERS for name in names]
+    bars = axes.barh(names, lengths, color=colours)
+    axes.bar_label(bars, labels=labels, padding=3, fontsize=7)
+    axes.set_xlim(0, 1.15 * max(*lengths, least) or 1)
     axes.invert_yaxis()
     axes.tick_params(labelsize=8)
+
+
+def plot_steps(rows: list[steps.Row], path: Path) -> Path:
+    """Writes ``path``: time and peak memory of every contender; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    problems = list(dict.fromkeys(row.problem for row in rows))
+    size = _only_size(problems)
+    count = len(problems) if size is None else 1
+    figure, grid = pyplot.subplots(
+        count,
+        len(FIGURES),
+        figsize=(11, 1.1 + 2.3 * count if size is None else 4.5),
+        squeeze=False,
+        layout="constrained",
+    )
+    for axes_row, problem in zip(grid, problems, strict=size is None):
+        for axes, column in zip(axes_row, FIGURES, strict=True):
+            if size is None:
+                _step_bars(axes, [row for row in rows if row.problem == problem], column)
+            else:
+                _step_lines(axes, rows, column, size)
+    ranks = ", ".join(dict.fromkeys(_described(row)[1] for row in rows))
+    figure.suptitle(f"{ranks}: {_source(rows)}", fontsize=10)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path
+
+
+def _only_size(problems: list[tuple[str, ...]]) -> int | None:
+    """Which of a shape's sizes is all that more than two problems differ in, if one is."""
+    shapes = [shape.split("x") for shape, *_ in problems]
+    varying = [i for i, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
+    alike = len({tuple(settings) for _, *settings in problems}) == 1
+    return varying[0] if len(problems) > 2 and len(varying) == 1 and alike else None
+
+
+def _described(row: steps.Row) -> tuple[str, str]:
+    """A problem's numbers and its ranks."""
+    part = float(row.ignored)
+    ignored = f", {part:.0%} ignored" if part else ""
+    return f"{row.dtype}{ignored}", f"{row.ranks} rank" + "s" * (row.ranks != "1")
+
+
+def _step_bars(axes: Axes, rows: list[steps.Row], column: str) -> None:
+    """Of one problem; who has no figure has its reason."""
+    figures = [getattr(row, column) for row in rows]
+    labels = [figure or row.reason[:40] for figure, row in zip(figures, rows, strict=True)]
+    _horizontal(axes, [row.contender for row in rows], figures, labels)
+    axes.set_title(", ".join((rows[0].shape, *_described(rows[0]))), fontsize=9)
+    axes.set_xlabel(FIGURES[column], fontsize=8)
+
+
+def _step_lines(axes: Axes, rows: list[steps.Row], column: str, size: int) -> None:
+    for name in dict.fromkeys(row.contender for row in rows):
+        own = [row for row in rows if row.contender == name and row.ms]
+        axes.plot(
+            [int(row.shape.split("x")[size]) for row in own],
+            [float(getattr(row, column)) for row in own],
+            "-" if name.startswith("ours") else "--",
+            marker="o",
+            label=name,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_title(_described(rows[0])[0], fontsize=9)
+    axes.set_xlabel(fields(steps.Shape)[size].name)
+    axes.set_ylabel(FIGURES[column])
+    axes.legend(fontsize=8)

@@ -4,49 +4,58 @@ Hidden [rows, hidden] is on every rank, the head's weight [classes, hidden] shar
 is the head, the loss and the gradients of both. Contenders:
 
 ours           ``F.linear`` and ``compile_losses.functional.cross_entropy`` of DTensors
-ours, linear   ``compile_losses.functional.linear_cross_entropy`` of DTensors: no logits are held
-ours, compiled torch's functions in a step compiled with ``backend="compile_losses"``
+ours_linear    ``compile_losses.functional.linear_cross_entropy`` of DTensors: no logits are held
+ours_compiled  torch's functions in a step compiled with ``backend="compile_losses"``
 loss_parallel  torch's own: ``F.cross_entropy`` in its context
 megatron       Megatron-LM's scheme in torch's ops: three all-reduces, and the softmax saved
 
-Every rank checks every contender against float64 before it is timed::
+Every contender is first compared with float64 on every rank, over a few rows. Those that are right
+are timed in turns, a sample being the step of the rank that took longest. Peak memory is that of
+the rank that takes most: above what was in use before the step, less the gradients of hidden and
+of the rank's part of the weight, as in ``python -m benchmarks linear``. All ranks decide together
+who failed, even if it did on one of them only, and go on with the others.
+
+Rank 0 writes ``benchmarks/results/vocabulary-parallel-DEVICE.csv`` and a plot beside it::
 
     torchrun --nproc-per-node 2 -m benchmarks.vocabulary_parallel --shape 8192x4096x128256
+    torchrun --nproc-per-node 4 -m benchmarks.vocabulary_parallel --append
     torchrun --nproc-per-node 2 -m benchmarks.vocabulary_parallel --shape 64x16x1000 --check
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import gc
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 import compile_losses.functional as fused
-from benchmarks.clock import make_clock
-from benchmarks.matrix import cpu_peak_mib
+from benchmarks import plots, report, steps
+from benchmarks.clock import Call, Clock, make_clock
+from benchmarks.contenders import version
+from benchmarks.ranks import FailedError, Ranks
+from benchmarks.steps import DTYPES, Loss, Row, Shape
 
-Loss = Callable[[Any, Any, Any], Any]
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+SHAPES = (Shape(8192, 4096, 128_256),)
+CHECKED_ROWS = 64  # with which the whole weight is on every rank, in float64
 
 
 def ours(hidden: DTensor, weight: DTensor, target: DTensor) -> Tensor:
     return fused.cross_entropy(F.linear(hidden, weight), target)
 
 
-def ours_linear(hidden: DTensor, weight: DTensor, target: DTensor) -> Tensor:
-    return fused.linear_cross_entropy(hidden, weight, target)
-
-
-def stock(hidden: DTensor, weight: DTensor, target: DTensor) -> Tensor:
+def stock(hidden: Any, weight: Any, target: Any) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight), target)
 
 
@@ -54,18 +63,18 @@ class Megatron(torch.autograd.Function):
     """Shoeybi et al., Megatron-LM, 2019: the cross entropy of a rank's own logits."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, first: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, first: int, group: Any) -> Tensor:
         wide = logits.float() if logits.dtype == torch.bfloat16 else logits
         largest = wide.amax(-1)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         wide = wide - largest.unsqueeze(-1)
         elsewhere = (target < first) | (target >= first + wide.shape[-1])
         index = (target - first).masked_fill(elsewhere, 0)
         picked = wide.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
-        dist.all_reduce(picked)
+        dist.all_reduce(picked, group=group)
         softmax = wide.exp()
         total = softmax.sum(-1)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
         softmax.div_(total.unsqueeze(-1))
         ctx.save_for_backward(softmax, index, elsewhere)
         ctx.dtype = logits.dtype
@@ -76,125 +85,195 @@ class Megatron(torch.autograd.Function):
         gradient, index, elsewhere = ctx.saved_tensors
         rows = torch.arange(len(index), device=index.device)
         gradient[rows, index] -= 1 - elsewhere.to(gradient.dtype)
-        return gradient.mul_(grad_output / len(index)).to(ctx.dtype), None, None
+        return gradient.mul_(grad_output / len(index)).to(ctx.dtype), None, None, None
 
 
 def megatron(hidden: DTensor, weight: DTensor, target: DTensor) -> Tensor:
     mesh = weight.device_mesh
     # The gradient of what every rank has is a part of the whole's.
-    own = hidden.to_local(grad_placements=[torch.distributed.tensor.Partial()])
+    own = hidden.to_local(grad_placements=[Partial()])
     _, first = Shard.local_shard_size_and_offset(
         weight.shape[0], mesh.size(), mesh.get_local_rank()
     )
     logits = F.linear(own, weight.to_local())
-    return Megatron.apply(logits, target.to_local(), first)
+    return Megatron.apply(logits, target.to_local(), first, mesh.get_group())
 
 
-CONTENDERS: dict[str, Loss] = {
-    "ours": ours,
-    "ours, linear": ours_linear,
-    "ours, compiled": torch.compile(stock, backend="compile_losses"),
-    "loss_parallel": stock,
-    "megatron": megatron,
+#: What makes a loss, whose package it is, and the context that the step runs in.
+CONTENDERS: dict[str, tuple[Callable[[], Loss], str, Callable[[], AbstractContextManager[Any]]]] = {
+    "ours": (lambda: ours, "compile_losses", nullcontext),
+    "ours_linear": (lambda: fused.linear_cross_entropy, "compile_losses", nullcontext),
+    # The check has other rows than the step that is timed, which would be compiled for any number.
+    "ours_compiled": (
+        lambda: torch.compile(stock, backend="compile_losses", dynamic=False),
+        "compile_losses",
+        nullcontext,
+    ),
+    "loss_parallel": (lambda: stock, "torch", loss_parallel),
+    "megatron": (lambda: megatron, "torch", nullcontext),
 }
 
 
 class Problem:
-    """A step's tensors, the same on every rank."""
+    """A step's tensors, the same on every rank; with ``exact``, what they give in float64 too."""
 
-    def __init__(
-        self, shape: tuple[int, int, int], dtype: torch.dtype, mesh: DeviceMesh, *, check: bool
-    ) -> None:
-        rows, hidden, classes = shape
-        device = torch.device(mesh.device_type)
+    def __init__(self, shape: Shape, dtype: torch.dtype, ranks: Ranks, *, exact: bool) -> None:
+        self.shape, self.ranks, device = shape, ranks, ranks.device
         generator = torch.Generator(device).manual_seed(0)
-        size, first = Shard.local_shard_size_and_offset(classes, mesh.size(), mesh.get_local_rank())
-        plain = torch.randn(rows, hidden, dtype=dtype, device=device, generator=generator)
-        scale = hidden**-0.5
+        size, first = Shard.local_shard_size_and_offset(shape.classes, ranks.count, ranks.rank)
+        plain = torch.randn(
+            shape.rows, shape.hidden, dtype=dtype, device=device, generator=generator
+        )
+        scale = shape.hidden**-0.5
         # Drawn in parts, so that no rank holds the whole weight unless it is to be checked.
         parts = []
-        for begin in range(0, classes, 1024):
-            part = torch.randn(1024, hidden, device=device, generator=generator) * scale
-            part = part[: classes - begin].to(dtype)
+        for begin in range(0, shape.classes, 1024):
+            part = torch.randn(1024, shape.hidden, device=device, generator=generator) * scale
+            part = part[: shape.classes - begin].to(dtype)
             low, high = max(first - begin, 0), max(first + size - begin, 0)
-            parts.append(part if check else part[low:high])
+            parts.append(part if exact else part[low:high])
         head = torch.cat(parts)
-        target = torch.randint(classes, (rows,), device=device, generator=generator)
-        own = head[first : first + size] if check else head
+        target = torch.randint(shape.classes, (shape.rows,), device=device, generator=generator)
+        own = slice(first, first + size) if exact else slice(None)
+        self.shards = (plain, head[own], target)
+        if exact:
+            self.exact = _gradients(plain.double(), head.double(), target, own)
+            eager = _gradients(plain, head, target, own)
+            self.allowed = steps.allowed_errors(self._errors(eager), dtype)
+        self.place()
+
+    def place(self) -> None:
+        """Makes DTensors on the ranks' mesh, which is another one after a failure."""
+        mesh, shape = self.ranks.mesh, self.shape
+        plain, own, target = self.shards
         self.hidden = DTensor.from_local(plain, mesh, [Replicate()]).requires_grad_()
         self.weight = DTensor.from_local(
-            own, mesh, [Shard(0)], shape=torch.Size((classes, hidden)), stride=(hidden, 1)
+            own,
+            mesh,
+            [Shard(0)],
+            shape=torch.Size((shape.classes, shape.hidden)),
+            stride=(shape.hidden, 1),
         ).requires_grad_()
         self.target = DTensor.from_local(target, mesh, [Replicate()])
-        if check:
-            tensors = [t.detach().double().requires_grad_() for t in (plain, head)]
-            loss = F.cross_entropy(F.linear(*tensors), target)
-            loss.backward()
-            grads = (tensors[0].grad, tensors[1].grad[first : first + size])
-            self.exact = (loss.detach(), *grads)
 
-    def step(self, name: str) -> tuple[Tensor, ...]:
+    def clear(self) -> None:
         self.hidden.grad = self.weight.grad = None
-        if name == "loss_parallel":
-            with loss_parallel():
-                loss = stock(self.hidden, self.weight, self.target)
-                loss.backward()
-        else:
-            loss = CONTENDERS[name](self.hidden, self.weight, self.target)
-            loss.backward()
-        return loss.detach(), self.hidden.grad, self.weight.grad
 
-    def error(self, name: str) -> float:
-        """The largest error, over that of the exact result's largest number."""
-        loss, of_hidden, of_weight = self.step(name)
-        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
-        found = (loss, of_hidden.full_tensor(), of_weight.to_local())
-        pairs = zip(found, self.exact, strict=True)
-        return max(((a.double() - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+    def step(self, name: str, loss: Loss) -> Any:
+        *_, context = CONTENDERS[name]
+        with context():
+            value = loss(self.hidden, self.weight, self.target)
+            value.backward()
+        return value.detach()
+
+    def next_call(self, name: str, loss: Loss) -> Call:
+        self.clear()
+        return partial(self.step, name, loss)
+
+    def complaint(self, value: Any) -> str:
+        """Why a step's result is wrong; empty if it is not."""
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        found = (value, self.hidden.grad.full_tensor(), self.weight.grad.to_local())
+        return steps.complaint(self._errors(found), self.allowed)
+
+    def _errors(self, found: tuple[Tensor, ...]) -> list[float]:
+        return [steps.relative_error(*pair) for pair in zip(found, self.exact, strict=True)]
 
 
-def _shape(text: str) -> tuple[int, int, int]:
-    rows, hidden, classes = map(int, text.split("x"))
-    return rows, hidden, classes
+def _gradients(
+    hidden: Tensor, head: Tensor, target: Tensor, own: slice
+) -> tuple[Tensor, Tensor, Tensor]:
+    """On one device: the loss, hidden's gradient and a rank's part of the head's."""
+    factors = [tensor.detach().requires_grad_() for tensor in (hidden, head)]
+    loss = stock(*factors, target)
+    of_hidden, of_head = torch.autograd.grad(loss, factors)
+    return loss.detach(), of_hidden, of_head[own].clone()
+
+
+def measure(
+    shape: Shape,
+    names: list[str],
+    ranks: Ranks,
+    clock: Clock | None,
+    budget_s: float,
+    common: dict[str, str],
+) -> list[Row]:
+    """Figures of the contenders, in their order; without a clock they are only checked."""
+    dtype = DTYPES[common["dtype"]]
+    few = Problem(replace(shape, rows=CHECKED_ROWS), dtype, ranks, exact=True)
+    problem = few if clock is None else Problem(shape, dtype, ranks, exact=False)
+    ready: dict[str, Callable[[], Call]] = {}
+    rows: dict[str, Row] = {}
+    for name in names:
+        build, distribution, _ = CONTENDERS[name]
+        try:
+            loss = ranks.together(build)
+            value = ranks.together(few.next_call(name, loss))
+            reason = ranks.agreed(ranks.together(partial(few.complaint, value)))
+            if not reason:
+                ranks.together(problem.next_call(name, loss))
+                ready[name] = partial(problem.next_call, name, loss)
+        except FailedError as error:
+            reason = str(error)
+            few.place()
+            problem.place()
+        problem.clear()
+        rows[name] = Row(
+            contender=name, reason=reason, contender_version=version(distribution), **common
+        )
+    del few
+    if clock is None:
+        return list(rows.values())
+    gradients = problem.shards[:2]
+    for name, ms in steps.time_in_turns(ready, clock, budget_s, ranks.largest).items():
+        peak = ranks.largest(steps.peak_mib(ready[name], gradients, clock))
+        rows[name] = replace(rows[name], ms=ms, peak_mib=f"{peak:.1f}")
+    return list(rows.values())
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    shapes = [(8192, 4096, 128256)]
-    parser.add_argument(
-        "--shape", type=_shape, nargs="+", default=shapes, help="ROWSxHIDDENxCLASSES"
+    parser = argparse.ArgumentParser(
+        prog="torchrun -m benchmarks.vocabulary_parallel",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--contender", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    parser.add_argument("--samples", type=int, default=20)
+    steps.add_options(parser, CONTENDERS)
     parser.add_argument("--check", action="store_true", help="only compare with float64")
+    parser.add_argument(
+        "--timeout", type=float, default=180.0, help="seconds that a rank waits for others (180)"
+    )
     arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    if device == "cuda":
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
-    clock = None if arguments.check else make_clock(torch.device(device))
-    dtype = DTYPES[arguments.dtype]
-    wrong = 0
-    for shape in arguments.shape:
-        checked = Problem((64, *shape[1:]), dtype, mesh, check=True)
-        problem = None if clock is None else Problem(shape, dtype, mesh, check=False)
-        for name in arguments.contender:
-            error = checked.error(name)
-            line = f"{'x'.join(map(str, shape)):<20}{name:<16}error {error:.1e}"
-            # Sums of products over rows, hidden features and ranks.
-            wrong += error > 64 * torch.finfo(dtype).eps
-            if clock is not None and problem is not None:
-                call = lambda n=name, p=problem: p.step(n)  # noqa: E731
-                times = [clock.sample(lambda: call, 0.0) for _ in range(arguments.samples)]  # noqa: B023
-                peak = clock.peak_mib(call)
-                peak = cpu_peak_mib(call) if peak is None else peak
-                line += f"  {statistics.median(times):9.3f} ms  {peak:9.1f} MiB"
-            if dist.get_rank() == 0:
-                print(line, flush=True)
-    dist.destroy_process_group()
-    return int(wrong > 0)
+    ranks = Ranks(arguments.device, arguments.timeout)
+    try:
+        return run(arguments, ranks)
+    finally:
+        dist.destroy_process_group()
+
+
+def run(arguments: argparse.Namespace, ranks: Ranks) -> int:
+    """1 on every rank if one of this package's own is wrong or fails."""
+    device, first = ranks.device, ranks.rank == 0
+    clock = None if arguments.check else make_clock(device)
+    output: Path = arguments.output or report.default_output(device, "vocabulary-parallel")
+    results = steps.Results(output, append=arguments.append)
+    common = {**steps.common(arguments, device), "ranks": str(ranks.count)}
+    if first:
+        print(steps.HEADER, flush=True)
+    for shape in arguments.shape or SHAPES:
+        torch._dynamo.reset()
+        rows = measure(
+            shape, arguments.contender, ranks, clock, arguments.budget,
+            {**common, "shape": str(shape)},
+        )  # fmt: skip
+        results.add(rows, write=first and clock is not None)
+        if first:
+            print(*rows, sep="\n", flush=True)
+        gc.collect()
+    if first and clock is not None:
+        print(f"wrote {output}")
+        if arguments.plots:
+            plots.draw(output)
+    return int(results.broken)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,202 @@
+"""What the benchmarks of a linear layer and cross entropy share, on one device or on several.
+
+A step computes the loss of hidden states and the gradients of both factors of the logits. Here are
+its shapes and options, the lines of the CSV file, what counts as wrong, and timing in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import report
+from benchmarks.clock import Clock, NextCall
+from benchmarks.contenders import UnavailableError
+from benchmarks.matrix import cpu_peak_mib
+
+Loss = Callable[[Any, Any, Any], Any]  # of hidden, weight and target
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+FEWEST_ROUNDS, WARM_UP, ULPS = 5, 2, 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    rows: int
+    hidden: int
+    classes: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        return cls(*map(int, text.split("x")))
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.hidden}x{self.classes}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A contender's figures; empty, with a reason, where it was wrong or failed. Memory is in MiB.
+
+    Of several ranks these are the slowest one's time and the memory of the one that takes most.
+    """
+
+    shape: str
+    dtype: str
+    ignored: str = "0"
+    ranks: str = "1"
+    contender: str
+    ms: str = ""
+    peak_mib: str = ""
+    reason: str = ""
+    device: str
+    torch: str
+    contender_version: str
+    commit: str
+
+    @property
+    def problem(self) -> tuple[str, ...]:
+        return self.shape, self.dtype, self.ignored, self.ranks
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.device, *self.problem, self.contender
+
+    def __str__(self) -> str:
+        return f"{self.shape:<22}{self.contender:<24}{self.ms:>9}{self.peak_mib:>10}  {self.reason}"
+
+
+HEADER = f"{'shape':<22}{'contender':<24}{'ms':>9}{'MiB':>10}"
+
+
+def common(arguments: argparse.Namespace, device: torch.device) -> dict[str, str]:
+    """What all rows of a run have in common."""
+    return {
+        "dtype": arguments.dtype,
+        "device": report.device_name(device),
+        "torch": torch.__version__,
+        "commit": arguments.commit or report.current_commit(),
+    }
+
+
+def read(path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        return [Row(**line) for line in csv.DictReader(file)]
+
+
+def _write(path: Path, rows: Iterable[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+class Results:
+    """The rows of a file, which is written anew whenever some are added."""
+
+    def __init__(self, path: Path, *, append: bool) -> None:
+        self.path = path
+        self.added: list[Row] = []
+        self.rows = {row.key: row for row in read(path)} if append and path.exists() else {}
+
+    def add(self, rows: Iterable[Row], *, write: bool = True) -> None:
+        """Those that were tried: who does not run here has no line."""
+        self.added += rows
+        self.rows |= {row.key: row for row in self.added if not row.reason.startswith("not run")}
+        if write:
+            _write(self.path, self.rows.values())
+
+    @property
+    def broken(self) -> bool:
+        """Whether one of this package's own was wrong or failed."""
+        return any(row.contender.startswith("ours") and row.reason for row in self.added)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """The norm of the difference over the norm."""
+    return float((actual.to(expected.dtype) - expected).norm() / expected.norm())
+
+
+def allowed_errors(eager: Iterable[float], dtype: torch.dtype) -> list[float]:
+    """Twice those of torch's own ops on one device, or a few roundings."""
+    return [max(2 * error, ULPS * torch.finfo(dtype).eps) for error in eager]
+
+
+def complaint(errors: Sequence[float], allowed: Sequence[float]) -> str:
+    """Why a result is wrong; empty if it is not."""
+    if all(error <= most for error, most in zip(errors, allowed, strict=True)):  # nan is not
+        return ""
+    return "wrong: errors " + ", ".join(f"{error:.1e}" for error in errors)
+
+
+def reason_of(error: Exception) -> str:
+    if isinstance(error, ImportError | UnavailableError):
+        return f"not run: {error}"
+    return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def time_in_turns(
+    steps: dict[str, NextCall],
+    clock: Clock,
+    budget_s: float,
+    slowest: Callable[[float], float] = lambda value: value,
+) -> dict[str, str]:
+    """The median milliseconds of each step, sampled once a round, for ``budget_s`` seconds each.
+
+    Args:
+        slowest: the largest of what the ranks have measured. All of them get it, so that they go
+            through the same number of rounds.
+    """
+    leads = {}
+    for name, next_call in steps.items():
+        for _ in range(WARM_UP):
+            next_call()()
+        leads[name] = slowest(clock.lead_ms(next_call))
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    spent = rounds = 0.0
+    while rounds < FEWEST_ROUNDS or spent < budget_s * 1e3 * len(steps):
+        for name, next_call in steps.items():
+            sample = slowest(clock.sample(next_call, leads[name]))
+            times[name].append(sample)
+            spent += 2 * sample  # a sample is two calls
+        rounds += 1
+    return {name: f"{statistics.median(samples):.4g}" for name, samples in times.items()}
+
+
+def peak_mib(next_call: NextCall, gradients: Iterable[Tensor], clock: Clock) -> float:
+    """The most memory in use during a step above what was before, less the gradients it leaves.
+
+    Args:
+        gradients: tensors as large as these.
+    """
+    peak = clock.peak_mib(next_call())
+    if peak is None:
+        peak = cpu_peak_mib(next_call())
+    return peak - sum(gradient.nbytes for gradient in gradients) / (1 << 20)
+
+
+def add_options(parser: argparse.ArgumentParser, contenders: Iterable[str]) -> None:
+    names = list(contenders)
+    parser.add_argument("--contender", nargs="+", choices=names, default=names, help="default: all")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+    )
+    parser.add_argument("--shape", type=Shape.parse, nargs="+", help="ROWSxHIDDENxCLASSES")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--budget", type=float, default=0.5, help="seconds a contender (0.5)")
+    parser.add_argument("--output", type=Path, help="CSV file")
+    parser.add_argument(
+        "--append", action="store_true", help="keep what the file holds and was not measured again"
+    )
+    parser.add_argument("--commit", help="the commit to record, where there is no git checkout")
+    parser.add_argument("--no-plots", dest="plots", action="store_false")

@@ -1,0 +1,74 @@
+"""The benchmark of a vocabulary-parallel step: its file and plot, and contenders that break."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import plots, steps
+from compile_losses.library import PACKAGE
+from tests.distributed.contenders import BROKEN
+
+OURS = ("ours", "ours_linear", "ours_compiled")
+SHAPE = "96x16x1001"
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """What two ranks write, all contenders in one run."""
+    path = tmp_path_factory.mktemp("benchmark") / "steps.csv"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = ["--device=cpu", "--dtype=float32", f"--shape={SHAPE}", "--budget=0.01"]
+    more = ["--timeout=15", "--commit=abc", "--no-plots", f"--output={path}"]
+    subprocess.run(
+        [*command, "-m", "tests.distributed.contenders", *options, *more],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        cwd=PACKAGE.parent,
+        timeout=300,
+        check=True,
+    )
+    return {row.contender: row for row in steps.read(path)}
+
+
+@pytest.mark.parametrize("name", [*OURS, "loss_parallel", "megatron"])
+def test_figures(name, rows):
+    row = rows[name]
+    assert row.reason == ""
+    assert float(row.ms) > 0
+    assert float(row.peak_mib) > 0
+    assert (row.shape, row.dtype, row.ranks, row.commit) == (SHAPE, "float32", "2", "abc")
+
+
+REASONS = {
+    "wrong_on_one": "rank 1: wrong: errors 1.0e+00, ",
+    "nan": "wrong: errors nan, nan, nan",
+    "raises": "failed: ValueError: it never works",
+    "raises_on_one": "rank 1: failed: ValueError: it fails here",
+    "raises_with_many_rows": "failed: ValueError: it never works",
+}
+
+
+@pytest.mark.parametrize("name", [function.__name__ for function in BROKEN])
+def test_who_breaks_has_a_reason(name, rows):
+    row = rows[name]
+    assert (row.ms, row.peak_mib) == ("", "")
+    assert REASONS[name] in row.reason
+
+
+def test_plot(rows, tmp_path, capsys):
+    """Drawn of the file alone."""
+    pytest.importorskip("matplotlib", reason="pip install .[demo]")
+    results = steps.Results(tmp_path / "steps.csv", append=True)
+    results.add(rows.values())
+    plots.draw(results.path)
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'steps.png'}\n"
+    assert (tmp_path / "steps.png").stat().st_size > 0
+
+
+def test_a_file_of_something_else(tmp_path):
+    (tmp_path / "other.csv").write_text("loss,head\nmse,linear\n")
+    with pytest.raises(ValueError, match="got the columns loss, head"):
+        plots.draw(tmp_path / "other.csv")
