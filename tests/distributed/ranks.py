@@ -1,4 +1,4 @@
-"""What two processes that communicate through gloo compute, compared with one process.
+"""What two processes compute on CPUs through gloo, or on GPUs through NCCL, compared with one.
 
 Run by tests/distributed/test_processes.py. A rank reports each check in a file: gloo sometimes ends
 a process abruptly when all of them are through.
@@ -25,18 +25,24 @@ import compile_losses.functional as fused
 from compile_losses.distributed.data_parallel import global_mean
 
 WORLD = 2
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+device = torch.device("cpu")  # of this rank; main sets it
 ROWS, CLASSES, HIDDEN = 7, 11, 6
 
 
 def rand(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
 
 
 def labels():
     target = torch.randint(CLASSES, (ROWS,), generator=torch.Generator().manual_seed(1))
     target[:4] = -100  # all of rank 0's, where rows are sharded
-    return target
+    return target.to(device)
+
+
+def mesh_of(shape=(WORLD,), names=None):
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
 
 
 def same(ours, exact, tolerance=1e-12):
@@ -46,7 +52,7 @@ def same(ours, exact, tolerance=1e-12):
 
 def agree(loss, tensors, layouts, function=None):
     """A loss of DTensors and its gradients, and those of plain tensors."""
-    mesh = init_device_mesh("cpu", (WORLD,))
+    mesh = mesh_of()
     plain = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
     expected = loss(*plain)
     expected.sum().backward()
@@ -137,7 +143,7 @@ class Model(nn.Module):
 
 def model():
     torch.manual_seed(0)
-    return Model().double()
+    return Model().double().to(device)
 
 
 def mean_of_tokens(logits, target, group=None):
@@ -171,7 +177,7 @@ def check_compiled_ddp():
 
 def check_fsdp2():
     sharded = model()
-    mesh = init_device_mesh("cpu", (WORLD,))
+    mesh = mesh_of()
     for layer in (sharded.first, sharded.head):
         fully_shard(layer, mesh=mesh)
     data_parallel(fully_shard(sharded, mesh=mesh))
@@ -179,16 +185,20 @@ def check_fsdp2():
 
 def check_hsdp():
     for shape in ((2, 1), (1, 2)):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        mesh = mesh_of(shape, ("replicate", "shard"))
         data_parallel(fully_shard(model(), mesh=mesh), mesh)
 
 
 CHECKS = [name.removeprefix("check_") for name in list(globals()) if name.startswith("check_")]
 
 
-def main(rank: int, folder: Path) -> None:
+def main(rank: int, folder: Path, kind: str) -> None:
+    global device
+    if kind != "cpu":
+        device = torch.device(kind, rank)
+        torch.accelerator.set_device_index(rank)
     dist.init_process_group(
-        "gloo",
+        BACKENDS[kind],
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=WORLD,
@@ -206,4 +216,4 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -28,17 +28,18 @@ LAYOUTS = {
 }
 
 
-def problem(layout, dtype, *, weighted=False):
+def problem(layout, dtype, *, weighted=False, device="cpu"):
     shape, arrange = LAYOUTS[layout]
     generator = torch.Generator().manual_seed(0)
-    logits = arrange(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype))
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    logits = arrange(values.to(device, dtype))
     dim = 0 if logits.dim() == 1 else 1
     rows = [*logits.shape[:dim], *logits.shape[dim + 1 :]]
     target = torch.randint(CLASSES, rows, generator=generator)
     if target.numel() > 2:
         target.view(-1)[1] = -100
     weight = torch.rand(CLASSES, generator=generator, dtype=torch.float64) if weighted else None
-    return logits, dim, target, weight
+    return logits, dim, target.to(device), None if weight is None else weight.to(device)
 
 
 def by_shards(logits, dim, target, weight, reduction, smoothing, grad_output):
@@ -50,7 +51,7 @@ def by_shards(logits, dim, target, weight, reduction, smoothing, grad_output):
     for begin, end in shards:
         own = logits.narrow(dim, begin, end - begin)
         parts.append(fused.vocabulary_parallel_parts(own, target, weight, begin, CLASSES, *options))
-        every = torch.ones(CLASSES, dtype=wide) if weight is None else weight
+        every = logits.new_ones(CLASSES, dtype=wide) if weight is None else weight
         masses.append(every[begin:end].sum())
     loss, stats, total = fused.vocabulary_parallel_merge(
         torch.stack(parts), target, weight, torch.stack(masses), CLASSES, reduction, *options, wide
@@ -70,15 +71,15 @@ def by_shards(logits, dim, target, weight, reduction, smoothing, grad_output):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", [NONE, SUM])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_shards_make_the_whole(layout, reduction, weighted, smoothing, dtype):
-    logits, dim, target, weight = problem(layout, dtype, weighted=weighted)
+def test_shards_make_the_whole(layout, reduction, weighted, smoothing, dtype, device):
+    logits, dim, target, weight = problem(layout, dtype, weighted=weighted, device=device)
     exact = logits.double().detach().requires_grad_()
     expected = torch.nn.functional.cross_entropy(
         exact, target, weight, reduction=("none", "mean", "sum")[reduction],
         label_smoothing=smoothing,
     )  # fmt: skip
     grad_output = torch.linspace(0.5, 1.5, expected.numel(), dtype=torch.float64)
-    grad_output = grad_output.view(expected.shape)
+    grad_output = grad_output.view(expected.shape).to(device)
     expected.backward(grad_output)
     loss, gradient, total = by_shards(
         logits, dim, target, weight, reduction, smoothing, grad_output
@@ -127,11 +128,12 @@ def test_opcheck_linear(needs):
         )
 
 
-def test_the_same_bits():
-    logits, dim, target, weight = problem("rows", torch.float32)
-    runs = [by_shards(logits, dim, target, weight, SUM, 0.1, torch.ones(())) for _ in range(3)]
-    for one in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(one, runs[0], strict=True))
+def test_the_same_bits(device):
+    arguments = problem("rows", torch.float32, device=device)
+    grad_output = torch.ones((), device=device)
+    runs = [by_shards(*arguments, SUM, 0.1, grad_output) for _ in range(3)]
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
 
 
 def test_errors():

@@ -1,4 +1,7 @@
-"""Two processes: DTensors, compiled steps, DDP, FSDP2 and HSDP give what one process gives."""
+"""Two processes: DTensors, compiled steps, DDP, FSDP2 and HSDP give what one process gives.
+
+On CPUs through gloo, and on two GPUs through NCCL.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from compile_losses.library import PACKAGE
 from tests.distributed.ranks import CHECKS, WORLD
@@ -15,13 +19,21 @@ from tests.distributed.ranks import CHECKS, WORLD
 ROOT = PACKAGE.parent
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory):
+TWO_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < WORLD, reason=f"needs {WORLD} CUDA devices"),
+]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=TWO_GPUS)])
+def reports(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.distributed.ranks"]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(folder)], env=environment, cwd=ROOT)
+        subprocess.Popen(
+            [*command, str(rank), str(folder), request.param], env=environment, cwd=ROOT
+        )
         for rank in range(WORLD)
     ]
     try:
