@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import compile_losses.ops
 from compile_losses.linear import LinearCrossEntropyLoss, linear_cross_entropy
-from compile_losses.ops.linear import chunk_size, row_chunks
+from compile_losses.ops.linear import chunk_size
 from compile_losses.ops.linear.chunk_size import chunk_rows, sums_in_float32
 from compile_losses.ops.linear.reference import reference
 from tests.accuracy import assert_accurate
@@ -31,7 +31,7 @@ def chunks(monkeypatch):
     def set_rows(rows):
         monkeypatch.setattr(chunk_size, "LEAST_ROWS", rows)
         monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
-        monkeypatch.setattr(row_chunks, "BLOCK_BYTES", 1000)
+        monkeypatch.setattr("compile_losses.ops.linear.products.BLOCK_BYTES", 1000)
 
     set_rows(16)
     return set_rows

@@ -22,14 +22,13 @@ from torch import Tensor
 
 from compile_losses.ops.checks import accumulation_type
 from compile_losses.ops.linear.arguments import check
-from compile_losses.ops.linear.chunk_size import chunk_rows, sums_in_float32
+from compile_losses.ops.linear.chunk_size import chunk_rows
+from compile_losses.ops.linear.products import Chunk, chunks_of_logits, gradients_of
 from compile_losses.ops.linear.reference import autocast_off
 from compile_losses.ops.linear.row_losses import NONE, RowLosses
 
 #: Ignored rows are left out where they are at least one in this many.
 IGNORED = 8
-#: Products that are added to a sum in float32 are made in blocks of about this size.
-BLOCK_BYTES = 64 * 2**20
 
 
 class Problem:
@@ -52,8 +51,7 @@ class Problem:
             accumulation_type(self.input.dtype), grad_output,
         )  # fmt: skip
 
-    def logits(self, chunk: int) -> Any:
-        """Yields which rows, those of input, and their logits, which may be overwritten."""
+    def logits(self, chunk: int) -> Iterator[Chunk]:
         return chunks_of_logits(self.input, self.linear_weight, self.linear_bias, chunk, self.kept)
 
     def chunk(self, **options: Any) -> int:
@@ -69,63 +67,12 @@ class Problem:
         return result.index_copy_(0, self.kept, computed)
 
 
-def chunks_of_logits(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    chunk: int,
-    kept: Tensor | None = None,
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields which rows (of those kept), their input and their logits, in one buffer for all."""
-    count = len(input) if kept is None else len(kept)
-    buffer = input.new_empty((min(chunk, count), len(linear_weight)))
-    for first in range(0, count, chunk):
-        rows = slice(first, min(first + chunk, count))
-        part = input[rows] if kept is None else input.index_select(0, kept[rows])
-        logits = buffer[: len(part)]
-        if linear_bias is None:
-            torch.mm(part, linear_weight.t(), out=logits)
-        else:
-            torch.addmm(linear_bias, part, linear_weight.t(), out=logits)
-        yield rows, part, logits
-
-
 def kept_rows(target: Tensor, ignore_index: int) -> Tensor | None:
     """The rows that are computed; None for all of them. See the module's docstring."""
     if target.device.type != "cpu":
         return None
     kept = (target != ignore_index).nonzero().squeeze(1)
     return kept if len(kept) * IGNORED <= len(target) * (IGNORED - 1) else None
-
-
-class WeightGradient:
-    """The sum over chunks of gradient.t() @ input, in float32 where it would be rounded often."""
-
-    def __init__(self, linear_weight: Tensor, rows: int, chunk: int) -> None:
-        self.total = linear_weight.new_empty(linear_weight.shape)
-        self.wide: Tensor | None = None
-        if rows == 0:
-            self.total.zero_()
-        elif sums_in_float32(rows, chunk, linear_weight.dtype):
-            classes, hidden = linear_weight.shape
-            self.wide = self.total.new_zeros((classes, hidden), dtype=torch.float32)
-            block = max(1, BLOCK_BYTES // max(1, hidden * linear_weight.dtype.itemsize))
-            self.block = self.total.new_empty((min(classes, block), hidden))
-
-    def add(self, rows: slice, gradient: Tensor, input: Tensor) -> None:
-        if self.wide is not None:
-            for first in range(0, len(self.total), len(self.block)):
-                columns = gradient[:, first : first + len(self.block)]
-                block = self.block[: columns.shape[1]]
-                torch.mm(columns.t(), input, out=block)
-                self.wide[first : first + len(block)] += block
-        elif rows.start == 0:
-            torch.mm(gradient.t(), input, out=self.total)
-        else:
-            self.total.addmm_(gradient.t(), input)
-
-    def result(self) -> Tensor:
-        return self.total if self.wide is None else self.total.copy_(self.wide)
 
 
 def forward(*arguments: Any) -> Tensor:
@@ -164,25 +111,15 @@ def backward(grad_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 def _with_gradients(
     arguments: tuple[Any, ...], needs: tuple[bool, bool, bool], grad_output: Tensor | None
 ) -> tuple[Tensor, ...]:
-    needs_input, needs_weight, needs_bias = needs
+    needs_input, needs_weight, _ = needs
     with autocast_off(arguments[0]):
         problem = Problem(arguments, grad_output)
-        input, weight, losses = problem.input, problem.linear_weight, problem.losses
+        losses = problem.losses
         chunk = problem.chunk(buffers=losses.buffers(gradient=True), sums_weight=needs_weight)
-        grad_input = input.new_empty((problem.rows, input.shape[1]) if needs_input else 0)
-        grad_weight = WeightGradient(weight, problem.rows, chunk) if needs_weight else None
-        grad_bias = weight.new_zeros(len(weight) if needs_bias else 0, dtype=losses.dtype)
-        for rows, inputs, logits in problem.logits(chunk):
-            gradient = losses.gradient(rows, logits)
-            if needs_input:
-                torch.mm(gradient, weight, out=grad_input[rows])
-            if grad_weight is not None:
-                grad_weight.add(rows, gradient, inputs)
-            if needs_bias:
-                grad_bias += gradient.sum(0)
-        return (
-            losses.reduced().to(problem.dtype),
-            problem.for_all_rows(grad_input) if needs_input else grad_input,
-            input.new_empty(0) if grad_weight is None else grad_weight.result(),
-            grad_bias.to(weight.dtype),
-        )
+        grad_input, *others = gradients_of(
+            problem.logits(chunk), problem.linear_weight, problem.rows, chunk, needs, losses.dtype,
+            losses.gradient,
+        )  # fmt: skip
+        if needs_input:
+            grad_input = problem.for_all_rows(grad_input)
+        return losses.reduced().to(problem.dtype), grad_input, *others

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,22 @@ NONE, MEAN, SUM = (REDUCTIONS[name] for name in ("none", "mean", "sum"))
 def capped(logits: Tensor, softcap: float) -> Tensor:
     """The logits after the soft-cap, written over them; rounds where torch's three ops do."""
     return logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def through_softcap(
+    logits: Tensor, softcap: float | None, gradient: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The gradient of the logits before the soft-cap, from a function of those after it.
+
+    Overwrites the logits, and what the function returns: the gradient of its argument, over which
+    it may lie. Rounds where torch's three ops do.
+    """
+    if softcap is None:
+        return gradient(logits)
+    tanh = logits.div_(softcap).tanh_()
+    result = gradient(tanh * softcap)
+    aten.tanh_backward.grad_input(result, tanh, grad_input=result)
+    return result
 
 
 def divisors(
@@ -89,10 +107,10 @@ class RowLosses:
 
         It lies over them where grad_output is one number.
         """
-        tanh = None
-        if self.softcap is not None:  # rounds where torch's three ops do
-            tanh = logits.div_(self.softcap).tanh_()
-            logits = tanh * self.softcap
+        return through_softcap(logits, self.softcap, lambda capped: self._gradient(rows, capped))
+
+    def _gradient(self, rows: slice, logits: Tensor) -> Tensor:
+        """That of the logits after the soft-cap."""
         squares_gradient = None
         if self.by_row or self.z_loss != 0:
             _, stats, total = self._each(rows, logits)
@@ -113,8 +131,6 @@ class RowLosses:
             self.sums.append(loss)
         if squares_gradient is not None:
             logits += squares_gradient
-        if tanh is not None:
-            aten.tanh_backward.grad_input(logits, tanh, grad_input=logits)
         return logits
 
     def reduced(self) -> Tensor:

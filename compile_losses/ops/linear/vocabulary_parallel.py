@@ -21,14 +21,12 @@ from torch import Tensor
 from compile_losses import library
 from compile_losses.ops import checks, vocabulary_parallel
 from compile_losses.ops.linear.chunk_size import chunk_rows
+from compile_losses.ops.linear.products import Chunk, chunks_of_logits, gradients_of
 from compile_losses.ops.linear.reference import autocast_off
-from compile_losses.ops.linear.row_chunks import WeightGradient, chunks_of_logits
-from compile_losses.ops.linear.row_losses import capped
+from compile_losses.ops.linear.row_losses import capped, through_softcap
 
 ARGUMENTS = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight"
 OPTIONS = f"{vocabulary_parallel.OPTIONS}, float? softcap"
-
-aten = torch.ops.aten
 
 parts = library.define(
     f"vocabulary_parallel_linear_parts({ARGUMENTS}, {vocabulary_parallel.SHARD}, {OPTIONS}) "
@@ -48,7 +46,7 @@ def _chunks(
     buffers: int,
     *,
     sums_weight: bool = False,
-) -> tuple[int, Iterator[tuple[slice, Tensor, Tensor]]]:
+) -> tuple[int, Iterator[Chunk]]:
     chunk = chunk_rows(
         len(input), input.shape[1], len(linear_weight), input.dtype,
         buffers=buffers, sums_weight=sums_weight,
@@ -111,41 +109,31 @@ def gradient_kernel(
     if grad_squares is not None:
         grad_squares = grad_squares.expand(len(input))
     buffers = 2 + (softcap is not None) + (grad_squares is not None)
+
+    def of_capped(rows: slice, logits: Tensor) -> Tensor:
+        of_logits = vocabulary_parallel.gradient(
+            grad_output[rows] if by_row else grad_output, logits, target[rows], weight, stats[rows],
+            first_class, classes, reduction, ignore_index, label_smoothing,
+        )  # fmt: skip
+        if grad_squares is not None:
+            largest, log_sum = stats[rows].split(1, 1)
+            softmax = logits.sub(largest).sub_(log_sum).exp_()
+            factor = 2 * (largest + log_sum) * grad_squares[rows].unsqueeze(1)
+            kept = (target[rows] != ignore_index).unsqueeze(1)
+            of_logits += softmax.mul_(torch.where(kept, factor, 0)).to(of_logits.dtype)
+        return of_logits
+
+    def of_logits(rows: slice, logits: Tensor) -> Tensor:
+        return through_softcap(logits, softcap, lambda capped: of_capped(rows, capped))
+
+    needs = (needs_grad_input, needs_grad_linear_weight, needs_grad_linear_bias)
     with autocast_off(input):
         chunk, chunks = _chunks(
             input, linear_weight, linear_bias, buffers, sums_weight=needs_grad_linear_weight
         )
-        grad_input = input.new_empty(input.shape if needs_grad_input else 0)
-        grad_weight = None
-        if needs_grad_linear_weight:
-            grad_weight = WeightGradient(linear_weight, len(input), chunk)
-        size = len(linear_weight) if needs_grad_linear_bias else 0
-        grad_bias = linear_weight.new_zeros(size, dtype=_wide(input))
-        for rows, inputs, logits in chunks:
-            tanh = None
-            if softcap is not None:
-                tanh = logits.div_(softcap).tanh_()
-                logits = tanh * softcap
-            of_logits = vocabulary_parallel.gradient(
-                grad_output[rows] if by_row else grad_output, logits, target[rows], weight,
-                stats[rows], first_class, classes, reduction, ignore_index, label_smoothing,
-            )  # fmt: skip
-            if grad_squares is not None:
-                largest, log_sum = stats[rows].split(1, 1)
-                softmax = logits.sub(largest).sub_(log_sum).exp_()
-                factor = 2 * (largest + log_sum) * grad_squares[rows].unsqueeze(1)
-                kept = (target[rows] != ignore_index).unsqueeze(1)
-                of_logits += softmax.mul_(torch.where(kept, factor, 0)).to(of_logits.dtype)
-            if tanh is not None:
-                aten.tanh_backward.grad_input(of_logits, tanh, grad_input=of_logits)
-            if needs_grad_input:
-                torch.mm(of_logits, linear_weight, out=grad_input[rows])
-            if grad_weight is not None:
-                grad_weight.add(rows, of_logits, inputs)
-            if needs_grad_linear_bias:
-                grad_bias += of_logits.sum(0)
-        total = input.new_empty(0) if grad_weight is None else grad_weight.result()
-        return grad_input, total, grad_bias.to(linear_weight.dtype)
+        return gradients_of(
+            chunks, linear_weight, len(input), chunk, needs, _wide(input), of_logits
+        )
 
 
 def _wide(input: Tensor) -> torch.dtype:
