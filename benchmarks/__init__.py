@@ -8,5 +8,7 @@
 ``report``      CSV and table
 ``plots``       bars against the floor, bars and lines of steps
 ``matrix``      compiled steps of ``heads`` and losses against stock torch.compile's
-``steps``       what ``linear`` and ``vocabulary_parallel`` share: a linear layer with cross entropy
+
+``linear`` and ``vocabulary_parallel`` measure a linear layer with its cross entropy, on one device
+and on several; what they share is in ``linear_steps``, how ranks agree in ``ranks``.
 """

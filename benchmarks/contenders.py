@@ -43,10 +43,10 @@ class Contender:
 
     @property
     def version(self) -> str:
-        return version(self.distribution)
+        return version_of(self.distribution)
 
 
-def version(distribution: str) -> str:
+def version_of(distribution: str) -> str:
     if distribution == "torch":
         return torch.__version__
     try:

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import plots, report, steps
+from benchmarks import linear_steps, plots, report
 from benchmarks.clock import Call, Clock, make_clock
-from benchmarks.contenders import UnavailableError, version
-from benchmarks.steps import DTYPES, Loss, Row, Shape
+from benchmarks.contenders import UnavailableError, version_of
+from benchmarks.linear_steps import DTYPES, Loss, Row, Shape
 
 BLOCK = 1 << 25
 
@@ -148,29 +148,31 @@ class Problem:
         """Of the loss and the gradients."""
         self.clear()
         results = (self.step(loss), self.hidden.grad, self.weight.grad)
-        return [steps.relative_error(*pair) for pair in zip(results, self.expected, strict=True)]
+        return [
+            linear_steps.relative_error(*pair) for pair in zip(results, self.expected, strict=True)
+        ]
 
 
 def measure(
     problem: Problem, names: Iterable[str], clock: Clock, budget_s: float, common: dict[str, str]
 ) -> list[Row]:
     """Figures of the contenders, in their order."""
-    allowed = steps.allowed_errors(problem.errors(_expression), problem.hidden.dtype)
+    allowed = linear_steps.allowed_errors(problem.errors(_expression), problem.hidden.dtype)
     rows: dict[str, Row] = {}
     ready: dict[str, Callable[[], Call]] = {}
     for name in names:
         build, distribution = BUILDERS[name]
         try:
             loss = build()
-            reason = steps.complaint(problem.errors(loss), allowed)
+            reason = linear_steps.complaint(problem.errors(loss), allowed)
             ready |= {} if reason else {name: partial(problem.next_call, loss)}
         except Exception as error:  # whatever it is, the others still count
-            reason = steps.reason_of(error)
+            reason = linear_steps.reason_of(error)
         rows[name] = Row(
-            contender=name, reason=reason, contender_version=version(distribution), **common
+            contender=name, reason=reason, contender_version=version_of(distribution), **common
         )
-    for name, ms in steps.time_in_turns(ready, clock, budget_s).items():
-        peak = steps.peak_mib(ready[name], (problem.hidden, problem.weight), clock)
+    for name, ms in linear_steps.time_in_turns(ready, clock, budget_s).items():
+        peak = linear_steps.peak_mib(ready[name], (problem.hidden, problem.weight), clock)
         rows[name] = replace(rows[name], ms=ms, peak_mib=f"{peak:.1f}")
     problem.clear()
     return list(rows.values())
@@ -181,9 +183,9 @@ def run(arguments: argparse.Namespace) -> int:
     clock = make_clock(device)
     kind = f"linear-{arguments.sweep}" if arguments.sweep else "linear"
     output: Path = arguments.output or report.default_output(device, kind)
-    results = steps.Results(output, append=arguments.append)
-    common = {**steps.common(arguments, device), "ignored": f"{arguments.ignored:g}"}
-    print(steps.HEADER)
+    results = linear_steps.Results(output, append=arguments.append)
+    common = {**linear_steps.common(arguments, device), "ignored": f"{arguments.ignored:g}"}
+    print(linear_steps.HEADER)
     for shape in _shapes(arguments):
         torch._dynamo.reset()
         problem = Problem(shape, DTYPES[arguments.dtype], device, arguments.ignored)
@@ -212,7 +214,7 @@ def _shapes(arguments: argparse.Namespace) -> Iterable[Shape]:
 def add_command(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
     summary = "a linear layer and cross entropy, with peak memory"
     parser = commands.add_parser("linear", help=summary, description=__doc__)
-    steps.add_options(parser, BUILDERS)
+    linear_steps.add_options(parser, BUILDERS)
     parser.add_argument("--size", choices=("reference", "small"), default="reference")
     parser.add_argument("--sweep", choices=SWEEPS, help="of one --shape, against this size")
     parser.add_argument("--ignored", type=float, default=0.0, help="part of the targets (0)")

@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import report, steps
+from benchmarks import linear_steps, report
 from benchmarks.report import Row
 
 if TYPE_CHECKING:
@@ -35,12 +35,12 @@ def draw(file: Path) -> None:
     try:
         if "case" in columns:
             written = plot(report.read(file), file.parent, file.stem)
-        elif "contender" in columns:
-            written = [plot_steps(steps.read(file), file.with_suffix(".png"))]
+        elif "shape" in columns and set(columns) <= {f.name for f in fields(linear_steps.Row)}:
+            written = [plot_steps(linear_steps.read(file), file.with_suffix(".png"))]
         else:
             raise ValueError(
-                f"{file}: expected losses (with a column case) or steps (with a column contender), "
-                f"got the columns {', '.join(columns)}"
+                f"{file}: expected losses, or steps of a linear layer and cross entropy, got the "
+                f"columns {', '.join(columns)}"
             )
     except ImportError:
         print("no plots: matplotlib is not installed", file=sys.stderr)
@@ -71,7 +71,7 @@ def plot(rows: list[Row], directory: Path, stem: str) -> list[Path]:
     return written
 
 
-def _source(rows: Sequence[Row | steps.Row]) -> str:
+def _source(rows: Sequence[Row | linear_steps.Row]) -> str:
     devices, torches, commits = (
         ", ".join(dict.fromkeys(getattr(row, column) for row in rows))
         for column in ("device", "torch", "commit")
@@ -180,7 +180,7 @@ def _horizontal(
     axes.tick_params(labelsize=8)
 
 
-def plot_steps(rows: list[steps.Row], path: Path) -> Path:
+def plot_steps(rows: list[linear_steps.Row], path: Path) -> Path:
     """Writes ``path``: time and peak memory of every contender; needs matplotlib."""
     import matplotlib
 
@@ -218,14 +218,14 @@ def _only_size(problems: list[tuple[str, ...]]) -> int | None:
     return varying[0] if len(problems) > 2 and len(varying) == 1 and alike else None
 
 
-def _described(row: steps.Row) -> tuple[str, str]:
+def _described(row: linear_steps.Row) -> tuple[str, str]:
     """A problem's numbers and its ranks."""
     part = float(row.ignored)
     ignored = f", {part:.0%} ignored" if part else ""
     return f"{row.dtype}{ignored}", f"{row.ranks} rank" + "s" * (row.ranks != "1")
 
 
-def _step_bars(axes: Axes, rows: list[steps.Row], column: str) -> None:
+def _step_bars(axes: Axes, rows: list[linear_steps.Row], column: str) -> None:
     """Of one problem; who has no figure has its reason."""
     figures = [getattr(row, column) for row in rows]
     labels = [figure or row.reason[:40] for figure, row in zip(figures, rows, strict=True)]
@@ -234,7 +234,7 @@ def _step_bars(axes: Axes, rows: list[steps.Row], column: str) -> None:
     axes.set_xlabel(FIGURES[column], fontsize=8)
 
 
-def _step_lines(axes: Axes, rows: list[steps.Row], column: str, size: int) -> None:
+def _step_lines(axes: Axes, rows: list[linear_steps.Row], column: str, size: int) -> None:
     for name in dict.fromkeys(row.contender for row in rows):
         own = [row for row in rows if row.contender == name and row.ms]
         axes.plot(
@@ -246,6 +246,6 @@ def _step_lines(axes: Axes, rows: list[steps.Row], column: str, size: int) -> No
         )
     axes.set_xscale("log", base=2)
     axes.set_title(_described(rows[0])[0], fontsize=9)
-    axes.set_xlabel(fields(steps.Shape)[size].name)
+    axes.set_xlabel(fields(linear_steps.Shape)[size].name)
     axes.set_ylabel(FIGURES[column])
     axes.legend(fontsize=8)

@@ -41,11 +41,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 import compile_losses.functional as fused
-from benchmarks import plots, report, steps
+from benchmarks import linear_steps, plots, report
 from benchmarks.clock import Call, Clock, make_clock
-from benchmarks.contenders import version
+from benchmarks.contenders import version_of
+from benchmarks.linear_steps import DTYPES, Loss, Row, Shape
 from benchmarks.ranks import FailedError, Ranks
-from benchmarks.steps import DTYPES, Loss, Row, Shape
 
 SHAPES = (Shape(8192, 4096, 128_256),)
 CHECKED_ROWS = 64  # with which the whole weight is on every rank, in float64
@@ -139,7 +139,7 @@ class Problem:
         if exact:
             self.exact = _gradients(plain.double(), head.double(), target, own)
             eager = _gradients(plain, head, target, own)
-            self.allowed = steps.allowed_errors(self._errors(eager), dtype)
+            self.allowed = linear_steps.allowed_errors(self._errors(eager), dtype)
         self.place()
 
     def place(self) -> None:
@@ -174,10 +174,10 @@ class Problem:
         """Why a step's result is wrong; empty if it is not."""
         value = value.full_tensor() if isinstance(value, DTensor) else value
         found = (value, self.hidden.grad.full_tensor(), self.weight.grad.to_local())
-        return steps.complaint(self._errors(found), self.allowed)
+        return linear_steps.complaint(self._errors(found), self.allowed)
 
     def _errors(self, found: tuple[Tensor, ...]) -> list[float]:
-        return [steps.relative_error(*pair) for pair in zip(found, self.exact, strict=True)]
+        return [linear_steps.relative_error(*pair) for pair in zip(found, self.exact, strict=True)]
 
 
 def _gradients(
@@ -219,14 +219,14 @@ def measure(
             problem.place()
         problem.clear()
         rows[name] = Row(
-            contender=name, reason=reason, contender_version=version(distribution), **common
+            contender=name, reason=reason, contender_version=version_of(distribution), **common
         )
     del few
     if clock is None:
         return list(rows.values())
     gradients = problem.shards[:2]
-    for name, ms in steps.time_in_turns(ready, clock, budget_s, ranks.largest).items():
-        peak = ranks.largest(steps.peak_mib(ready[name], gradients, clock))
+    for name, ms in linear_steps.time_in_turns(ready, clock, budget_s, ranks.largest).items():
+        peak = ranks.largest(linear_steps.peak_mib(ready[name], gradients, clock))
         rows[name] = replace(rows[name], ms=ms, peak_mib=f"{peak:.1f}")
     return list(rows.values())
 
@@ -237,7 +237,7 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    steps.add_options(parser, CONTENDERS)
+    linear_steps.add_options(parser, CONTENDERS)
     parser.add_argument("--check", action="store_true", help="only compare with float64")
     parser.add_argument(
         "--timeout", type=float, default=180.0, help="seconds that a rank waits for others (180)"
@@ -255,10 +255,10 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> int:
     device, first = ranks.device, ranks.rank == 0
     clock = None if arguments.check else make_clock(device)
     output: Path = arguments.output or report.default_output(device, "vocabulary-parallel")
-    results = steps.Results(output, append=arguments.append)
-    common = {**steps.common(arguments, device), "ranks": str(ranks.count)}
+    results = linear_steps.Results(output, append=arguments.append)
+    common = {**linear_steps.common(arguments, device), "ranks": str(ranks.count)}
     if first:
-        print(steps.HEADER, flush=True)
+        print(linear_steps.HEADER, flush=True)
     for shape in arguments.shape or SHAPES:
         torch._dynamo.reset()
         rows = measure(
