@@ -12,8 +12,6 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
-from compile_losses.distributed import are_dtensors
-
 PACKAGE = Path(__file__).parent
 INSTALL_COMMAND = "pip install --no-build-isolation ."
 
@@ -120,21 +118,10 @@ def implement(op: torch._ops.OpOverload[..., Any], kernel: Callable[..., Any], k
 def implement_public(op: torch._ops.OpOverload[..., Any], kernel: Callable[..., Any]) -> None:
     """A public op is made of other ops. It sees the tensors of ``vmap`` and DTensors as they are.
 
-    The kernel is given DTensors on one mesh alone, or none.
+    Its kernel asks for their mesh first: ``compile_losses.distributed.mesh_of``.
     """
-    names = [argument.name for argument in op._schema.arguments]
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if are_dtensors(*args, *kwargs.values()):
-            from compile_losses.distributed.layout import mesh_of
-
-            named = {**dict(zip(names, args, strict=False)), **kwargs}
-            tensors = {k: v for k, v in named.items() if isinstance(v, torch.Tensor)}
-            mesh_of(op._schema.name.removeprefix("fused::"), **tensors)
-        return kernel(*args, **kwargs)
-
-    implement(op, checked, "CompositeImplicitAutograd")
-    implement(op, checked, "FuncTorchBatched")
+    implement(op, kernel, "CompositeImplicitAutograd")
+    implement(op, kernel, "FuncTorchBatched")
 
 
 def _cpu_candidates() -> list[Path]:

@@ -7,7 +7,11 @@ numbers: see docs/distributed.md for the layouts and what each of them costs.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def are_dtensors(*values: Any) -> bool:
@@ -20,3 +24,16 @@ def are_dtensors(*values: Any) -> bool:
         if isinstance(value, kind):
             return True
     return False
+
+
+def mesh_of(op: str, **tensors: Tensor | None) -> DeviceMesh | None:
+    """The mesh of all arguments of a public op; None where there is no DTensor among them.
+
+    Raises:
+        RuntimeError: some are plain tensors, or on another mesh.
+    """
+    if not are_dtensors(*tensors.values()):
+        return None
+    from compile_losses.distributed.layout import common_mesh
+
+    return common_mesh(op, **tensors)

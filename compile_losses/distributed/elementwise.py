@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from compile_losses.distributed.collectives import totals
 from compile_losses.distributed.layout import (
@@ -15,7 +16,6 @@ from compile_losses.distributed.layout import (
     assemble,
     dim_of,
     is_shard,
-    mesh_of,
     moved,
     replicated,
     summed,
@@ -27,6 +27,7 @@ NONE, SUM = checks.REDUCTIONS["none"], checks.REDUCTIONS["sum"]
 
 def elementwise(
     op: str,
+    mesh: DeviceMesh,
     loss: Callable[..., Tensor],
     tensors: dict[str, Tensor | None],
     shape: torch.Size,
@@ -54,7 +55,6 @@ def elementwise(
         of the mesh that shard them, without communication; divided by a weight replicated, after an
         all-reduce of two numbers along each of them.
     """
-    mesh = mesh_of(op, **tensors)
     elements = Elements(op, mesh, shape, list(tensors.values()), classes)
     parts: Sequence[Any] = [elements.local(tensor) for tensor in tensors.values()]
     if reduction == NONE:

@@ -15,12 +15,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 Placements: TypeAlias = tuple[Placement, ...]
 
 
-def mesh_of(op: str, **tensors: Tensor | None) -> DeviceMesh:
-    """The mesh of all arguments.
-
-    Raises:
-        RuntimeError: some are plain tensors, or on another mesh.
-    """
+def common_mesh(op: str, **tensors: Tensor | None) -> DeviceMesh:
+    """The mesh of arguments of which some are DTensors; raises as ``mesh_of``."""
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     first, sharded = next((n, t) for n, t in given.items() if isinstance(t, DTensor))
     mesh = sharded.device_mesh

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from compile_losses.distributed.collectives import totals
@@ -15,7 +16,6 @@ from compile_losses.distributed.layout import (
     dim_of,
     is_shard,
     local,
-    mesh_of,
     moved,
     replicated,
     summed,
@@ -121,6 +121,7 @@ class _VocabularyParallel(torch.autograd.Function):
 
 def linear_cross_entropy(
     whole: Callable[..., Tensor],
+    mesh: DeviceMesh,
     input: Any,
     linear_weight: Any,
     target: Any,
@@ -138,8 +139,6 @@ def linear_cross_entropy(
     Args:
         whole: the public op, for local tensors where no rank has but a part of the classes.
     """
-    named = {"input": input, "linear_weight": linear_weight, "target": target}
-    mesh = mesh_of(NAME, **named, linear_bias=linear_bias, weight=weight)
     if linear_weight.dim() > 2 or has_probabilities(input, linear_weight, target):
         raise RuntimeError(
             f"{NAME}: class probabilities and K-dimensional classes are computed over all logits, "

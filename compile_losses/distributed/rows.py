@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from compile_losses.distributed.collectives import totals
-from compile_losses.distributed.layout import Rows, assemble, local, mesh_of, replicated, summed
+from compile_losses.distributed.layout import Rows, assemble, local, replicated, summed
 from compile_losses.distributed.vocabulary import Vocabulary, VocabularyParallel
 from compile_losses.ops import checks
 from compile_losses.ops.linear.row_losses import divisors
@@ -23,6 +24,7 @@ Part = Callable[..., tuple[Tensor, Tensor | None]]
 
 def cross_entropy(
     whole: Callable[..., Tensor],
+    mesh: DeviceMesh,
     input: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -38,10 +40,9 @@ def cross_entropy(
     """
     rows = Rows("cross_entropy", input, target)
     options = (ignore_index, label_smoothing)
-    arguments = (input, target, weight, reduction, options, dtype)
+    arguments = (mesh, input, target, weight, reduction, options, dtype)
     if rows.classes is None:
         return _reduced(_of_whole_rows(whole), rows, *arguments)
-    mesh = mesh_of("cross_entropy", input=input)
     vocabulary = Vocabulary(mesh, rows.classes, input.shape[0 if input.dim() == 1 else 1])
 
     def part(input: Tensor, target: Tensor, weight: Tensor | None, *rest: Any) -> Any:
@@ -52,6 +53,7 @@ def cross_entropy(
 
 def nll_loss(
     whole: Callable[..., Tensor],
+    mesh: DeviceMesh,
     input: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -65,7 +67,7 @@ def nll_loss(
         "nll_loss", "Give cross_entropy the logits, or redistribute input to Replicate() first"
     )
     part = _of_whole_rows(whole)
-    return _reduced(part, rows, input, target, weight, reduction, (ignore_index,), dtype)
+    return _reduced(part, rows, mesh, input, target, weight, reduction, (ignore_index,), dtype)
 
 
 def _of_whole_rows(whole: Callable[..., Tensor]) -> Part:
@@ -80,6 +82,7 @@ def _of_whole_rows(whole: Callable[..., Tensor]) -> Part:
 def _reduced(
     part: Part,
     rows: Rows,
+    mesh: DeviceMesh,
     input: Any,
     target: Any,
     weight: Any,
@@ -87,7 +90,6 @@ def _reduced(
     options: tuple[Any, ...],
     dtype: torch.dtype,
 ) -> Tensor:
-    mesh = input.device_mesh
     own_target, own_weight = local(target, rows.target), local(weight, replicated(mesh))
     shards = (local(input, rows.input), own_target, own_weight)
     if reduction == NONE:

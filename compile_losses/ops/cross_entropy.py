@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import library
-from compile_losses.distributed import are_dtensors
+from compile_losses.distributed import mesh_of
 from compile_losses.ops import checks, cross_entropy_probabilities
 from compile_losses.ops.transforms import double_backward, needs_torch
 from compile_losses.ops.with_grad import declare_with_grad
@@ -99,20 +99,21 @@ def public_kernel(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
+    mesh = mesh_of("cross_entropy", input=input, target=target, weight=weight)
     if target.is_floating_point() and target.shape == input.shape:
         return cross_entropy_probabilities.loss(
-            input, target, weight, reduction, ignore_index, label_smoothing, dtype
+            mesh, input, target, weight, reduction, ignore_index, label_smoothing, dtype
         )
     target = checks.class_indices(input, target)
     check(input, target, weight, reduction, label_smoothing)
     result = checks.loss_dtype(dtype, input)
     checks.check_weight_dtype("cross_entropy", input, weight, result, dtype)
     label_smoothing = max(0.0, label_smoothing)  # in this order nan is 0, as in torch
-    if are_dtensors(input):
+    if mesh is not None:
         from compile_losses.distributed import rows
 
         options = (reduction, ignore_index, label_smoothing, result)
-        return rows.cross_entropy(public_kernel, input, target, weight, *options)
+        return rows.cross_entropy(public_kernel, mesh, input, target, weight, *options)
     if needs_torch(input, weight):
         weight = None if weight is None else weight.to(result)
         return reference(input.to(result), target, weight, reduction, ignore_index, label_smoothing)

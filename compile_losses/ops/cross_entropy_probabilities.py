@@ -11,18 +11,20 @@ Raises:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import library
-from compile_losses.distributed import are_dtensors
 from compile_losses.ops import checks
 from compile_losses.ops.row_pair import statistics
 from compile_losses.ops.transforms import double_backward, needs_torch
 from compile_losses.ops.with_grad import declare_with_grad
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 NAME = "cross_entropy_probabilities"
 OPTIONS = "int reduction, float label_smoothing"
@@ -87,6 +89,7 @@ def check(
 
 
 def loss(
+    mesh: DeviceMesh | None,
     input: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -100,8 +103,8 @@ def loss(
     others = (target,) if weight is None else (target, weight)
     result = checks.loss_dtype(dtype, input, *others)
     label_smoothing = max(0.0, label_smoothing)  # in this order nan is 0, as in torch
-    if are_dtensors(input):
-        return _of_dtensors(input, target, weight, reduction, label_smoothing, result)
+    if mesh is not None:
+        return _of_dtensors(mesh, input, target, weight, reduction, label_smoothing, result)
     if needs_torch(input, *others):
         weight = None if weight is None else weight.to(result)
         return reference(input.to(result), target.to(result), weight, reduction, label_smoothing)
@@ -110,6 +113,7 @@ def loss(
 
 
 def _of_dtensors(
+    mesh: DeviceMesh,
     input: Tensor,
     target: Tensor,
     weight: Tensor | None,
@@ -130,6 +134,7 @@ def _of_dtensors(
     rows = input.numel() // max(1, input.shape[class_dim])
     return elementwise(
         "cross_entropy",
+        mesh,
         loss,
         {"input": input, "target": target, "weight": weight},
         input.shape,

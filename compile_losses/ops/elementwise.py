@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from compile_losses import library
-from compile_losses.distributed import are_dtensors
+from compile_losses.distributed import mesh_of
 from compile_losses.ops import checks
 from compile_losses.ops.transforms import double_backward, needs_torch
 from compile_losses.ops.weights import NO_WEIGHTS, Weights
@@ -123,10 +123,10 @@ def declare(
         input, target, reduction, dtype = a["input"], a["target"], a["reduction"], a["dtype"]
         given = [a[weight] for weight in weights.names]
         values = [a[p.name] for p in parameters]
+        mesh = mesh_of(name, input=input, target=target, **{n: a[n] for n in weights.names})
         shape = check_all(input, target, given, reduction, *values)
-        sharded = are_dtensors(input)
         unweighted = not any(weight is not None for weight in given)
-        if unweighted and not sharded and not needs_torch(input, target):
+        if unweighted and mesh is None and not needs_torch(input, target):
             dtype = checks.loss_dtype(dtype, *([target] if exact_target else (input, target)))
             return direct_forward(input, target, *given, reduction, *values, dtype)
 
@@ -141,7 +141,7 @@ def declare(
         promoted = weights.promoted(input, target, given, shape, normalizes=normalizes)
         dtype = checks.loss_dtype(dtype, *([target] if exact_target else promoted))
         given = weights.to_floating(given, dtype)
-        if sharded:
+        if mesh is not None:
             from compile_losses.distributed.elementwise import elementwise
 
             def part(*arguments: Any) -> Tensor:
@@ -151,6 +151,7 @@ def declare(
             divisors = {"mean": math.prod(shape), "batchmean": checks.batch_of(input)}
             return elementwise(
                 name,
+                mesh,
                 part,
                 {"input": input, "target": target, **dict(zip(weights.names, given, strict=True))},
                 shape,

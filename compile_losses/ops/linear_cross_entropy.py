@@ -43,9 +43,9 @@ import torch
 from torch import Tensor
 
 from compile_losses import library
-from compile_losses.distributed import are_dtensors
+from compile_losses.distributed import mesh_of
 from compile_losses.ops.checks import REDUCTIONS, loss_dtype
-from compile_losses.ops.linear.arguments import check, has_probabilities
+from compile_losses.ops.linear.arguments import NAME, check, has_probabilities
 from compile_losses.ops.linear.leaves import forward, with_grad
 from compile_losses.ops.linear.reference import autocast_off, reference, under_autocast
 from compile_losses.ops.transforms import needs_torch
@@ -72,6 +72,10 @@ def public_kernel(
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
+    mesh = mesh_of(
+        NAME, input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias,
+        weight=weight,
+    )  # fmt: skip
     result = loss_dtype(dtype, input)
     if dtype is None and result != torch.float64 and under_autocast(input):
         lower = torch.get_autocast_dtype(input.device.type)
@@ -83,10 +87,10 @@ def public_kernel(
     check(*tensors, reduction, ignore_index, label_smoothing, *more)
     ignored = -100 if ignore_index is None else ignore_index
     options: Any = (reduction, ignored, max(label_smoothing, 0.0), *more)
-    if are_dtensors(input):
+    if mesh is not None:
         from compile_losses.distributed import linear
 
-        return linear.linear_cross_entropy(public_kernel, *tensors, *options)
+        return linear.linear_cross_entropy(public_kernel, mesh, *tensors, *options)
     whole = linear_weight.dim() > 2 or has_probabilities(input, linear_weight, target)
     if whole or needs_torch(*tensors):
         with autocast_off(input):

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from compile_losses import library
-from compile_losses.distributed import are_dtensors
+from compile_losses.distributed import mesh_of
 from compile_losses.ops import checks
 from compile_losses.ops.transforms import double_backward, needs_torch
 
@@ -79,15 +79,16 @@ def public_kernel(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
+    mesh = mesh_of(NAME, input=input, target=target, weight=weight)
     target = checks.class_indices(input, target)
     check(input, target, weight, reduction)
     result = checks.loss_dtype(dtype, input)
     checks.check_weight_dtype(NAME, input, weight, result, dtype)
-    if are_dtensors(input):
+    if mesh is not None:
         from compile_losses.distributed import rows
 
         options = (reduction, ignore_index, result)
-        return rows.nll_loss(public_kernel, input, target, weight, *options)
+        return rows.nll_loss(public_kernel, mesh, input, target, weight, *options)
     if get_proxy_mode() is not None or needs_torch(input, weight):
         wide = checks.accumulation_type(result)
         weight = None if weight is None else weight.to(wide)

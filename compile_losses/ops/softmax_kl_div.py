@@ -21,18 +21,21 @@ Raises:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import library
-from compile_losses.distributed import are_dtensors
+from compile_losses.distributed import mesh_of
 from compile_losses.ops import checks
 from compile_losses.ops.row_pair import statistics
 from compile_losses.ops.transforms import double_backward, needs_torch
 from compile_losses.ops.with_grad import declare_with_grad
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 NAME = "softmax_kl_div"
 OPTIONS = "int reduction, float temperature, int dim"
@@ -97,10 +100,11 @@ def public_kernel(
     dim: int = -1,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
+    mesh = mesh_of(NAME, input=input, target=target)
     check(input, target, reduction, temperature, dim)
     dtype = checks.loss_dtype(dtype, input, target)
-    if are_dtensors(input):
-        return _of_dtensors(input, target, reduction, temperature, dim % input.dim(), dtype)
+    if mesh is not None:
+        return _of_dtensors(mesh, input, target, reduction, temperature, dim % input.dim(), dtype)
     if needs_torch(input, target):
         return reference(input.to(dtype), target.to(dtype), reduction, temperature, dim)
     loss, _ = forward(input, target, reduction, temperature, dim, dtype)
@@ -108,6 +112,7 @@ def public_kernel(
 
 
 def _of_dtensors(
+    mesh: DeviceMesh,
     input: Tensor,
     target: Tensor,
     reduction: int,
@@ -123,6 +128,7 @@ def _of_dtensors(
     divisors = {"mean": input.numel(), "batchmean": input.size(0)}
     return elementwise(
         NAME,
+        mesh,
         loss,
         {"input": input, "target": target},
         input.shape,

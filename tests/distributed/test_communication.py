@@ -137,6 +137,9 @@ def dtensor(*shape, placements=None, mesh=None):
 MIXED = {
     "a plain target": lambda x: F.cross_entropy(x, torch.zeros(8, dtype=torch.int64)),
     "a plain input": lambda x: F.mse_loss(torch.randn(8, 12), x),
+    "a plain target of nll_loss": lambda x: F.nll_loss(x, torch.zeros(8, dtype=torch.int64)),
+    "a plain target of softmaxes": lambda x: fused.softmax_kl_div(x, torch.randn(8, 12)),
+    "a plain weight of elements": lambda x: F.mse_loss(x, x, weight=torch.ones(8, 12)),
     "a plain class weight": lambda x: F.cross_entropy(x, x.softmax(1), torch.ones(12)),
     "a plain hidden": lambda x: F.linear_cross_entropy(
         torch.randn(8, 12), x, torch.zeros(8, dtype=torch.int64)
