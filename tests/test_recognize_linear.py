@@ -63,6 +63,12 @@ def autocast_of_the_layer(h, w, b, labels):
     return flat(logits.float(), labels)
 
 
+def autocast_after_a_layer(h, w, b, labels):
+    """The head's input is bfloat16 already, its weight and bias are not."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return flat(F.linear(F.linear(h, w[:8]).relu(), w, b), labels)
+
+
 def autocast_of_the_loss(h, w, b, labels):
     logits = F.linear(h, w, b)
     with torch.autocast("cpu", torch.bfloat16):
@@ -110,6 +116,7 @@ MATCHES = {
     ),
     "autocast inside": autocast_inside,
     "autocast of the layer": autocast_of_the_layer,
+    "autocast after a layer": autocast_after_a_layer,
     "autocast of the loss": autocast_of_the_loss,
 }
 

@@ -69,10 +69,8 @@ def _match(match: Match, logits: Logits) -> Match:
     """The match of both."""
     input, linear_weight, linear_bias = _operands(logits.linear)
     dtype = example(logits.linear).dtype
-    if dtype != input.fake.dtype:  # the layer is under autocast
-        input = _computed(aten.to.dtype, input, dtype)
-        linear_weight = _computed(aten.to.dtype, linear_weight, dtype)
-        linear_bias = linear_bias and _computed(aten.to.dtype, linear_bias, dtype)
+    input, linear_weight = _cast(input, dtype), _cast(linear_weight, dtype)
+    linear_bias = linear_bias and _cast(linear_bias, dtype)
     if logits.factor != 1:
         input = _computed(aten.mul.Tensor, input, logits.factor)
         linear_bias = linear_bias and _computed(aten.mul.Tensor, linear_bias, logits.factor)
@@ -142,6 +140,11 @@ def _operands(linear: Node) -> tuple[Value, Value, Value | None]:
 
 def _value(node: Node) -> Value:
     return Value(example(node), node, whole=True)
+
+
+def _cast(value: Value, dtype: torch.dtype) -> Value:
+    """An argument as the layer reads it: autocast casts each that has another dtype."""
+    return value if value.fake.dtype == dtype else _computed(aten.to.dtype, value, dtype)
 
 
 def _computed(op: Any, *args: Any) -> Value:
