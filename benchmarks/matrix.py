@@ -12,8 +12,8 @@ import csv
 import gc
 import itertools
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import report
-from benchmarks.clock import Call, Clock, make_clock
+from benchmarks.clock import Call, Clock, NextCall, make_clock
 from benchmarks.heads import HEADS, LOSSES, Shape
 
 MODES = ("training", "inference")
@@ -137,22 +137,22 @@ def check(stock: Run, ours: Run, dtype: torch.dtype) -> None:
             raise AssertionError(f"differs from stock torch.compile by {error:.2e}")
 
 
-def time_in_turns(runs: list[Run], clock: Clock, budget_s: float) -> list[list[float]]:
+def time_in_turns(runs: Sequence[NextCall], clock: Clock, budget_s: float) -> list[list[float]]:
     """Milliseconds of each run, in turns, for about ``budget_s`` seconds a run."""
-    leads = [clock.lead_ms(run.next_call) for run in runs]
+    leads = [clock.lead_ms(run) for run in runs]
     times: list[list[float]] = [[] for _ in runs]
     spent = 0.0
     while spent < budget_s * 1e3 * len(runs) or len(times[0]) < 7:
-        for index in (0, 1) if len(times[0]) % 2 else (1, 0):
-            sample = clock.sample(runs[index].next_call, leads[index])
+        for index in range(len(runs))[:: 1 if len(times[0]) % 2 else -1]:
+            sample = clock.sample(runs[index], leads[index])
             times[index].append(sample)
             spent += 2 * sample  # a sample is two calls
     return times
 
 
-def ratio_of(times: list[list[float]]) -> float:
-    """The median of ours over stock's right before or after it, whatever else the machine does."""
-    return statistics.median(ours / stock for stock, ours in zip(*times, strict=True))
+def ratio_of(stock: list[float], ours: list[float]) -> float:
+    """The median of ours over stock's of the same turn, whatever else the machine does."""
+    return statistics.median(b / a for a, b in zip(stock, ours, strict=True))
 
 
 def cells(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str, str]]:
@@ -180,16 +180,17 @@ def measure(
     with torch.set_grad_enabled(mode == "training"):
         told = compile_losses.explain(step, *step.inputs)
     plan = "; ".join(", ".join(site.plan) or f"declined: {site.reason}" for site in told.sites)
-    times = time_in_turns([stock, ours], clock, budget_s)
-    if ratio_of(times) > LIMIT:
-        more = time_in_turns([stock, ours], clock, 4 * budget_s)
+    runs = [stock.next_call, ours.next_call]
+    times = time_in_turns(runs, clock, budget_s)
+    if ratio_of(*times) > LIMIT:
+        more = time_in_turns(runs, clock, 4 * budget_s)
         times = [a + b for a, b in zip(times, more, strict=True)]
     medians = [statistics.median(sample) for sample in times]
     peaks = [peak_mib(run, clock) for run in (stock, ours)]
     return {
         "stock_ms": f"{medians[0]:.4g}",
         "ours_ms": f"{medians[1]:.4g}",
-        "ratio": f"{ratio_of(times):.3f}",
+        "ratio": f"{ratio_of(*times):.3f}",
         "stock_peak_mib": f"{peaks[0]:.2f}",
         "ours_peak_mib": f"{peaks[1]:.2f}",
         "plan": plan,
@@ -237,7 +238,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{row.stock_peak_mib:>9}{row.ours_peak_mib:>9}  {row.plan} {verdict(row)}",
             flush=True,
         )
-        write(output, rows.values())
+        report.write_rows(output, figures, rows.values())
         gc.collect()
     bad = [row for row in rows.values() if verdict(row)]
     print(f"{len(rows)} cells, {len(bad)} slower than {LIMIT}x or bigger; wrote {output}")
@@ -246,14 +247,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def key(row: Row) -> tuple[str, ...]:
     return row.device, row.loss, row.head, row.dtype, row.mode, row.shape
-
-
-def write(path: Path, rows: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(asdict, rows))  # type: ignore[call-overload]
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -87,10 +88,15 @@ def read(path: Path) -> list[Row]:
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
+    write_rows(path, COLUMNS, rows)
+
+
+def write_rows(path: Path, columns: Iterable[str], rows: Iterable[Any]) -> None:
+    """A line for each dataclass; the columns are its fields."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
+        writer.writerow(columns)
         writer.writerows(asdict(row).values() for row in rows)
 
 
