@@ -2,8 +2,8 @@
 
 ``--size growth`` measures from small to large, for the plots of bandwidth against size and row
 width. ``python -m benchmarks plot FILE.csv`` draws an earlier run again; ``python -m benchmarks
-compile-matrix`` measures compiled steps against stock torch.compile's, and ``linear`` a linear
-layer together with its cross entropy.
+compile-matrix`` measures compiled steps against stock torch.compile's, ``linear`` a linear layer
+together with its cross entropy, and ``steps`` whole training steps of models.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import linear, matrix, plots, report
+from benchmarks import linear, matrix, plots, report, steps
 from benchmarks.cases import CASES, PASSES, Size
 from benchmarks.clock import make_clock, measure_bandwidth
 from benchmarks.contenders import CONTENDERS
@@ -55,9 +55,10 @@ def parser() -> argparse.ArgumentParser:
     )
     main.add_argument("--commit", help="the commit to record, where there is no git checkout")
     main.add_argument("--no-plots", dest="plots", action="store_false")
-    commands = main.add_subparsers(dest="command", metavar="{plot,compile-matrix,linear}")
+    commands = main.add_subparsers(dest="command", metavar="{plot,compile-matrix,linear,steps}")
     matrix.add_command(commands)
     linear.add_command(commands)
+    steps.add_command(commands)
     plot = commands.add_parser("plot", help="draw the PNG files of a CSV file")
     plot.add_argument("file", type=Path)
     return main
@@ -127,6 +128,8 @@ def main() -> int:
         return matrix.run(arguments)
     if arguments.command == "linear":
         return linear.run(arguments)
+    if arguments.command == "steps":
+        return steps.run(arguments)
     return run(arguments)
 
 

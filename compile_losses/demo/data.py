@@ -48,9 +48,10 @@ def text() -> Tensor:
 
 
 def windows(source: Tensor, length: int, count: int, generator: torch.Generator) -> Tensor:
-    """Random stretches of ``source``: [count, length]."""
-    starts = torch.randint(len(source) - length + 1, (count, 1), generator=generator)
-    return source[starts + torch.arange(length)]
+    """Random stretches of ``source``: [count, length]. The generator is of the source's device."""
+    on = source.device
+    starts = torch.randint(len(source) - length + 1, (count, 1), generator=generator, device=on)
+    return source[starts + torch.arange(length, device=on)]
 
 
 def next_bytes(source: Tensor, batch: int, time: int) -> Sampler:

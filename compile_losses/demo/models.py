@@ -33,25 +33,35 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A byte-level GPT; the loss is computed inside forward."""
+    """A GPT, of bytes by default; the loss is computed inside forward."""
 
-    def __init__(self, width: int = 128, layers: int = 2, heads: int = 4, time: int = 128) -> None:
+    def __init__(
+        self,
+        width: int = 128,
+        layers: int = 2,
+        heads: int = 4,
+        time: int = 128,
+        vocabulary: int = BYTES,
+    ) -> None:
         super().__init__()
-        self.token_embedding = nn.Embedding(BYTES, width)
+        self.token_embedding = nn.Embedding(vocabulary, width)
         self.position_embedding = nn.Embedding(time, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, BYTES, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         nn.init.normal_(self.position_embedding.weight, std=0.02)
         nn.init.normal_(self.head.weight, std=0.02)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
+        return self.head(self.norm(x))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.logits(tokens)
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
 
