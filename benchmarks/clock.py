@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 Call = Callable[[], object]
 NextCall = Callable[[], Call]
+FEWEST_ROUNDS, WARM_UP = 7, 2
 
 
 class Clock(ABC):
@@ -111,6 +112,33 @@ class CudaClock(Clock):
 
 def make_clock(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else CpuClock(device)
+
+
+def time_in_turns(
+    runs: Sequence[NextCall],
+    clock: Clock,
+    budget_s: float,
+    slowest: Callable[[float], float] = lambda value: value,
+) -> list[list[float]]:
+    """Milliseconds of each run, one sample a round, for about ``budget_s`` seconds a run.
+
+    Args:
+        slowest: the largest of what several ranks have measured. All of them get it, so that they
+            go through the same number of rounds.
+    """
+    leads = []
+    for run in runs:
+        for _ in range(WARM_UP):
+            run()()
+        leads.append(slowest(clock.lead_ms(run)))
+    times: list[list[float]] = [[] for _ in runs]
+    spent = 0.0
+    while runs and (spent < budget_s * 1e3 * len(runs) or len(times[0]) < FEWEST_ROUNDS):
+        for index in range(len(runs))[:: 1 if len(times[0]) % 2 else -1]:
+            sample = slowest(clock.sample(runs[index], leads[index]))
+            times[index].append(sample)
+            spent += 2 * sample  # a sample is two calls
+    return times
 
 
 @dataclass(frozen=True)

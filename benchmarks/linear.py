@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import linear_steps, plots, report
-from benchmarks.clock import Call, Clock, make_clock
+from benchmarks.clock import Call, Clock, make_clock, time_in_turns
 from benchmarks.contenders import UnavailableError, version_of
 from benchmarks.linear_steps import DTYPES, Loss, Row, Shape
 
@@ -171,9 +171,10 @@ def measure(
         rows[name] = Row(
             contender=name, reason=reason, contender_version=version_of(distribution), **common
         )
-    for name, ms in linear_steps.time_in_turns(ready, clock, budget_s).items():
+    times = time_in_turns(list(ready.values()), clock, budget_s)
+    for name, samples in zip(ready, times, strict=True):
         peak = linear_steps.peak_mib(ready[name], (problem.hidden, problem.weight), clock)
-        rows[name] = replace(rows[name], ms=ms, peak_mib=f"{peak:.1f}")
+        rows[name] = rows[name].timed(samples, peak)
     problem.clear()
     return list(rows.values())
 

@@ -1,7 +1,7 @@
 """What the benchmarks of a linear layer and cross entropy share, on one device or on several.
 
 A step computes the loss of hidden states and the gradients of both factors of the logits. Here are
-its shapes and options, the lines of the CSV file, what counts as wrong, and timing in turns.
+its shapes and options, the lines of the CSV file, and what counts as wrong.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import csv
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from benchmarks.matrix import cpu_peak_mib
 
 Loss = Callable[[Any, Any, Any], Any]  # of hidden, weight and target
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FEWEST_ROUNDS, WARM_UP, ULPS = 5, 2, 4
+ULPS = 4
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,9 @@ class Row:
     def key(self) -> tuple[str, ...]:
         return self.device, *self.problem, self.contender
 
+    def timed(self, samples: Sequence[float], peak_mib: float) -> Row:
+        return replace(self, ms=f"{statistics.median(samples):.4g}", peak_mib=f"{peak_mib:.1f}")
+
     def __str__(self) -> str:
         return f"{self.shape:<22}{self.contender:<24}{self.ms:>9}{self.peak_mib:>10}  {self.reason}"
 
@@ -91,14 +94,6 @@ def read(path: Path) -> list[Row]:
         return [Row(**line) for line in csv.DictReader(file)]
 
 
-def _write(path: Path, rows: Iterable[Row]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-
-
 class Results:
     """The rows of a file, which is written anew whenever some are added."""
 
@@ -112,7 +107,7 @@ class Results:
         self.added += rows
         self.rows |= {row.key: row for row in self.added if not row.reason.startswith("not run")}
         if write:
-            _write(self.path, self.rows.values())
+            report.write_rows(self.path, [field.name for field in fields(Row)], self.rows.values())
 
     @property
     def broken(self) -> bool:
@@ -141,34 +136,6 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, ImportError | UnavailableError):
         return f"not run: {error}"
     return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
-def time_in_turns(
-    steps: dict[str, NextCall],
-    clock: Clock,
-    budget_s: float,
-    slowest: Callable[[float], float] = lambda value: value,
-) -> dict[str, str]:
-    """The median milliseconds of each step, sampled once a round, for ``budget_s`` seconds each.
-
-    Args:
-        slowest: the largest of what the ranks have measured. All of them get it, so that they go
-            through the same number of rounds.
-    """
-    leads = {}
-    for name, next_call in steps.items():
-        for _ in range(WARM_UP):
-            next_call()()
-        leads[name] = slowest(clock.lead_ms(next_call))
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    spent = rounds = 0.0
-    while rounds < FEWEST_ROUNDS or spent < budget_s * 1e3 * len(steps):
-        for name, next_call in steps.items():
-            sample = slowest(clock.sample(next_call, leads[name]))
-            times[name].append(sample)
-            spent += 2 * sample  # a sample is two calls
-        rounds += 1
-    return {name: f"{statistics.median(samples):.4g}" for name, samples in times.items()}
 
 
 def peak_mib(next_call: NextCall, gradients: Iterable[Tensor], clock: Clock) -> float:

@@ -12,7 +12,7 @@ import csv
 import gc
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import report
-from benchmarks.clock import Call, Clock, NextCall, make_clock
+from benchmarks.clock import Call, Clock, make_clock, time_in_turns
 from benchmarks.heads import HEADS, LOSSES, Shape
 
 MODES = ("training", "inference")
@@ -135,19 +135,6 @@ def check(stock: Run, ours: Run, dtype: torch.dtype) -> None:
         error = (actual - expected).norm() / expected.norm().clamp(min=1e-30)
         if not error <= limit:
             raise AssertionError(f"differs from stock torch.compile by {error:.2e}")
-
-
-def time_in_turns(runs: Sequence[NextCall], clock: Clock, budget_s: float) -> list[list[float]]:
-    """Milliseconds of each run, in turns, for about ``budget_s`` seconds a run."""
-    leads = [clock.lead_ms(run) for run in runs]
-    times: list[list[float]] = [[] for _ in runs]
-    spent = 0.0
-    while spent < budget_s * 1e3 * len(runs) or len(times[0]) < 7:
-        for index in range(len(runs))[:: 1 if len(times[0]) % 2 else -1]:
-            sample = clock.sample(runs[index], leads[index])
-            times[index].append(sample)
-            spent += 2 * sample  # a sample is two calls
-    return times
 
 
 def ratio_of(stock: list[float], ours: list[float]) -> float:

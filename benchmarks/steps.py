@@ -28,9 +28,9 @@ import torch
 from torch import Generator, Tensor
 
 from benchmarks import report
-from benchmarks.clock import Call, Clock, make_clock
+from benchmarks.clock import Call, Clock, make_clock, time_in_turns
 from benchmarks.contenders import UnavailableError, version_of
-from benchmarks.matrix import cpu_peak_mib, ratio_of, time_in_turns
+from benchmarks.matrix import cpu_peak_mib, ratio_of
 from benchmarks.models import TASKS, Batch, Setup, Size, Task
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "autocast": torch.float32}

@@ -42,7 +42,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import compile_losses.functional as fused
 from benchmarks import linear_steps, plots, report
-from benchmarks.clock import Call, Clock, make_clock
+from benchmarks.clock import Call, Clock, make_clock, time_in_turns
 from benchmarks.contenders import version_of
 from benchmarks.linear_steps import DTYPES, Loss, Row, Shape
 from benchmarks.ranks import FailedError, Ranks
@@ -225,9 +225,10 @@ def measure(
     if clock is None:
         return list(rows.values())
     gradients = problem.shards[:2]
-    for name, ms in linear_steps.time_in_turns(ready, clock, budget_s, ranks.largest).items():
+    times = time_in_turns(list(ready.values()), clock, budget_s, ranks.largest)
+    for name, samples in zip(ready, times, strict=True):
         peak = ranks.largest(linear_steps.peak_mib(ready[name], gradients, clock))
-        rows[name] = replace(rows[name], ms=ms, peak_mib=f"{peak:.1f}")
+        rows[name] = rows[name].timed(samples, peak)
     return list(rows.values())
 
 
