@@ -50,7 +50,7 @@ struct ClassTargets {
                                std::to_string(args.classes) + " classes, got " +
                                std::to_string(first_class));
     row_shape.erase(row_shape.begin() + class_dim);
-    if (sizes_of(target) != row_shape)
+    if (!has_shape(target, row_shape))
       throw std::runtime_error(std::string(op) + ": expected target of shape " +
                                to_string(row_shape) + " for input of shape " + to_string(shape) +
                                ", got " + to_string(sizes_of(target)));
@@ -58,7 +58,7 @@ struct ClassTargets {
       throw std::runtime_error(std::string(op) +
                                ": expected target of class indices to be int64 or uint8");
     args.rows = target.numel();
-    target = torch::stable::contiguous(torch::stable::to(target, ScalarType::Long));
+    target = as_contiguous(target, ScalarType::Long);
     args.target = static_cast<const int64_t*>(target.data_ptr());
     if (static_cast<Reduction>(reduction) > Reduction::kSum || reduction < 0)
       throw std::runtime_error(std::string(op) +
@@ -68,11 +68,11 @@ struct ClassTargets {
     args.ignore_index = ignore_index;
     args.label_smoothing = label_smoothing;
     if (!weight_tensor) return;
-    if (sizes_of(*weight_tensor) != Sizes{args.classes})
+    if (!has_shape(*weight_tensor, Sizes{args.classes}))
       throw std::runtime_error(std::string(op) + ": expected weight of shape " +
                                to_string({args.classes}) + ", got " +
                                to_string(sizes_of(*weight_tensor)));
-    weight = torch::stable::contiguous(torch::stable::to(*weight_tensor, acc));
+    weight = as_contiguous(*weight_tensor, acc);
     args.weight = weight->data_ptr();
     if (label_smoothing > 0) {
       weight_sum = torch::stable::sum(*weight);
@@ -103,31 +103,27 @@ struct ClassTargets {
     }
   }
 
-  Tensor empty(const Tensor& like, const Sizes& shape, ScalarType type) const {
-    return torch::stable::new_empty(
-        like, torch::headeronly::IntHeaderOnlyArrayRef(shape.data(), shape.size()), type);
-  }
-
   // The loss and the total weight, by a kernel that writes row_losses.
   std::tuple<Tensor, Tensor> forward(Kernel kernel, const Tensor& input, ScalarType dtype) {
     const bool each = args.reduction == Reduction::kNone;
     const Tensor row_losses = empty(input, row_shape, acc);
-    const Sizes shares = {row_sum_shares(args.rows), 2};
-    const Tensor partials = empty(input, input.is_cuda() ? shares : Sizes{0}, ScalarType::Double);
-    const Tensor total_weight = empty_scalar(input, acc);
+    const Tensor total_weight = empty(input, {}, acc);
+    Tensor loss = each ? row_losses : empty(input, {}, dtype);
+    std::optional<Tensor> partials;
     args.row_losses = row_losses.data_ptr();
-    args.partials = static_cast<double*>(partials.data_ptr());
     args.total_weight = total_weight.data_ptr();
-    std::optional<Tensor> loss;
     if (!each) {
-      loss = empty_scalar(input, dtype);
-      args.loss = loss->data_ptr();
-      args.loss_dtype = dtype_of(*loss, op, "dtype");
+      args.loss = loss.data_ptr();
+      args.loss_dtype = dtype_of(loss, op, "dtype");
+    }
+    if (input.is_cuda() && row_sum_shares(args.rows) > 1) {
+      partials = empty(input, {row_sum_shares(args.rows), 2}, ScalarType::Double);
+      args.partials = static_cast<double*>(partials->data_ptr());
     }
     const Launch launch(input);
     kernel(args, launch.stream());
-    if (each) loss = torch::stable::to(row_losses, dtype);
-    return {*loss, total_weight};
+    if (each && dtype != acc) loss = torch::stable::to(loss, dtype);
+    return {loss, total_weight};
   }
 
   // What every backward reads. The returned tensor must outlive the kernel's launch.
@@ -142,11 +138,11 @@ struct ClassTargets {
 
   Tensor set_grad_output(const Tensor& grad_output) {
     const bool each = args.reduction == Reduction::kNone;
-    if (sizes_of(grad_output) != (each ? row_shape : Sizes{}))
+    if (!has_shape(grad_output, each ? row_shape : Sizes{}))
       throw std::runtime_error(std::string(op) + "_backward: expected grad_output of shape " +
                                to_string(each ? row_shape : Sizes{}) + ", got " +
                                to_string(sizes_of(grad_output)));
-    const Tensor dense = torch::stable::contiguous(grad_output);
+    const Tensor dense = as_contiguous(grad_output);
     args.grad_output = dense.data_ptr();
     args.grad_output_dtype = dtype_of(grad_output, op, "grad_output");
     args.grad_output_stride = each ? 1 : 0;

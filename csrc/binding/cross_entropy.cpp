@@ -11,7 +11,7 @@ std::tuple<Tensor, Tensor, Tensor> run_forward(const Tensor& input, ClassTargets
   problem.lay_out(input, gradient);
   // On the CPU the gradient is made from them.
   const bool wanted = !gradient || !input.is_cuda();
-  const Tensor stats = problem.empty(input, {wanted ? args.rows : 0, 2}, problem.acc);
+  const Tensor stats = empty(input, {wanted ? args.rows : 0, 2}, problem.acc);
   args.stats = wanted ? stats.data_ptr() : nullptr;
   const auto [loss, total_weight] = problem.forward(&cross_entropy_forward, input, dtype);
   return {loss, stats, total_weight};
@@ -33,11 +33,11 @@ Tensor backward(const Tensor& grad_output, const Tensor& input, const Tensor& ta
   ClassTargets problem("cross_entropy", input, target, weight, reduction, ignore_index,
                        label_smoothing);
   CrossEntropyArgs& args = problem.args;
-  if (sizes_of(stats) != Sizes{args.rows, 2} || stats.scalar_type() != problem.acc ||
+  if (!has_shape(stats, Sizes{args.rows, 2}) || stats.scalar_type() != problem.acc ||
       !stats.is_contiguous())
     throw std::runtime_error("cross_entropy_backward: expected stats as cross_entropy_forward " +
                              ("returns them, got shape " + to_string(sizes_of(stats))));
-  const Tensor gradient = torch::stable::empty_like(input);
+  const Tensor gradient = empty_gradient(input);
   problem.lay_out(input, gradient);
   const Tensor dense = problem.set_saved(grad_output, total_weight);
   args.stats = stats.data_ptr();
@@ -66,7 +66,7 @@ std::tuple<Tensor, Tensor> with_grad(const Tensor& input, const Tensor& target,
                                      const std::optional<Tensor>& weight, int64_t reduction,
                                      int64_t ignore_index, double label_smoothing, ScalarType dtype,
                                      const std::optional<Tensor>& grad_output) {
-  const Tensor gradient = torch::stable::empty_like(input);
+  const Tensor gradient = empty_gradient(input);
   return {loss_and_gradient(input, target, weight, gradient, reduction, ignore_index,
                             label_smoothing, dtype, grad_output),
           gradient};

@@ -41,9 +41,9 @@ Tensor weight_backward(const Tensor& grad_output, const Tensor& input, const Ten
   RowPairArgs& args = problem.args;
   const Tensor dense = problem.set_saved(grad_output, stats, reduction);
   problem.lay_out(input, target, std::nullopt, std::nullopt);
-  const Tensor gradient = problem.empty(input, {args.cols}, problem.acc);
+  const Tensor gradient = empty(input, {args.cols}, problem.acc);
   const Tensor workspace =
-      problem.empty(input, {weight_shares(args.rows, args.cols), args.cols}, ScalarType::Double);
+      empty(input, {weight_shares(args.rows, args.cols), args.cols}, ScalarType::Double);
   args.grad_weight = gradient.data_ptr();
   args.workspace = static_cast<double*>(workspace.data_ptr());
   const Launch launch(input);
@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor> with_grad(const Tensor& input, const Tensor& target,
                                      const std::optional<Tensor>& weight, int64_t reduction,
                                      double label_smoothing, ScalarType dtype,
                                      const std::optional<Tensor>& grad_output) {
-  const Tensor gradient = torch::stable::empty_like(input);
+  const Tensor gradient = empty_gradient(input);
   return {prepare(input, target, weight, reduction, label_smoothing)
               .loss_and_gradient(&cross_entropy_probabilities_forward, input, target, reduction,
                                  dtype, gradient, grad_output),

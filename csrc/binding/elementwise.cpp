@@ -51,7 +51,7 @@ void run(Kernel kernel, ElementwiseArgs& args, const Tensor& like) {
 #ifdef FUSED_CUDA
   std::optional<Tensor> workspace;
   if (args.total.data) {
-    workspace = torch::stable::new_empty(like, {kWorkspaceBytes}, ScalarType::Byte);
+    workspace = empty(like, {kWorkspaceBytes}, ScalarType::Byte);
     args.workspace = workspace->data_ptr();
   }
 #endif
@@ -118,7 +118,7 @@ struct Elementwise<kernel, kName, kLikeTarget, Pack<Optional...>, Pack<Needs...>
                         int64_t reduction, Parameters... parameters, ScalarType dtype) {
     Call call({input, target, &optional...}, reduction, parameters...);
     if (static_cast<Reduction>(reduction) != Reduction::kNone) {
-      const Tensor loss = empty_scalar(input, dtype);
+      const Tensor loss = empty(input, {}, dtype);
       bind_total(call.args, loss);
       call.launch();
       return loss;
@@ -136,7 +136,7 @@ struct Elementwise<kernel, kName, kLikeTarget, Pack<Optional...>, Pack<Needs...>
     call.operands.push_back({&call.args.grad_output, &grad_output, "grad_output"});
     const auto gradient = [&](const Tensor& tensor, bool needed) {
       return needed ? empty_like(tensor, call.shape, tensor.scalar_type())
-                    : torch::stable::new_empty(tensor, {0});
+                    : empty(tensor, {0}, tensor.scalar_type());
     };
     Tensor grad_input = gradient(input, needs_grad_input);
     Tensor grad_target = gradient(target, needs_grad_target);
@@ -161,7 +161,7 @@ struct Elementwise<kernel, kName, kLikeTarget, Pack<Optional...>, Pack<Needs...>
                                   Parameters... parameters, ScalarType dtype,
                                   const OptionalTensor& grad_output) {
     Call call(inputs, reduction, parameters...);
-    if (call.shape != sizes_of(inputs.input))
+    if (!has_shape(inputs.input, call.shape))
       throw std::runtime_error(std::string(kName) +
                                ": a loss with its gradient needs an input of " +
                                "the broadcast shape " + to_string(call.shape) + ", got " +
@@ -170,7 +170,7 @@ struct Elementwise<kernel, kName, kLikeTarget, Pack<Optional...>, Pack<Needs...>
       throw std::runtime_error(std::string(kName) + ": a loss with its gradient needs a reduction");
     call.operands.push_back({&call.args.grad_input, &grad_input, "input"});
     if (grad_output) bind_one(call.args.grad_output, *grad_output, inputs.input);
-    const Tensor loss = empty_scalar(inputs.input, dtype);
+    const Tensor loss = empty(inputs.input, {}, dtype);
     bind_total(call.args, loss);
     call.launch();
     return loss;

@@ -16,7 +16,7 @@ Tensor backward(const Tensor& grad_output, const Tensor& input, const Tensor& ta
                 const std::optional<Tensor>& weight, const Tensor& total_weight, int64_t reduction,
                 int64_t ignore_index) {
   ClassTargets problem("nll_loss", input, target, weight, reduction, ignore_index, 0);
-  Tensor gradient = torch::stable::empty_like(input);
+  Tensor gradient = empty_gradient(input);
   torch::stable::zero_(gradient);
   problem.lay_out(input, gradient);
   const Tensor dense = problem.set_saved(grad_output, total_weight);

@@ -24,7 +24,7 @@ struct RowPair {
     args.target.data = target.data_ptr();
     args.target.dtype = dtype_of(target, op, "target");
     acc = args.is_double() ? ScalarType::Double : ScalarType::Float;
-    if (sizes_of(target) != row_shape)
+    if (!has_shape(target, row_shape))
       throw std::runtime_error(std::string(op) + ": expected target of input's shape " +
                                to_string(row_shape) + ", got " + to_string(sizes_of(target)));
     const int64_t dims = static_cast<int64_t>(row_shape.size());
@@ -43,10 +43,10 @@ struct RowPair {
 
   void set_weight(const std::optional<Tensor>& tensor) {
     if (!tensor) return;
-    if (sizes_of(*tensor) != Sizes{args.cols})
+    if (!has_shape(*tensor, Sizes{args.cols}))
       throw std::runtime_error(std::string(op) + ": expected weight of shape " +
                                to_string({args.cols}) + ", got " + to_string(sizes_of(*tensor)));
-    weight = torch::stable::contiguous(torch::stable::to(*tensor, acc));
+    weight = as_contiguous(*tensor, acc);
     args.weight = weight->data_ptr();
   }
 
@@ -83,11 +83,6 @@ struct RowPair {
     }
   }
 
-  Tensor empty(const Tensor& like, const Sizes& shape, ScalarType type) const {
-    return torch::stable::new_empty(
-        like, torch::headeronly::IntHeaderOnlyArrayRef(shape.data(), shape.size()), type);
-  }
-
   // The loss and the rows' statistics; with `gradient` also the gradient of input.
   std::tuple<Tensor, Tensor> forward(RowPairKernel kernel, const Tensor& input,
                                      const Tensor& target, int64_t reduction, ScalarType dtype,
@@ -95,7 +90,7 @@ struct RowPair {
     lay_out(input, target, gradient, std::nullopt);
     const bool each = static_cast<Reduction>(reduction) == Reduction::kNone;
     const Tensor stats = empty(input, {args.rows, kRowPairStats}, acc);
-    const Tensor loss = each ? empty(input, row_shape, dtype) : empty_scalar(input, dtype);
+    const Tensor loss = each ? empty(input, row_shape, dtype) : empty(input, {}, dtype);
     args.stats = stats.data_ptr();
     (each ? args.losses : args.loss) = loss.data_ptr();
     args.loss_dtype = dtype_of(loss, op, "dtype");
@@ -116,15 +111,15 @@ struct RowPair {
   // What every backward reads. The returned tensor must outlive the kernel's launch.
   Tensor set_saved(const Tensor& grad_output, const Tensor& stats, int64_t reduction) {
     const bool each = static_cast<Reduction>(reduction) == Reduction::kNone;
-    if (sizes_of(grad_output) != (each ? row_shape : Sizes{}))
+    if (!has_shape(grad_output, each ? row_shape : Sizes{}))
       throw std::runtime_error(std::string(op) + ": expected grad_output of shape " +
                                to_string(each ? row_shape : Sizes{}) + ", got " +
                                to_string(sizes_of(grad_output)));
-    if (sizes_of(stats) != Sizes{args.rows, kRowPairStats} || stats.scalar_type() != acc ||
+    if (!has_shape(stats, Sizes{args.rows, kRowPairStats}) || stats.scalar_type() != acc ||
         !stats.is_contiguous())
       throw std::runtime_error(std::string(op) + ": expected stats as " + op +
                                "_forward returns them, got shape " + to_string(sizes_of(stats)));
-    const Tensor dense = torch::stable::contiguous(grad_output);
+    const Tensor dense = as_contiguous(grad_output);
     args.stats = stats.data_ptr();
     args.grad_output = dense.data_ptr();
     args.grad_output_dtype = dtype_of(grad_output, op, "grad_output");
@@ -138,13 +133,13 @@ struct RowPair {
                                       bool needs_grad_target) {
     const Tensor dense = set_saved(grad_output, stats, reduction);
     std::optional<Tensor> grad_input, grad_target;
-    if (needs_grad_input) grad_input = torch::stable::empty_like(input);
-    if (needs_grad_target) grad_target = torch::stable::empty_like(target);
+    if (needs_grad_input) grad_input = empty_gradient(input);
+    if (needs_grad_target) grad_target = empty_gradient(target);
     lay_out(input, target, grad_input, grad_target);
     const Launch launch(input);
     if (grad_input || grad_target) kernel(args, launch.stream());
-    return {grad_input ? *grad_input : torch::stable::new_empty(input, {0}),
-            grad_target ? *grad_target : torch::stable::new_empty(target, {0})};
+    return {grad_input ? *grad_input : empty(input, {0}, input.scalar_type()),
+            grad_target ? *grad_target : empty(target, {0}, target.scalar_type())};
   }
 };
 

@@ -35,7 +35,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& inp
 std::tuple<Tensor, Tensor> with_grad(const Tensor& input, const Tensor& target, int64_t reduction,
                                      double temperature, int64_t dim, ScalarType dtype,
                                      const std::optional<Tensor>& grad_output) {
-  const Tensor gradient = torch::stable::empty_like(input);
+  const Tensor gradient = empty_gradient(input);
   return {prepare(input, target, reduction, temperature, dim)
               .loss_and_gradient(&softmax_kl_div_forward, input, target, reduction, dtype, gradient,
                                  grad_output),

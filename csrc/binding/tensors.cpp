@@ -23,10 +23,16 @@ std::string to_string(const Sizes& sizes) {
 
 Sizes sizes_of(const Tensor& tensor) { return {tensor.sizes().begin(), tensor.sizes().end()}; }
 
+bool has_shape(const Tensor& tensor, const Sizes& shape) {
+  const auto sizes = tensor.sizes();
+  return std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end());
+}
+
 Sizes strides_of(const Tensor& tensor) {
   Sizes strides(tensor.strides().begin(), tensor.strides().end());
+  const auto sizes = tensor.sizes();
   for (size_t i = 0; i < strides.size(); ++i)
-    if (tensor.sizes()[i] == 1) strides[i] = 0;
+    if (sizes[i] == 1) strides[i] = 0;
   return strides;
 }
 
@@ -71,23 +77,60 @@ Sizes broadcast_shape(const Tensor& input, const Tensor& target, const char* op)
   return shape;
 }
 
-Tensor empty_like(const Tensor& tensor, const Sizes& shape, ScalarType dtype) {
-  if (sizes_of(tensor) == shape && tensor.scalar_type() == dtype)
-    return torch::stable::empty_like(tensor);
+namespace {
+
+// Below the dispatcher's boxed calls, which cost several times an allocation.
+Tensor empty_strided(const Tensor& like, const Sizes& shape, const int64_t* strides,
+                     ScalarType dtype) {
   using torch::stable::detail::from;
   using torch::stable::detail::to;
-  const torch::headeronly::IntHeaderOnlyArrayRef size(shape.data(), shape.size());
-  StableIValue stack[6] = {from(tensor), from(size), from(false)};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::expand", "", stack, TORCH_ABI_VERSION));
-  // The expanded tensor stays on the stack, as empty_like's first argument.
+  int32_t device_type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  AtenTensorHandle result = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
+                                                  strides, to<int32_t>(from(dtype)), device_type,
+                                                  like.get_device_index(), &result));
+  return Tensor(result);
+}
+
+}  // namespace
+
+Tensor empty(const Tensor& like, const Sizes& shape, ScalarType dtype) {
+  Sizes strides(shape.size(), 1);
+  for (size_t i = shape.size(); i > 1; --i)
+    strides[i - 2] = strides[i - 1] * std::max(shape[i - 1], int64_t(1));
+  return empty_strided(like, shape, strides.data(), dtype);
+}
+
+Tensor empty_like(const Tensor& tensor, const Sizes& shape, ScalarType dtype) {
+  const bool same_shape = has_shape(tensor, shape);
+  if (same_shape && tensor.is_contiguous())
+    return empty_strided(tensor, shape, tensor.strides().data(), dtype);
+  using torch::stable::detail::from;
+  using torch::stable::detail::to;
+  StableIValue stack[6] = {from(tensor)};
+  if (!same_shape) {
+    stack[1] = from(torch::headeronly::IntHeaderOnlyArrayRef(shape.data(), shape.size()));
+    stack[2] = from(false);
+    TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::expand", "", stack, TORCH_ABI_VERSION));
+  }
+  // The tensor, expanded or not, is on the stack as empty_like's first argument.
   stack[1] = from(std::optional<ScalarType>(dtype));
   for (int i = 2; i < 6; ++i) stack[i] = from(std::nullopt);
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::empty_like", "", stack, TORCH_ABI_VERSION));
   return to<Tensor>(stack[0]);
 }
 
-Tensor empty_scalar(const Tensor& like, ScalarType dtype) {
-  return torch::stable::new_empty(like, {}, dtype);
+Tensor empty_gradient(const Tensor& tensor) {
+  return empty_like(tensor, sizes_of(tensor), tensor.scalar_type());
+}
+
+Tensor as_contiguous(const Tensor& tensor, ScalarType dtype) {
+  return as_contiguous(tensor.scalar_type() == dtype ? tensor : torch::stable::to(tensor, dtype));
+}
+
+Tensor as_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
 Sizes broadcast_strides(const Tensor& tensor, const Sizes& shape, const char* op,

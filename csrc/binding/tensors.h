@@ -48,6 +48,7 @@ class Launch {
 
 std::string to_string(const Sizes& sizes);
 Sizes sizes_of(const Tensor& tensor);
+bool has_shape(const Tensor& tensor, const Sizes& shape);
 // In elements; 0 in a dimension of size 1, where torch's stride says nothing.
 Sizes strides_of(const Tensor& tensor);
 
@@ -61,9 +62,16 @@ ScalarType accumulation_type(ScalarType dtype);
 // The shape that input and target broadcast to; throws where they don't.
 Sizes broadcast_shape(const Tensor& input, const Tensor& target, const char* op);
 
+// A contiguous tensor on the device of `like`.
+Tensor empty(const Tensor& like, const Sizes& shape, ScalarType dtype);
 // aten::empty_like(tensor.expand(shape), dtype=dtype): dense, with the order of tensor's strides.
 Tensor empty_like(const Tensor& tensor, const Sizes& shape, ScalarType dtype);
-Tensor empty_scalar(const Tensor& like, ScalarType dtype);
+// Uninitialised, as empty_like gives it.
+Tensor empty_gradient(const Tensor& tensor);
+
+// The tensor itself where it is so already: the ops that convert cost more than a small kernel.
+Tensor as_contiguous(const Tensor& tensor, ScalarType dtype);
+Tensor as_contiguous(const Tensor& tensor);
 
 // Strides of tensor in the iteration space `shape`: 0 where it is broadcast. Throws if it can't be.
 Sizes broadcast_strides(const Tensor& tensor, const Sizes& shape, const char* op,

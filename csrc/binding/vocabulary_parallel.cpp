@@ -11,8 +11,7 @@ Tensor parts(const Tensor& input, const Tensor& target, const std::optional<Tens
   ClassTargets problem(kOp, input, target, weight, 0, ignore_index, label_smoothing, first_class,
                        classes);
   problem.lay_out(input, std::nullopt);
-  const Tensor result =
-      problem.empty(input, {problem.args.rows, label_smoothing > 0 ? 4 : 3}, problem.acc);
+  const Tensor result = empty(input, {problem.args.rows, label_smoothing > 0 ? 4 : 3}, problem.acc);
   problem.args.parts = result.data_ptr();
   const Launch launch(input);
   cross_entropy_parts(problem.args, launch.stream());
@@ -36,18 +35,18 @@ std::tuple<Tensor, Tensor, Tensor> merge(const Tensor& parts, const Tensor& targ
     throw std::runtime_error("vocabulary_parallel_merge: expected parts of shape [shards, " +
                              std::to_string(args.rows) + (smoothing ? ", 4]" : ", 3]") + ", got " +
                              to_string(expected));
-  const Tensor dense = torch::stable::contiguous(parts);
+  const Tensor dense = as_contiguous(parts);
   args.parts = dense.data_ptr();
   args.shards = expected[0];
   std::optional<Tensor> masses;
   if (smoothing) {
-    if (!shard_weights || sizes_of(*shard_weights) != Sizes{args.shards})
+    if (!shard_weights || !has_shape(*shard_weights, Sizes{args.shards}))
       throw std::runtime_error("vocabulary_parallel_merge: expected shard_weights of shape " +
                                to_string({args.shards}) + " with label smoothing");
-    masses = torch::stable::contiguous(torch::stable::to(*shard_weights, problem.acc));
+    masses = as_contiguous(*shard_weights, problem.acc);
     args.shard_weights = masses->data_ptr();
   }
-  const Tensor stats = problem.empty(parts, {args.rows, 2}, problem.acc);
+  const Tensor stats = empty(parts, {args.rows, 2}, problem.acc);
   args.stats = stats.data_ptr();
   const auto [loss, total_weight] = problem.forward(&cross_entropy_merge, parts, dtype);
   return {loss, stats, total_weight};
@@ -62,12 +61,12 @@ Tensor gradient(const Tensor& grad_output, const Tensor& input, const Tensor& ta
   if (args.reduction == Reduction::kMean)
     throw std::runtime_error(
         "vocabulary_parallel_gradient: expected reduction to be 0 (none) or 2 (sum), got 1");
-  if (sizes_of(stats) != Sizes{args.rows, 2} || stats.scalar_type() != problem.acc ||
+  if (!has_shape(stats, Sizes{args.rows, 2}) || stats.scalar_type() != problem.acc ||
       !stats.is_contiguous())
     throw std::runtime_error(
         "vocabulary_parallel_gradient: expected stats as " +
         ("vocabulary_parallel_merge returns them, got shape " + to_string(sizes_of(stats))));
-  const Tensor result = torch::stable::empty_like(input);
+  const Tensor result = empty_gradient(input);
   problem.lay_out(input, result);
   const Tensor dense = problem.set_grad_output(grad_output);
   args.stats = stats.data_ptr();
