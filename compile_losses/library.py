@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd import forward_ad
+
+from compile_losses.eager import Leaf
 
 PACKAGE = Path(__file__).parent
 INSTALL_COMMAND = "pip install --no-build-isolation ."
@@ -37,62 +37,10 @@ def register_autograd(
     op: torch._ops.OpOverload[..., Any],
     backward: Callable[..., Any],
     setup_context: Callable[..., Any],
-) -> Callable[..., Any]:
-    """Registers a formula with an op.
-
-    Returns:
-        The op with a shorter way in eager code: on plain tensors, outside of any mode or transform,
-        it enters the formula, or the kernel where no gradient is asked for, without the general
-        machinery in between, which costs several times a small kernel. Takes positional arguments.
-    """
+) -> Leaf:
+    """Registers a formula with an op, and returns the op with a shorter way in eager code."""
     torch.library.register_autograd(op.name(), backward, setup_context=setup_context, lib=LIBRARY)
-
-    class Direct(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                output = op(*inputs)
-            setup_context(ctx, inputs, output)
-            ctx.set_materialize_grads(False)
-            return output
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            if all(grad is None for grad in grads):
-                return (None,) * len(ctx.needs_input_grad)
-            return backward(ctx, *grads)
-
-    # As Function.apply, which first looks for functorch's levels and its dead wrappers.
-    apply = super(torch.autograd.Function, Direct).apply
-
-    def call(*inputs: Any) -> Any:
-        if _in_a_mode():
-            return op(*inputs)
-        differentiable = False
-        for value in inputs:
-            if isinstance(value, torch.Tensor):
-                if type(value) not in _PLAIN or is_functorch_wrapped_tensor(value):
-                    return op(*inputs)
-                differentiable = differentiable or value.requires_grad
-        if differentiable and torch.is_grad_enabled():
-            return apply(*inputs)
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*inputs)
-
-    return call
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _in_a_mode() -> bool:
-    """Whether calls are intercepted: by dispatch modes, functorch, dual numbers or tracing."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-    )
+    return Leaf(op, backward, setup_context)
 
 
 def register_not_differentiable(op: torch._ops.OpOverload[..., Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 
@@ -15,11 +16,20 @@ import compile_losses.ops  # noqa: F401
 fused = torch.ops.fused
 CASES = {
     "mse_loss": (torch.randn(8), torch.randn(8)),
+    "l1_loss": (torch.randn(8), torch.randn(8)),
     "smooth_l1_loss": (torch.randn(8), torch.randn(8)),
+    "huber_loss": (torch.randn(8), torch.randn(8)),
+    "binary_cross_entropy_with_logits": (torch.randn(8), torch.rand(8)),
     "kl_div": (torch.rand(8).log(), torch.rand(8)),
     "cross_entropy": (torch.randn(2, 4), torch.tensor([3, 1])),
+    "nll_loss": (torch.randn(2, 4).log_softmax(-1), torch.tensor([3, 1])),
+    "softmax_kl_div": (torch.randn(2, 4), torch.randn(2, 4)),
 }
 losses = pytest.mark.parametrize("name", CASES)
+
+
+def softmax_kl_div(input, target):
+    return F.kl_div(F.log_softmax(input, -1), F.softmax(target, -1), reduction="batchmean")
 
 
 def inputs_of(name):
@@ -90,6 +100,43 @@ def test_modes_see_the_ops(name):
     torch.testing.assert_close(input.grad, gradient)
 
 
+def negated(tensor):
+    return torch._neg_view(-tensor)
+
+
+def zeros(tensor):
+    return torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype)
+
+
+@pytest.mark.parametrize("special", [negated, zeros])
+@losses
+def test_tensors_that_only_look_plain(name, special):
+    """Their type is that of plain ones, but their memory does not hold their values."""
+    input, target = CASES[name]
+    function = getattr(fused, name)
+    expected = input if special is negated else torch.zeros_like(input)
+    torch.testing.assert_close(function(special(input), target), function(expected, target))
+
+
+@losses
+def test_inference_mode(name):
+    input, target = CASES[name]
+    with torch.inference_mode():
+        loss = getattr(fused, name)(input.clone(), target.clone())
+    torch.testing.assert_close(loss, getattr(fused, name)(input, target), rtol=0, atol=0)
+
+
+def test_weights_by_position():
+    input, target = CASES["binary_cross_entropy_with_logits"]
+    for weight, pos_weight in itertools.product((None, torch.rand(8)), repeat=2):
+        torch.testing.assert_close(
+            fused.binary_cross_entropy_with_logits(input, target, weight, pos_weight, 2),
+            F.binary_cross_entropy_with_logits(
+                input, target, weight, pos_weight=pos_weight, reduction="sum"
+            ),
+        )
+
+
 @losses
 def test_checkpoint_and_modified_input(name):
     input, target = inputs_of(name)
@@ -123,14 +170,20 @@ def test_overhead(name):
         input.grad = None
         function(input, target).backward()
 
+    def ratio(run):
+        ours, torchs = getattr(fused, name), getattr(F, name, softmax_kl_div)
+        return microseconds(lambda: run(ours)) / microseconds(lambda: run(torchs))
+
     input, target = inputs_of(name)
-    ours, torchs = getattr(fused, name), getattr(F, name)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # kl_div's mean
-            both = microseconds(lambda: step(ours)) / microseconds(lambda: step(torchs))
+            both = ratio(step)
+            forward = ratio(lambda function: function(*CASES[name]))
     finally:
         torch.set_num_threads(threads)
-    assert both < 2.8
+    assert both < 2.5
+    # Torch's take no longer than the dispatcher and a Python kernel, which ours start from.
+    assert forward < {"cross_entropy": 4.5, "nll_loss": 6}.get(name, 2)

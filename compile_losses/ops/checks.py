@@ -99,6 +99,17 @@ def check_class_indices(op: str, input: Tensor, target: Tensor, weight: Tensor |
             )
 
 
+def fits_classes(input: Tensor, target: Tensor) -> bool:
+    """Whether input and class indices without a weight are what the kernels take as they are."""
+    shape = input.shape
+    return (
+        input.dtype in FLOATING
+        and target.dtype == torch.int64
+        and len(shape) > 1
+        and target.shape == shape[:1] + shape[2:]
+    )
+
+
 def check_class_weight(op: str, weight: Tensor, classes: int) -> None:
     if weight.dim() != 1 or weight.shape[0] != classes:
         raise RuntimeError(f"{op}: expected weight of shape {[classes]}, got {list(weight.shape)}")

@@ -27,10 +27,12 @@ from torch import Tensor
 
 from compile_losses import library
 from compile_losses.distributed import mesh_of
+from compile_losses.eager import plain
 from compile_losses.ops import checks, cross_entropy_probabilities
 from compile_losses.ops.transforms import double_backward, needs_torch
 from compile_losses.ops.with_grad import declare_with_grad
 
+NAME = "cross_entropy"
 OPTIONS = "int reduction, int ignore_index, float label_smoothing"
 ARGUMENTS = f"Tensor target, Tensor? weight, {OPTIONS}, ScalarType dtype"
 
@@ -76,16 +78,15 @@ def check(
     reduction: int,
     label_smoothing: float,
 ) -> None:
-    name = "cross_entropy"
-    checks.check_reduction(name, reduction)
-    checks.check_floating(name, input=input)
-    checks.check_same_device(name, input, target=target, weight=weight)
+    checks.check_reduction(NAME, reduction)
+    checks.check_floating(NAME, input=input)
+    checks.check_same_device(NAME, input, target=target, weight=weight)
     if input.dim() == 0:
-        raise RuntimeError(f"{name}: expected input to have at least 1 dimension, got 0")
-    checks.check_class_indices(name, input, target, weight)
+        raise RuntimeError(f"{NAME}: expected input to have at least 1 dimension, got 0")
+    checks.check_class_indices(NAME, input, target, weight)
     if label_smoothing > 1:
         raise RuntimeError(
-            f"{name}: expected label_smoothing to be at most 1, got {label_smoothing}"
+            f"{NAME}: expected label_smoothing to be at most 1, got {label_smoothing}"
         )
 
 
@@ -99,6 +100,18 @@ def public_kernel(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
+    if (
+        weight is None
+        and dtype is None
+        and 0 <= label_smoothing <= 1
+        and plain(input, target)
+        and checks.fits_classes(input, target)
+    ):
+        checks.check_reduction(NAME, reduction)
+        loss, _, _ = direct_forward.of_plain(
+            input, target, None, reduction, ignore_index, label_smoothing, input.dtype
+        )
+        return loss
     mesh = mesh_of("cross_entropy", input=input, target=target, weight=weight)
     if target.is_floating_point() and target.shape == input.shape:
         return cross_entropy_probabilities.loss(
@@ -107,7 +120,7 @@ def public_kernel(
     target = checks.class_indices(input, target)
     check(input, target, weight, reduction, label_smoothing)
     result = checks.loss_dtype(dtype, input)
-    checks.check_weight_dtype("cross_entropy", input, weight, result, dtype)
+    checks.check_weight_dtype(NAME, input, weight, result, dtype)
     label_smoothing = max(0.0, label_smoothing)  # in this order nan is 0, as in torch
     if mesh is not None:
         from compile_losses.distributed import rows
@@ -164,7 +177,7 @@ def backward_fake(
 library.register_fake(backward, backward_fake)
 
 
-with_grad, with_grad_ = declare_with_grad("cross_entropy", ARGUMENTS, forward_fake)
+with_grad, with_grad_ = declare_with_grad(NAME, ARGUMENTS, forward_fake)
 
 
 def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -179,7 +192,7 @@ def forward_vjp(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, 
     gradient = direct_backward(
         grad_output, input, target, weight, stats, total_weight, *ctx.options
     )
-    return (gradient, *(None for _ in range(2 + len(ctx.options))), None)
+    return (gradient, None, None, None, None, None, None)
 
 
 direct_forward = library.register_autograd(forward, forward_vjp, setup_forward)

@@ -108,7 +108,7 @@ def loss(
     if needs_torch(input, *others):
         weight = None if weight is None else weight.to(result)
         return reference(input.to(result), target.to(result), weight, reduction, label_smoothing)
-    value, _ = forward(input, target, weight, reduction, label_smoothing, result)
+    value, _ = direct_forward(input, target, weight, reduction, label_smoothing, result)
     return value
 
 
@@ -213,7 +213,7 @@ def forward_vjp(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, .
     needs_input, needs_target, needs_weight = ctx.needs_input_grad[:3]
     grad_input, grad_target, grad_weight = None, None, None
     if needs_input or needs_target:
-        grad_input, grad_target = backward(
+        grad_input, grad_target = direct_backward(
             grad_output, input, target, weight, stats, *ctx.options, needs_input, needs_target
         )
     if needs_weight:
@@ -227,7 +227,7 @@ def forward_vjp(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, .
     )
 
 
-library.register_autograd(forward, forward_vjp, setup_forward)
+direct_forward = library.register_autograd(forward, forward_vjp, setup_forward)
 
 
 def _double_backward(
@@ -258,7 +258,7 @@ def backward_vjp(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
     return (*products, None, *(None for _ in ctx.options), None, None)
 
 
-library.register_autograd(backward, backward_vjp, setup_backward)
+direct_backward = library.register_autograd(backward, backward_vjp, setup_backward)
 
 
 def setup_weight_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

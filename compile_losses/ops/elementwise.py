@@ -24,6 +24,7 @@ from torch import Tensor
 
 from compile_losses import library
 from compile_losses.distributed import mesh_of
+from compile_losses.eager import plain
 from compile_losses.ops import checks
 from compile_losses.ops.transforms import double_backward, needs_torch
 from compile_losses.ops.weights import NO_WEIGHTS, Weights
@@ -117,18 +118,40 @@ def declare(
 
     names = [argument.name for argument in public._schema.arguments]
     defaults = {a.name: a.default_value for a in public._schema.arguments if a.has_default_value()}
+    #: What X_forward takes between target and dtype, by default.
+    options = (
+        *(defaults[n] for n in (*weights.names, "reduction", *(p.name for p in parameters))),
+    )
+    #: How many of them come first that the public op takes by keyword alone, or by position.
+    by_keyword = len(weights.names) if weights.keyword_only else 0
+    by_position = len(weights.names) - by_keyword
 
-    def public_kernel(*arguments: Any, **named: Any) -> Tensor:
+    def public_kernel(input: Tensor, target: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        if (
+            named
+            or not plain(input, target)
+            or input.dtype != target.dtype
+            or input.dtype not in checks.FLOATING
+            or input.shape != target.shape
+        ):
+            return general(input, target, *arguments, **named)
+        for weight in arguments[:by_position]:
+            if weight is not None:
+                return general(input, target, *arguments)
+        given: tuple[Any, ...] = options[:by_keyword] + arguments
+        given += options[len(given) :]
+        reduction, *values = given[len(weights.names) :]
+        checks.check_reduction(name, reduction, batchmean=batchmean)
+        check(*values)
+        return direct_forward.of_plain(input, target, *given, input.dtype)
+
+    def general(*arguments: Any, **named: Any) -> Tensor:
         a = {**defaults, **dict(zip(names, arguments, strict=False)), **named}
         input, target, reduction, dtype = a["input"], a["target"], a["reduction"], a["dtype"]
         given = [a[weight] for weight in weights.names]
         values = [a[p.name] for p in parameters]
         mesh = mesh_of(name, input=input, target=target, **{n: a[n] for n in weights.names})
         shape = check_all(input, target, given, reduction, *values)
-        unweighted = not any(weight is not None for weight in given)
-        if unweighted and mesh is None and not needs_torch(input, target):
-            dtype = checks.loss_dtype(dtype, *([target] if exact_target else (input, target)))
-            return direct_forward(input, target, *given, reduction, *values, dtype)
 
         def loss(reduction: int, dtype: torch.dtype) -> Tensor:
             return direct_forward(input, target, *given, reduction, *values, dtype)
@@ -195,6 +218,9 @@ def declare(
 
     declare_with_grad(name, f"{tail}, ScalarType dtype", forward_fake)
 
+    #: The gradients of X_forward's arguments after the roots.
+    not_differentiable = (None,) * (tensors - len(roots) + 1 + len(parameters) + 1)
+
     def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:tensors])
         ctx.options = inputs[tensors:-1]
@@ -204,10 +230,10 @@ def declare(
         needs = ctx.needs_input_grad[: len(roots)]
         gradients = direct_backward(grad_output, *saved, *ctx.options, *needs)
         reduced = [
-            gradient.sum_to_size(tensor.shape) if needed else None
+            sum_to_shape(gradient, tensor.shape) if needed else None
             for gradient, tensor, needed in zip(gradients, saved, needs, strict=False)
         ]
-        return (*reduced, *(None for _ in range(tensors - len(roots) + len(ctx.options) + 1)))
+        return (*reduced, *not_differentiable)
 
     direct_forward = library.register_autograd(forward, forward_vjp, setup_forward)
 
@@ -240,6 +266,10 @@ def declare(
         return (*products, *(None for _ in range(others)))
 
     direct_backward = library.register_autograd(backward, backward_vjp, setup_backward)
+
+
+def sum_to_shape(gradient: Tensor, shape: torch.Size) -> Tensor:
+    return gradient if gradient.shape == shape else gradient.sum_to_size(shape)
 
 
 def _declarations(parameters: Sequence[Parameter], *, keyword_only: bool) -> list[str]:

@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from compile_losses import library
 from compile_losses.distributed import mesh_of
+from compile_losses.eager import plain
 from compile_losses.ops import checks
 from compile_losses.ops.transforms import double_backward, needs_torch
 
@@ -79,6 +80,15 @@ def public_kernel(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
+    if (
+        weight is None
+        and dtype is None
+        and plain(input, target)
+        and checks.fits_classes(input, target)
+    ):
+        checks.check_reduction(NAME, reduction)
+        loss, _ = direct_forward.of_plain(input, target, None, reduction, ignore_index, input.dtype)
+        return loss
     mesh = mesh_of(NAME, input=input, target=target, weight=weight)
     target = checks.class_indices(input, target)
     check(input, target, weight, reduction)
@@ -95,7 +105,7 @@ def public_kernel(
         # Torch's decomposition for compilers takes no uint8, and its gradient no other layout.
         classes, logs = target.to(torch.int64), input.to(wide).contiguous()
         return reference(logs, classes, weight, reduction, ignore_index).to(result)
-    loss, _ = forward(input, target, weight, reduction, ignore_index, result)
+    loss, _ = direct_forward(input, target, weight, reduction, ignore_index, result)
     return loss
 
 
@@ -142,11 +152,11 @@ def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 
 def forward_vjp(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    gradient = backward(grad_output, *ctx.saved_tensors, *ctx.options)
-    return (gradient, *(None for _ in range(2 + len(ctx.options))), None)
+    gradient = direct_backward(grad_output, *ctx.saved_tensors, *ctx.options)
+    return (gradient, None, None, None, None, None)
 
 
-library.register_autograd(forward, forward_vjp, setup_forward)
+direct_forward = library.register_autograd(forward, forward_vjp, setup_forward)
 
 
 def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -168,4 +178,4 @@ def backward_vjp(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
     return (*products, *(None for _ in range(3 + len(ctx.options))))
 
 
-library.register_autograd(backward, backward_vjp, setup_backward)
+direct_backward = library.register_autograd(backward, backward_vjp, setup_backward)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from compile_losses import library
 from compile_losses.distributed import mesh_of
+from compile_losses.eager import plain
 from compile_losses.ops import checks
 from compile_losses.ops.row_pair import statistics
 from compile_losses.ops.transforms import double_backward, needs_torch
@@ -100,6 +101,10 @@ def public_kernel(
     dim: int = -1,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
+    if dtype is None and input.dtype == target.dtype and plain(input, target):
+        check(input, target, reduction, temperature, dim)
+        loss, _ = direct_forward.of_plain(input, target, reduction, temperature, dim, input.dtype)
+        return loss
     mesh = mesh_of(NAME, input=input, target=target)
     check(input, target, reduction, temperature, dim)
     dtype = checks.loss_dtype(dtype, input, target)
@@ -107,7 +112,7 @@ def public_kernel(
         return _of_dtensors(mesh, input, target, reduction, temperature, dim % input.dim(), dtype)
     if needs_torch(input, target):
         return reference(input.to(dtype), target.to(dtype), reduction, temperature, dim)
-    loss, _ = forward(input, target, reduction, temperature, dim, dtype)
+    loss, _ = direct_forward(input, target, reduction, temperature, dim, dtype)
     return loss
 
 
@@ -193,12 +198,14 @@ def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 def forward_vjp(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     input, target, stats = ctx.saved_tensors
     needs = ctx.needs_input_grad[:2]
-    gradients = backward(grad_output, input, target, stats, *ctx.options, *needs)
-    wanted = (g if needed else None for g, needed in zip(gradients, needs, strict=True))
-    return (*wanted, *(None for _ in ctx.options), None)
+    grad_input, grad_target = direct_backward(
+        grad_output, input, target, stats, *ctx.options, *needs
+    )
+    options = (None, None, None, None)
+    return (grad_input if needs[0] else None, grad_target if needs[1] else None, *options)
 
 
-library.register_autograd(forward, forward_vjp, setup_forward)
+direct_forward = library.register_autograd(forward, forward_vjp, setup_forward)
 
 
 def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -219,4 +226,4 @@ def backward_vjp(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
     return (*products, None, *(None for _ in ctx.options), None, None)
 
 
-library.register_autograd(backward, backward_vjp, setup_backward)
+direct_backward = library.register_autograd(backward, backward_vjp, setup_backward)
