@@ -122,11 +122,11 @@ def huber_loss(
     warn_if_broadcast(input, target)
     enum = reduction_of(reduction)
     # Target is not promoted with input: torch writes into a result of input's dtype.
-    dtype = autocast_dtype(input)
     if weight is None:
+        dtype = None if input.dtype == target.dtype else autocast_dtype(input)
         return fused.huber_loss(input, target, enum, delta, dtype=dtype)
     check_weight(input, weight)
-    dtype = torch.promote_types(dtype, weight.dtype)
+    dtype = torch.promote_types(autocast_dtype(input), weight.dtype)
     return fused.huber_loss(input, target, enum, delta, weight=weight, dtype=dtype)
 
 
