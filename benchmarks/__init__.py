@@ -7,6 +7,7 @@
 ``measure``     all contenders of one problem, interleaved
 ``report``      CSV and table
 ``plots``       bars against the floor, bars and lines of steps
+``overhead``    eager calls against torch's, on 8 elements and on a million
 ``matrix``      compiled steps of ``heads`` and losses against stock torch.compile's
 
 ``linear`` and ``vocabulary_parallel`` measure a linear layer with its cross entropy, on one device
