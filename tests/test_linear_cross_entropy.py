@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import compile_losses.ops
 from compile_losses.linear import LinearCrossEntropyLoss, linear_cross_entropy
-from compile_losses.ops.linear import chunk_size
+from compile_losses.ops.linear import chunk_size, row_chunks
 from compile_losses.ops.linear.chunk_size import chunk_rows, sums_in_float32
 from compile_losses.ops.linear.reference import reference
 from tests.accuracy import assert_accurate
@@ -303,7 +303,11 @@ def test_logits_are_never_held(reduction, compiled):
 
     function = torch.compile(step, backend="aot_eager") if compiled else step
     largest = largest_allocation(lambda: function(x, w, target).backward())
-    buffer = chunk_rows(rows, hidden, classes, torch.float32, buffers=2 - reduction) * classes * 4
+    computed = int((target != -100).sum())
+    chunk = chunk_rows(
+        computed, hidden, classes, torch.float32, buffers=2 - reduction, sums_weight=bool(reduction)
+    )
+    buffer = chunk * classes * 4
     assert buffer <= largest <= chunk_size.LOGITS_BYTES < rows * classes * 4
 
 
@@ -335,12 +339,16 @@ def test_chunk_rows():
     assert not sums_in_float32(131_072, many, torch.float32)
     assert chunk_rows(100, 8, 10, torch.float32) == 100
     assert chunk_rows(0, 8, 10, torch.float32) == 1
-    assert chunk_rows(5000, 8, 10, torch.float32, budget=2000 * 40) == 1024
+    # Chunks of about the same size.
+    assert chunk_rows(5000, 8, 10, torch.float32, budget=2000 * 40) == 1792
+    # A little more memory for logits instead of a sum in float32.
+    assert chunk_rows(32_768, 2048, 32_000, torch.bfloat16, sums_weight=True) == 4096
 
 
-def test_ignored_rows(chunks):
+def test_ignored_rows(chunks, device, monkeypatch):
     """They have no product where they are many, and no gradient, whatever they hold."""
-    input, linear_weight, target, _, _ = problem("cpu", ignored=0)
+    monkeypatch.setattr(row_chunks, "WORTH_WAITING", 0)
+    input, linear_weight, target, _, _ = problem(device, ignored=0)
     target[: ROWS - 9] = -100
     assert products(lambda: op(input, linear_weight, target)) == 1
     x, w = input.clone().requires_grad_(), linear_weight.clone().requires_grad_()
@@ -357,6 +365,19 @@ def test_ignored_rows(chunks):
     each = op(input, linear_weight, target, reduction=0)
     assert each.shape == (ROWS,)
     assert each[: ROWS - 9].eq(0).all()
+
+
+@pytest.mark.gpu
+def test_ignored_rows_in_a_cuda_graph(chunks, monkeypatch):
+    """Nothing waits for their number while a graph is captured."""
+    monkeypatch.setattr(row_chunks, "WORTH_WAITING", 0)
+    input, linear_weight, target, _, _ = problem("cuda", ignored=2)
+    expected = op(input, linear_weight, target)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = op(input, linear_weight, target)
+    graph.replay()
+    torch.testing.assert_close(loss, expected)
 
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])

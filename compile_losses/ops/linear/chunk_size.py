@@ -7,9 +7,16 @@ import torch
 #: What the logits of a chunk may take, unless LEAST_ROWS rows take more.
 LOGITS_BYTES = 192 * 2**20
 
-#: Fewer rows make the matrix products slower: the weight's gradient is read and written by each
-#: chunk, 4 bytes an element in a 16-bit dtype against 6 * rows operations.
+#: They may take this part of the weight's gradient instead, where it is computed, and so many bytes.
+#: Each chunk but the first reads and writes that gradient, 4 bytes an element in a 16-bit dtype
+#: against 6 * rows operations.
+PART_OF_WEIGHT = 3 / 8
+MOST_BYTES = 512 * 2**20
+
+#: Fewer rows make the matrix products slower.
 LEAST_ROWS = 1024
+#: What the products' tiles divide.
+TILE_ROWS = 128
 
 #: Sums over this many chunks may be rounded to a 16-bit dtype at each; that stays within the
 #: accuracy of a gradient that is itself rounded to it. Sums over more are kept in float32.
@@ -30,26 +37,34 @@ def chunk_rows(
 ) -> int:
     """How many rows of logits to compute at a time.
 
-    As many multiples of LEAST_ROWS as the budget holds, and never fewer than one. Where a 16-bit
-    weight gradient would be the sum of more than MOST_NARROW_SUMS chunks, which takes a sum in
-    float32 beside it, the logits may be as large as that gradient itself, so that fewer chunks
-    read and write the sum.
+    As few chunks as the budget allows, of about the same size, and of LEAST_ROWS rows at least.
+    Where a 16-bit weight gradient would be the sum of more than MOST_NARROW_SUMS chunks, which
+    takes a sum in float32 beside it, chunks are larger: as large as it takes to do without that
+    sum, if they need no more memory than it; else as large as that gradient itself.
 
     Args:
         rows, hidden, classes: input is [rows, hidden], the logits [rows, classes].
         dtype: of the logits.
         buffers: tensors of the logits' size that the loss needs.
         sums_weight: whether the gradient of the weight, [classes, hidden], is computed.
-        budget: bytes that the buffers may take; LOGITS_BYTES by default.
+        budget: bytes that the buffers may take; by default LOGITS_BYTES or PART_OF_WEIGHT.
 
     Returns:
         The rows of every chunk but the last, which has what is left.
     """
     row_bytes = max(1, classes * dtype.itemsize * buffers)
-    fitting = _whole((LOGITS_BYTES if budget is None else budget) // row_bytes)
+    if budget is None:
+        weight_bytes = hidden * classes * dtype.itemsize if sums_weight else 0
+        budget = max(LOGITS_BYTES, min(int(PART_OF_WEIGHT * weight_bytes), MOST_BYTES))
+    fitting = _whole(budget // row_bytes)
     if sums_weight and sums_in_float32(rows, fitting, dtype):
-        fitting = max(fitting, _whole(hidden // buffers))
-    return max(1, min(rows, fitting))
+        narrow = _tiles(-(-rows // MOST_NARROW_SUMS))
+        if (narrow - fitting) * row_bytes <= 4 * hidden * classes:
+            fitting = narrow
+        else:
+            fitting = max(fitting, _whole(hidden // buffers))
+    chunks = max(1, -(-rows // fitting))
+    return max(1, min(rows, max(LEAST_ROWS, _tiles(-(-rows // chunks)))))
 
 
 def sums_in_float32(rows: int, chunk: int, dtype: torch.dtype) -> bool:
@@ -58,4 +73,12 @@ def sums_in_float32(rows: int, chunk: int, dtype: torch.dtype) -> bool:
 
 
 def _whole(rows: int) -> int:
-    return max(1, rows // LEAST_ROWS) * LEAST_ROWS
+    """Rows of whole tiles that are not more, but LEAST_ROWS at least."""
+    tile = min(TILE_ROWS, LEAST_ROWS)
+    return max(LEAST_ROWS, rows // tile * tile)
+
+
+def _tiles(rows: int) -> int:
+    """Rows of whole tiles that are not fewer."""
+    tile = min(TILE_ROWS, LEAST_ROWS)
+    return -(-rows // tile) * tile

@@ -6,10 +6,10 @@ logits, and two more products make of it input's gradient, each chunk its own ro
 weight's, to which each chunk adds. Never in memory: logits, probabilities or their gradient for
 more than a chunk of rows (:mod:`compile_losses.ops.linear.chunk_size`).
 
-Nothing here depends on the device, except for ignored rows. On the CPU they are left out before the
-first product where they are at least an eighth of the rows. Elsewhere the host would have to wait
-for their number; they are computed like the others, to gradients of 0. No synchronisation; sums
-have a fixed order.
+Ignored rows are left out before the first product where they are at least an eighth of the rows. A
+GPU's host has to wait for their number: it does so where the products take far longer than that,
+and never while a CUDA graph is captured. Elsewhere ignored rows are computed like the others, to
+gradients of 0. Sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from compile_losses.ops.linear.row_losses import NONE, RowLosses
 
 #: Ignored rows are left out where they are at least one in this many.
 IGNORED = 8
+#: A GPU's host waits for their number where the products are so many operations, some milliseconds.
+WORTH_WAITING = 2e12
 
 
 class Problem:
@@ -40,7 +42,8 @@ class Problem:
         check(*arguments, leaf=True)
         target = target.to(torch.int64)
         self.all_rows = len(target)
-        self.kept = kept_rows(target, ignore_index)
+        operations = 6 * self.linear_weight.numel() * self.all_rows
+        self.kept = kept_rows(target, ignore_index, operations)
         if self.kept is not None:
             target = target[self.kept]
             if grad_output is not None and self.reduction == NONE:
@@ -67,10 +70,12 @@ class Problem:
         return result.index_copy_(0, self.kept, computed)
 
 
-def kept_rows(target: Tensor, ignore_index: int) -> Tensor | None:
+def kept_rows(target: Tensor, ignore_index: int, operations: int) -> Tensor | None:
     """The rows that are computed; None for all of them. See the module's docstring."""
     if target.device.type != "cpu":
-        return None
+        capturing = torch.cuda.is_current_stream_capturing()
+        if operations < WORTH_WAITING or capturing:
+            return None
     kept = (target != ignore_index).nonzero().squeeze(1)
     return kept if len(kept) * IGNORED <= len(target) * (IGNORED - 1) else None
 
