@@ -145,7 +145,7 @@ struct RowPairArgs {
 
 // Into how many shares the rows are cut, at most, for the sums over them: few rows are summed
 // faster by one block than by two launches.
-constexpr int64_t row_sum_shares(int64_t rows) { return rows <= 32768 ? 1 : 256; }
+constexpr int64_t row_sum_shares(int64_t rows) { return rows <= 8192 ? 1 : 256; }
 
 constexpr int64_t kRowPairStats = 6;
 

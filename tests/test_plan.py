@@ -13,9 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._inductor import config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import compile_losses
 from compile_losses.lower.cost import Feed, Gradient, inline_cost, kernel_cost, megabytes
+from compile_losses.lower.plan import plan
 from compile_losses.report import Report, Site
 from tests.graphs import Head, classes, distributions, real
 
@@ -128,6 +131,22 @@ def test_reasons():
     text = str(report)
     assert "kernel, hoisted, in place, scale in place" in text
     assert "bytes / stock" in text
+
+
+@pytest.mark.parametrize(
+    ("device", "classes", "choice"),
+    [("cuda", 8, "inlined"), ("cuda", 16, "kernel"), ("cpu", 8, "kernel")],
+)
+def test_short_rows(device, classes, choice):
+    """On a GPU, a row of less than 24 bytes is left to torch's own ops."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        input = torch.empty(64, classes, dtype=torch.bfloat16, device=device)
+        target = torch.empty(64, dtype=torch.int64, device=device)
+        forward = torch.ops.fused.cross_entropy_forward
+        graph = make_fx(lambda x, t: forward(x, t, None, 1, -100, 0.0, x.dtype)[0])(input, target)
+    (decision,) = plan(graph.graph)
+    assert decision.choice == choice
+    assert ("its rows are short" in decision.reason) == (choice == "inlined")
 
 
 def test_dynamic_shapes_are_planned():

@@ -65,7 +65,7 @@ template <typename acc_t>
 void launch_sums(const CrossEntropyArgs& args, bool finished, cudaStream_t stream) {
   const int64_t blocks =
       std::min({row_sum_shares(args.rows), int64_t(current_device().multiprocessors),
-                divide_up(std::max<int64_t>(args.rows, 1), 4 * kSumThreads)});
+                divide_up(std::max<int64_t>(args.rows, 1), kSumThreads)});
   cross_entropy_sums_kernel<acc_t>
       <<<static_cast<unsigned>(blocks), kSumThreads, 0, stream>>>(args, finished);
   check_launch("cross_entropy_sums_kernel");

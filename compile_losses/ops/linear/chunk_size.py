@@ -7,9 +7,9 @@ import torch
 #: What the logits of a chunk may take, unless LEAST_ROWS rows take more.
 LOGITS_BYTES = 192 * 2**20
 
-#: They may take this part of the weight's gradient instead, where it is computed, and so many bytes.
-#: Each chunk but the first reads and writes that gradient, 4 bytes an element in a 16-bit dtype
-#: against 6 * rows operations.
+#: They may take this part of the weight's gradient instead, where that is computed, and at most so
+#: many bytes: each chunk but the first reads and writes that gradient, 4 bytes an element in a
+#: 16-bit dtype against 6 * rows operations.
 PART_OF_WEIGHT = 3 / 8
 MOST_BYTES = 512 * 2**20
 
