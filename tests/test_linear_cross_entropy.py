@@ -339,8 +339,9 @@ def test_chunk_rows():
     assert not sums_in_float32(131_072, many, torch.float32)
     assert chunk_rows(100, 8, 10, torch.float32) == 100
     assert chunk_rows(0, 8, 10, torch.float32) == 1
-    # Chunks of about the same size.
-    assert chunk_rows(5000, 8, 10, torch.float32, budget=2000 * 40) == 1792
+    assert chunk_rows(5000, 8, 10, torch.float32, budget=2000 * 40) == 1024
+    # The gradient of a large weight allows larger chunks.
+    assert chunk_rows(8192, 8192, 128_256, torch.bfloat16, sums_weight=True) == 2048
     # A little more memory for logits instead of a sum in float32.
     assert chunk_rows(32_768, 2048, 32_000, torch.bfloat16, sums_weight=True) == 4096
 

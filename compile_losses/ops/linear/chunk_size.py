@@ -13,10 +13,9 @@ LOGITS_BYTES = 192 * 2**20
 PART_OF_WEIGHT = 3 / 8
 MOST_BYTES = 512 * 2**20
 
-#: Fewer rows make the matrix products slower.
+#: Chunks have multiples of so many rows: fewer make the matrix products slower, and so do multiples
+#: of 128 or 512 between them.
 LEAST_ROWS = 1024
-#: What the products' tiles divide.
-TILE_ROWS = 128
 
 #: Sums over this many chunks may be rounded to a 16-bit dtype at each; that stays within the
 #: accuracy of a gradient that is itself rounded to it. Sums over more are kept in float32.
@@ -37,10 +36,10 @@ def chunk_rows(
 ) -> int:
     """How many rows of logits to compute at a time.
 
-    As few chunks as the budget allows, of about the same size, and of LEAST_ROWS rows at least.
-    Where a 16-bit weight gradient would be the sum of more than MOST_NARROW_SUMS chunks, which
-    takes a sum in float32 beside it, chunks are larger: as large as it takes to do without that
-    sum, if they need no more memory than it; else as large as that gradient itself.
+    As many multiples of LEAST_ROWS as the budget holds, and never fewer than one. Where a 16-bit
+    weight gradient would be the sum of more than MOST_NARROW_SUMS chunks, which takes a sum in
+    float32 beside it, chunks are larger: as large as it takes to do without that sum, if they need
+    no more memory than it; else as large as that gradient itself.
 
     Args:
         rows, hidden, classes: input is [rows, hidden], the logits [rows, classes].
@@ -58,13 +57,12 @@ def chunk_rows(
         budget = max(LOGITS_BYTES, min(int(PART_OF_WEIGHT * weight_bytes), MOST_BYTES))
     fitting = _whole(budget // row_bytes)
     if sums_weight and sums_in_float32(rows, fitting, dtype):
-        narrow = _tiles(-(-rows // MOST_NARROW_SUMS))
+        narrow = -(-rows // (MOST_NARROW_SUMS * LEAST_ROWS)) * LEAST_ROWS
         if (narrow - fitting) * row_bytes <= 4 * hidden * classes:
             fitting = narrow
         else:
             fitting = max(fitting, _whole(hidden // buffers))
-    chunks = max(1, -(-rows // fitting))
-    return max(1, min(rows, max(LEAST_ROWS, _tiles(-(-rows // chunks)))))
+    return max(1, min(rows, fitting))
 
 
 def sums_in_float32(rows: int, chunk: int, dtype: torch.dtype) -> bool:
@@ -73,12 +71,4 @@ def sums_in_float32(rows: int, chunk: int, dtype: torch.dtype) -> bool:
 
 
 def _whole(rows: int) -> int:
-    """Rows of whole tiles that are not more, but LEAST_ROWS at least."""
-    tile = min(TILE_ROWS, LEAST_ROWS)
-    return max(LEAST_ROWS, rows // tile * tile)
-
-
-def _tiles(rows: int) -> int:
-    """Rows of whole tiles that are not fewer."""
-    tile = min(TILE_ROWS, LEAST_ROWS)
-    return -(-rows // tile) * tile
+    return max(1, rows // LEAST_ROWS) * LEAST_ROWS
