@@ -17,10 +17,13 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.func import functionalize
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 import compile_losses.ops
 from compile_losses.lower.calls import Loss, fused_call, fused_op, named_arguments
 from compile_losses.ops.checks import REDUCTIONS, batch_of
+
+aten = torch.ops.aten
 
 
 def reference_of(name: str) -> Callable[..., Tensor] | None:
@@ -89,7 +92,20 @@ def _trace(node: Node, reference: Callable[..., Tensor]) -> Graph | None:
         graph = make_fx(functional, decomposition_table=select_decomp_table())(*values).graph
     if graph.find_nodes(op="get_attr") or len(graph.find_nodes(op="placeholder")) != len(sources):
         return None
+    _drop_idle_views(graph)
     return graph
+
+
+def _drop_idle_views(graph: Graph) -> None:
+    """Removes views of the same shape. Behind them the compiler would not see that forward and
+    backward compute the same, and would do it twice."""
+    for node in list(graph.nodes):
+        if node.target in (aten.alias.default, aten.detach.default, aten.expand.default):
+            source = node.args[0]
+            same = sym_eq(source.meta["val"].shape, node.meta["val"].shape)
+            if statically_known_true(same):
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
