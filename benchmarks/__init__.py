@@ -6,6 +6,7 @@
 ``clock``       how one call is timed on a device, and the device's own bandwidth
 ``measure``     all contenders of one problem, interleaved
 ``report``      CSV and table
+``options``     what the command lines have in common
 ``plots``       bars against the floor, bars and lines of steps
 ``overhead``    eager calls against torch's, on 8 elements and on a million
 ``matrix``      compiled steps of ``heads`` and losses against stock torch.compile's

@@ -21,6 +21,7 @@ from benchmarks.cases import CASES, PASSES, Size
 from benchmarks.clock import make_clock, measure_bandwidth
 from benchmarks.contenders import CONTENDERS
 from benchmarks.measure import make_problem, measure
+from benchmarks.options import add_options
 from benchmarks.progress import progress
 
 
@@ -30,7 +31,6 @@ def _shape(text: str) -> tuple[int, int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    default_device = "cuda" if torch.cuda.is_available() else "cpu"
     main = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, allow_abbrev=False
     )
@@ -38,23 +38,18 @@ def parser() -> argparse.ArgumentParser:
     main.add_argument(
         "--contender", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="default: all"
     )
-    main.add_argument("--device", choices=("cpu", "cuda"), default=default_device)
     main.add_argument("--pass", dest="passes", nargs="+", choices=PASSES, default=list(PASSES))
     main.add_argument("--size", choices=("reference", "small", "growth"), default="reference")
     main.add_argument("--shape", type=_shape, nargs="+", help="ROWSxCOLS, instead of --size")
     main.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of --shape"
     )
-    main.add_argument(
-        "--budget", type=float, default=0.25, help="seconds of samples a contender (0.25)"
+    add_options(
+        main,
+        0.25,
+        append=True,
+        output="CSV file (benchmarks/results/DEVICE.csv, growth-DEVICE.csv)",
     )
-    main.add_argument(
-        "--output", type=Path, help="CSV file (benchmarks/results/DEVICE.csv, growth-DEVICE.csv)"
-    )
-    main.add_argument(
-        "--append", action="store_true", help="keep what the file holds and was not measured again"
-    )
-    main.add_argument("--commit", help="the commit to record, where there is no git checkout")
     main.add_argument("--no-plots", dest="plots", action="store_false")
     commands = main.add_subparsers(
         dest="command", metavar="{plot,compile-matrix,linear,steps,overhead}"
@@ -75,9 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = arguments.output or report.default_output(device, kind)
     commit = arguments.commit or report.current_commit()
     name = report.device_name(device)
-    rows: dict[tuple[str, ...], report.Row] = {}
-    if arguments.append and output.exists():
-        rows = {row.key: row for row in report.read(output)}
+    rows = report.kept(output, report.Row, append=arguments.append)
     work = [(CASES[case], size) for case in arguments.case for size in _sizes(arguments, case)]
     contenders = [CONTENDERS[contender] for contender in arguments.contender]
     broken = False
@@ -104,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
                 tried = [r for r, m in zip(made, results, strict=True) if not m.not_run]
                 rows |= {row.key: row for row in tried}
                 broken |= any(m.broken for m in results if m.contender.name.startswith("ours"))
-                report.write(output, rows.values())
+                report.write(output, report.Row, rows.values())
                 bar.advance()
             del problem
             gc.collect()

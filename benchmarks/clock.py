@@ -7,7 +7,9 @@ found in the cache from the call before.
 
 from __future__ import annotations
 
+import itertools
 import os
+import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -139,6 +141,40 @@ def time_in_turns(
             times[index].append(sample)
             spent += 2 * sample  # a sample is two calls
     return times
+
+
+def ratio_of(stock: list[float], ours: list[float]) -> float:
+    """The median of ours over stock's of the same turn, whatever else the machine does."""
+    return statistics.median(b / a for a, b in zip(stock, ours, strict=True))
+
+
+def cpu_peak_mib(call: Call) -> float:
+    """The most memory that torch's CPU allocator gave out during a call, above what it held.
+
+    From the allocator's own records of every allocation and release, which the profiler keeps;
+    Inductor's buffers and the kernels' come from that allocator.
+    """
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        call()
+    results = profile.profiler.kineto_results  # type: ignore[union-attr]
+    allocations: list[tuple[int, int]] = []
+    work = list(results.experimental_event_tree())
+    while work:
+        event = work.pop()
+        work += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            allocations.append((event.start_time_ns, event.extra_fields.alloc_size))
+    held = itertools.accumulate(size for _, size in sorted(allocations, key=lambda pair: pair[0]))
+    return max(held, default=0) / (1 << 20)
+
+
+def peak_mib(run: NextCall, clock: Clock) -> float:
+    """The most memory in use during a call above what was in use before, on any device, in MiB."""
+    call = run()
+    measured = clock.peak_mib(call)
+    return cpu_peak_mib(call) if measured is None else measured
 
 
 @dataclass(frozen=True)

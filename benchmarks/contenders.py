@@ -46,6 +46,16 @@ class Contender:
         return version_of(self.distribution)
 
 
+def failure(error: Exception) -> str:
+    return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def reason_of(error: Exception) -> str:
+    """Why a contender has no figures: it does not run here, or failed."""
+    absent = isinstance(error, ImportError | UnavailableError)
+    return f"not run: {error}" if absent else failure(error)
+
+
 def version_of(distribution: str) -> str:
     if distribution == "torch":
         return torch.__version__

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from benchmarks import linear_steps, plots, report
 from benchmarks.clock import Call, Clock, make_clock, time_in_turns
-from benchmarks.contenders import UnavailableError, version_of
-from benchmarks.linear_steps import DTYPES, Loss, Row, Shape
+from benchmarks.contenders import UnavailableError, reason_of, version_of
+from benchmarks.linear_steps import Loss, Row, Shape
+from benchmarks.options import DTYPES, provenance
 
 BLOCK = 1 << 25
 
@@ -167,13 +168,13 @@ def measure(
             reason = linear_steps.complaint(problem.errors(loss), allowed)
             ready |= {} if reason else {name: partial(problem.next_call, loss)}
         except Exception as error:  # whatever it is, the others still count
-            reason = linear_steps.reason_of(error)
+            reason = reason_of(error)
         rows[name] = Row(
             contender=name, reason=reason, contender_version=version_of(distribution), **common
         )
     times = time_in_turns(list(ready.values()), clock, budget_s)
     for name, samples in zip(ready, times, strict=True):
-        peak = linear_steps.peak_mib(ready[name], (problem.hidden, problem.weight), clock)
+        peak = linear_steps.peak_beside(ready[name], (problem.hidden, problem.weight), clock)
         rows[name] = rows[name].timed(samples, peak)
     problem.clear()
     return list(rows.values())
@@ -185,7 +186,11 @@ def run(arguments: argparse.Namespace) -> int:
     kind = f"linear-{arguments.sweep}" if arguments.sweep else "linear"
     output: Path = arguments.output or report.default_output(device, kind)
     results = linear_steps.Results(output, append=arguments.append)
-    common = {**linear_steps.common(arguments, device), "ignored": f"{arguments.ignored:g}"}
+    common = {
+        **provenance(arguments, device),
+        "dtype": arguments.dtype,
+        "ignored": f"{arguments.ignored:g}",
+    }
     print(linear_steps.HEADER)
     for shape in _shapes(arguments):
         torch._dynamo.reset()
@@ -215,7 +220,7 @@ def _shapes(arguments: argparse.Namespace) -> Iterable[Shape]:
 def add_command(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
     summary = "a linear layer and cross entropy, with peak memory"
     parser = commands.add_parser("linear", help=summary, description=__doc__)
-    linear_steps.add_options(parser, BUILDERS)
+    linear_steps.add_step_options(parser, BUILDERS)
     parser.add_argument("--size", choices=("reference", "small"), default="reference")
     parser.add_argument("--sweep", choices=SWEEPS, help="of one --shape, against this size")
     parser.add_argument("--ignored", type=float, default=0.0, help="part of the targets (0)")

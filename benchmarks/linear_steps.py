@@ -7,10 +7,9 @@ its shapes and options, the lines of the CSV file, and what counts as wrong.
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.clock import Clock, NextCall
-from benchmarks.contenders import UnavailableError
-from benchmarks.matrix import cpu_peak_mib
+from benchmarks.clock import Clock, NextCall, peak_mib
+from benchmarks.options import DTYPES, add_options
 
 Loss = Callable[[Any, Any, Any], Any]  # of hidden, weight and target
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ULPS = 4
 
 
@@ -79,35 +76,20 @@ class Row:
 HEADER = f"{'shape':<22}{'contender':<24}{'ms':>9}{'MiB':>10}"
 
 
-def common(arguments: argparse.Namespace, device: torch.device) -> dict[str, str]:
-    """What all rows of a run have in common."""
-    return {
-        "dtype": arguments.dtype,
-        "device": report.device_name(device),
-        "torch": torch.__version__,
-        "commit": arguments.commit or report.current_commit(),
-    }
-
-
-def read(path: Path) -> list[Row]:
-    with path.open(newline="") as file:
-        return [Row(**line) for line in csv.DictReader(file)]
-
-
 class Results:
     """The rows of a file, which is written anew whenever some are added."""
 
     def __init__(self, path: Path, *, append: bool) -> None:
         self.path = path
         self.added: list[Row] = []
-        self.rows = {row.key: row for row in read(path)} if append and path.exists() else {}
+        self.rows = report.kept(path, Row, append=append)
 
     def add(self, rows: Iterable[Row], *, write: bool = True) -> None:
         """Those that were tried: who does not run here has no line."""
         self.added += rows
         self.rows |= {row.key: row for row in self.added if not row.reason.startswith("not run")}
         if write:
-            report.write_rows(self.path, [field.name for field in fields(Row)], self.rows.values())
+            report.write(self.path, Row, self.rows.values())
 
     @property
     def broken(self) -> bool:
@@ -132,38 +114,19 @@ def complaint(errors: Sequence[float], allowed: Sequence[float]) -> str:
     return "wrong: errors " + ", ".join(f"{error:.1e}" for error in errors)
 
 
-def reason_of(error: Exception) -> str:
-    if isinstance(error, ImportError | UnavailableError):
-        return f"not run: {error}"
-    return f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
-def peak_mib(next_call: NextCall, gradients: Iterable[Tensor], clock: Clock) -> float:
+def peak_beside(next_call: NextCall, gradients: Iterable[Tensor], clock: Clock) -> float:
     """The most memory in use during a step above what was before, less the gradients it leaves.
 
     Args:
         gradients: tensors as large as these.
     """
-    peak = clock.peak_mib(next_call())
-    if peak is None:
-        peak = cpu_peak_mib(next_call())
-    return peak - sum(gradient.nbytes for gradient in gradients) / (1 << 20)
+    return peak_mib(next_call, clock) - sum(g.nbytes for g in gradients) / (1 << 20)
 
 
-def add_options(parser: argparse.ArgumentParser, contenders: Iterable[str]) -> None:
+def add_step_options(parser: argparse.ArgumentParser, contenders: Iterable[str]) -> None:
     names = list(contenders)
     parser.add_argument("--contender", nargs="+", choices=names, default=names, help="default: all")
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-    )
     parser.add_argument("--shape", type=Shape.parse, nargs="+", help="ROWSxHIDDENxCLASSES")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--budget", type=float, default=0.5, help="seconds a contender (0.5)")
-    parser.add_argument("--output", type=Path, help="CSV file")
-    parser.add_argument(
-        "--append", action="store_true", help="keep what the file holds and was not measured again"
-    )
-    parser.add_argument("--commit", help="the commit to record, where there is no git checkout")
+    add_options(parser, 0.5, append=True)
     parser.add_argument("--no-plots", dest="plots", action="store_false")

@@ -8,7 +8,6 @@ allocates above what was in use before. The plan is that of ``compile_losses.exp
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import itertools
 import statistics
@@ -21,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import report
-from benchmarks.clock import Call, Clock, make_clock, time_in_turns
+from benchmarks.clock import Call, Clock, make_clock, peak_mib, ratio_of, time_in_turns
+from benchmarks.contenders import failure
 from benchmarks.heads import HEADS, LOSSES, Shape
+from benchmarks.options import DTYPES, add_options, provenance
 
 MODES = ("training", "inference")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: What is slower than this is measured for longer.
 LIMIT = 1.03
 
@@ -48,6 +48,10 @@ class Row:
     device: str
     torch: str
     commit: str
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.device, self.loss, self.head, self.dtype, self.mode, self.shape
 
 
 class Step(nn.Module):
@@ -99,34 +103,6 @@ class Run:
         return [loss.float(), *(leaf.grad.float() for leaf in self.leaves if leaf.grad is not None)]
 
 
-def cpu_peak_mib(call: Call) -> float:
-    """The most memory that torch's CPU allocator gave out during a call, above what it held.
-
-    From the allocator's own records of every allocation and release, which the profiler keeps;
-    Inductor's buffers and the kernels' come from that allocator.
-    """
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        call()
-    results = profile.profiler.kineto_results  # type: ignore[union-attr]
-    allocations: list[tuple[int, int]] = []
-    work = list(results.experimental_event_tree())
-    while work:
-        event = work.pop()
-        work += event.children
-        if event.tag == torch._C._profiler._EventType.Allocation:
-            allocations.append((event.start_time_ns, event.extra_fields.alloc_size))
-    held = itertools.accumulate(size for _, size in sorted(allocations, key=lambda pair: pair[0]))
-    return max(held, default=0) / (1 << 20)
-
-
-def peak_mib(run: Run, clock: Clock) -> float:
-    call = run.next_call()
-    measured = clock.peak_mib(call)
-    return cpu_peak_mib(call) if measured is None else measured
-
-
 def check(stock: Run, ours: Run, dtype: torch.dtype) -> None:
     """The same loss and gradients, by the norm of the difference."""
     narrow = dtype == torch.bfloat16 or isinstance(stock.step.head, HEADS["cast from bfloat16"])
@@ -135,11 +111,6 @@ def check(stock: Run, ours: Run, dtype: torch.dtype) -> None:
         error = (actual - expected).norm() / expected.norm().clamp(min=1e-30)
         if not error <= limit:
             raise AssertionError(f"differs from stock torch.compile by {error:.2e}")
-
-
-def ratio_of(stock: list[float], ours: list[float]) -> float:
-    """The median of ours over stock's of the same turn, whatever else the machine does."""
-    return statistics.median(b / a for a, b in zip(stock, ours, strict=True))
 
 
 def cells(arguments: argparse.Namespace) -> Iterator[tuple[str, str, str, str]]:
@@ -173,7 +144,7 @@ def measure(
         more = time_in_turns(runs, clock, 4 * budget_s)
         times = [a + b for a, b in zip(times, more, strict=True)]
     medians = [statistics.median(sample) for sample in times]
-    peaks = [peak_mib(run, clock) for run in (stock, ours)]
+    peaks = [peak_mib(run, clock) for run in runs]
     return {
         "stock_ms": f"{medians[0]:.4g}",
         "ours_ms": f"{medians[1]:.4g}",
@@ -197,16 +168,8 @@ def run(arguments: argparse.Namespace) -> int:
     device = torch.device(arguments.device)
     clock = make_clock(device)
     output: Path = arguments.output or report.default_output(device, "compile-matrix")
-    rows: dict[tuple[str, ...], Row] = {}
-    if arguments.append and output.exists():
-        with output.open(newline="") as file:
-            rows = {key(row): row for row in (Row(**line) for line in csv.DictReader(file))}
-    common = {
-        "shape": "x".join(map(str, arguments.shape)),
-        "device": report.device_name(device),
-        "torch": torch.__version__,
-        "commit": arguments.commit or report.current_commit(),
-    }
+    rows = report.kept(output, Row, append=arguments.append)
+    common = {"shape": "x".join(map(str, arguments.shape)), **provenance(arguments, device)}
     failed = 0
     print(f"{'cell':<58}{'stock':>9}{'ours':>9}{'ratio':>7}{'MiB':>9}{'ours':>9}  plan")
     for cell in cells(arguments):
@@ -214,26 +177,22 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             figures.update(measure(cell, arguments.shape, clock, arguments.budget))
         except Exception as error:  # the other cells still count
-            figures["plan"] = f"failed: {type(error).__name__}: {str(error).splitlines()[0]}"
+            figures["plan"] = failure(error)
             failed += 1
         loss, head, dtype, mode = cell
         figures.update(common, loss=loss, head=head, dtype=dtype, mode=mode)
         row = Row(**{name: value or "" for name, value in figures.items()})
-        rows[key(row)] = row
+        rows[row.key] = row
         print(
             f"{' / '.join(cell):<58}{row.stock_ms:>9}{row.ours_ms:>9}{row.ratio:>7}"
             f"{row.stock_peak_mib:>9}{row.ours_peak_mib:>9}  {row.plan} {verdict(row)}",
             flush=True,
         )
-        report.write_rows(output, figures, rows.values())
+        report.write(output, Row, rows.values())
         gc.collect()
     bad = [row for row in rows.values() if verdict(row)]
     print(f"{len(rows)} cells, {len(bad)} slower than {LIMIT}x or bigger; wrote {output}")
     return int(failed > 0)
-
-
-def key(row: Row) -> tuple[str, ...]:
-    return row.device, row.loss, row.head, row.dtype, row.mode, row.shape
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
@@ -244,16 +203,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:  # type: ignore[t
     choose("--head", choices=HEADS, default=list(HEADS))
     choose("--dtype", choices=DTYPES, default=list(DTYPES))
     choose("--mode", choices=MODES, default=list(MODES))
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-    )
     parser.add_argument("--shape", type=_shape, default=(2048, 4096), help="ROWSxCOLS (2048x4096)")
-    parser.add_argument("--budget", type=float, default=0.5, help="seconds a contender (0.5)")
-    parser.add_argument("--output", type=Path, help="CSV file")
-    parser.add_argument("--append", action="store_true", help="keep cells that the file holds")
-    parser.add_argument("--commit", help="the commit to record, where there is no git checkout")
+    add_options(parser, 0.5, append=True)
 
 
 def _shape(text: str) -> Shape:

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks import accuracy
 from benchmarks.cases import Case, Pass, Size, bytes_moved
 from benchmarks.clock import Call, Clock
-from benchmarks.contenders import CONTENDERS, Contender, Step, UnavailableError
+from benchmarks.contenders import CONTENDERS, Contender, Step, UnavailableError, failure
 
 FEWEST_ROUNDS, MOST_ROUNDS = 7, 200
 MOST_INPUT_SETS = 1024
@@ -97,7 +97,7 @@ def measure(
         except (ImportError, UnavailableError) as error:
             reason, not_run = str(error), True
         except Exception as error:  # whatever it is, the others still count
-            reason = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            reason = failure(error)
         results[contender.name] = Measurement(contender, None, None, reason or "", not_run)
         if reason is None:
             sets = [_prepare(inputs, which, contender) for inputs in problem.input_sets]

@@ -13,7 +13,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,7 +23,8 @@ from torch import Tensor
 import compile_losses.functional
 from benchmarks import report
 from benchmarks.cases import PASSES, Pass
-from benchmarks.clock import Call
+from benchmarks.clock import Call, ratio_of
+from benchmarks.options import add_options, provenance
 
 SIZES = (8, 1 << 20)
 CLASSES = {8: 4, 1 << 20: 1024}  # of the losses that have any
@@ -142,8 +143,7 @@ def measure(
         for name, samples in zip(names, times, strict=False)
     }
     for name, samples in zip(names[1:], times[1:], strict=False):
-        ratios = (ours / torchs for torchs, ours in zip(times[0], samples, strict=True))
-        figures[f"{name}_ratio"] = f"{statistics.median(ratios):.3f}"
+        figures[f"{name}_ratio"] = f"{ratio_of(times[0], samples):.3f}"
     return figures
 
 
@@ -152,32 +152,25 @@ def run(arguments: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", message="reduction", category=UserWarning)  # kl_div's mean
     device = torch.device(arguments.device)
     output: Path = arguments.output or report.default_output(device, "overhead")
-    name, commit = report.device_name(device), arguments.commit or report.current_commit()
+    common = provenance(arguments, device)
     rows = []
-    print(f"{name}, torch {torch.__version__}, commit {commit}; microseconds, ratios to torch")
+    print(
+        "{device}, torch {torch}, commit {commit}; microseconds, ratios to torch".format(**common)
+    )
     print(f"{'':<54}{'torch':>11}{'fused':>11}{'ratio':>7}{'functional':>12}{'ratio':>7}")
     for elements in SIZES:
         for loss in arguments.loss:
             for which in PASSES:
                 figures = {"functional_us": "", "functional_ratio": ""}
                 figures |= measure(loss, which, elements, device, arguments.budget)
-                row = Row(
-                    loss,
-                    which,
-                    elements,
-                    **figures,
-                    device=name,
-                    torch=torch.__version__,
-                    commit=commit,
-                )
+                row = Row(loss, which, elements, **figures, **common)
                 rows.append(row)
                 print(
                     f"{f'{elements:>8} {loss} {which}':<54}{row.torch_us:>11}{row.fused_us:>11}"
                     f"{row.fused_ratio:>7}{row.functional_us:>12}{row.functional_ratio:>7}",
                     flush=True,
                 )
-    columns = ["pass" if field.name == "which" else field.name for field in fields(Row)]
-    report.write_rows(output, columns, rows)
+    report.write(output, Row, rows)
     print(f"wrote {output}")
     return 0
 
@@ -186,11 +179,4 @@ def add_command(commands: argparse._SubParsersAction) -> None:  # type: ignore[t
     summary = "eager calls on 8 elements and on a million, against torch's"
     parser = commands.add_parser("overhead", help=summary, description=__doc__)
     parser.add_argument("--loss", nargs="+", choices=LOSSES, default=LOSSES, help="default: all")
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-    )
-    parser.add_argument("--budget", type=float, default=0.25, help="seconds a contender (0.25)")
-    parser.add_argument("--output", type=Path, help="CSV file (results/overhead-DEVICE.csv)")
-    parser.add_argument("--commit", help="the commit to record, where there is no git checkout")
+    add_options(parser, 0.25, output="CSV file (results/overhead-DEVICE.csv)")

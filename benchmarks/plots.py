@@ -34,9 +34,9 @@ def draw(file: Path) -> None:
         columns = next(csv.reader(lines), [])
     try:
         if "case" in columns:
-            written = plot(report.read(file), file.parent, file.stem)
-        elif "shape" in columns and set(columns) <= {f.name for f in fields(linear_steps.Row)}:
-            written = [plot_steps(linear_steps.read(file), file.with_suffix(".png"))]
+            written = plot(report.read(file, report.Row), file.parent, file.stem)
+        elif "shape" in columns and set(columns) <= set(report.columns_of(linear_steps.Row)):
+            written = [plot_steps(report.read(file, linear_steps.Row), file.with_suffix(".png"))]
         else:
             raise ValueError(
                 f"{file}: expected losses, or steps of a linear layer and cross entropy, got the "

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from benchmarks.linear_steps import reason_of
+from benchmarks.contenders import reason_of
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 Result = TypeVar("Result")

@@ -7,10 +7,10 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from benchmarks.clock import Bandwidth
 from benchmarks.measure import Measurement, Problem
 
 ROOT = Path(__file__).parent.parent
+AnyRow = TypeVar("AnyRow", bound=Any)
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,6 @@ class Row:
     @property
     def key(self) -> tuple[str, ...]:
         return self.device, self.case, self.which, self.dtype, self.shape, self.contender
-
-
-COLUMNS = ["pass" if field.name == "which" else field.name for field in fields(Row)]
 
 
 def make_row(
@@ -81,22 +79,28 @@ def make_row(
     )
 
 
-def read(path: Path) -> list[Row]:
+def columns_of(kind: type[Any]) -> list[str]:
+    """Of the files that hold rows of this dataclass: its fields."""
+    return ["pass" if field.name == "which" else field.name for field in fields(kind)]
+
+
+def read(path: Path, kind: Callable[..., AnyRow]) -> list[AnyRow]:
+    """A row for each line."""
     with path.open(newline="") as file:
         lines = list(csv.DictReader(file))
-    return [Row(**{"which" if k == "pass" else k: v for k, v in line.items()}) for line in lines]
+    return [kind(**{"which" if k == "pass" else k: v for k, v in line.items()}) for line in lines]
 
 
-def write(path: Path, rows: Iterable[Row]) -> None:
-    write_rows(path, COLUMNS, rows)
+def kept(path: Path, kind: Callable[..., AnyRow], *, append: bool) -> dict[tuple[str, ...], AnyRow]:
+    """What a file to append to already holds, by its keys."""
+    return {row.key: row for row in read(path, kind)} if append and path.exists() else {}
 
 
-def write_rows(path: Path, columns: Iterable[str], rows: Iterable[Any]) -> None:
-    """A line for each dataclass; the columns are its fields."""
+def write(path: Path, kind: type[Any], rows: Iterable[Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
+        writer.writerow(columns_of(kind))
         writer.writerows(asdict(row).values() for row in rows)
 
 

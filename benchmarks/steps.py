@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import gc
 import itertools
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,10 +27,10 @@ import torch
 from torch import Generator, Tensor
 
 from benchmarks import report
-from benchmarks.clock import Call, Clock, make_clock, time_in_turns
-from benchmarks.contenders import UnavailableError, version_of
-from benchmarks.matrix import cpu_peak_mib, ratio_of
+from benchmarks.clock import Call, Clock, make_clock, peak_mib, ratio_of, time_in_turns
+from benchmarks.contenders import UnavailableError, reason_of, version_of
 from benchmarks.models import TASKS, Batch, Setup, Size, Task
+from benchmarks.options import add_options, provenance
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "autocast": torch.float32}
 LEARNING_RATE = 3e-4
@@ -67,9 +66,6 @@ class Row:
     @property
     def key(self) -> tuple[str, ...]:
         return self.device, self.model, self.size, self.dtype, self.contender
-
-
-COLUMNS = [field.name for field in fields(Row)]
 
 
 def _ours(setup: Setup) -> Callable[..., Tensor]:
@@ -143,10 +139,6 @@ class Run:
             losses.append(self.step(tuple(t.flip(0) for t in batch) if reverse else batch))
         return torch.stack(losses).double().cpu()
 
-    def peak_mib(self, clock: Clock) -> float:
-        peak = clock.peak_mib(self.next_call())
-        return cpu_peak_mib(self.next_call()) if peak is None else peak
-
 
 def difference(curve: Tensor, stock: Tensor) -> str:
     return f"{((curve - stock) / stock).abs().max():.2g}"
@@ -193,11 +185,8 @@ def measure(
             if contender == "stock":
                 noise = difference(run.curve(steps, reverse=True), curves[contender])
             runs[contender] = run
-        except (ImportError, UnavailableError) as error:
-            row["reason"] = f"not run: {error}"
         except Exception as error:  # whatever it is, the others still count
-            text = (str(error).splitlines() or [""])[0]
-            row["reason"] = f"failed: {type(error).__name__}: {text}"
+            row["reason"] = reason_of(error)
     times: dict[str, list[float]] = {}
     if runs:
         measured = time_in_turns([run.next_call for run in runs.values()], clock, budget_s)
@@ -206,7 +195,7 @@ def measure(
         curve = curves[contender]
         row = rows[contender]
         row["ms"] = f"{statistics.median(times[contender]):.4g}"
-        row["peak_mib"] = f"{run.peak_mib(clock):.1f}"
+        row["peak_mib"] = f"{peak_mib(run.next_call, clock):.1f}"
         row["curve_steps"], row["noise"] = str(steps), noise
         row["first_loss"], row["last_loss"] = f"{curve[0]:.6g}", f"{curve[-1]:.6g}"
         if contender != "stock" and "stock" in runs:
@@ -234,15 +223,8 @@ def run(arguments: argparse.Namespace) -> int:
     device = torch.device(arguments.device)
     clock = make_clock(device)
     output: Path = arguments.output or report.default_output(device, "steps")
-    rows: dict[tuple[str, ...], Row] = {}
-    if arguments.append and output.exists():
-        with output.open(newline="") as file:
-            rows = {row.key: row for row in (Row(**entry) for entry in csv.DictReader(file))}
-    common = {
-        "device": report.device_name(device),
-        "torch": torch.__version__,
-        "commit": arguments.commit or report.current_commit(),
-    }
+    rows = report.kept(output, Row, append=arguments.append)
+    common = provenance(arguments, device)
     broken = False
     print(f"{common['device']}, torch {common['torch']}, commit {common['commit']}")
     print(f"{'model':<15}{'dtype':<10}{'':<7}{'ms':>8}{'ratio':>7}{'MiB':>10}{'first':>9}{'last':>9}"
@@ -252,13 +234,13 @@ def run(arguments: argparse.Namespace) -> int:
         for figures in measure(
             name, size, dtype, arguments.contender, clock, arguments.budget, arguments.curve
         ):
-            row = Row(**{**dict.fromkeys(COLUMNS, ""), **figures, **common})
+            row = Row(**{**dict.fromkeys(report.columns_of(Row), ""), **figures, **common})
             print(line(row), flush=True)
             if row.reason.startswith("not run"):
                 continue
             rows[row.key] = row
             broken |= row.contender == "ours" and bool(row.reason)
-        report.write_rows(output, COLUMNS, rows.values())
+        report.write(output, Row, rows.values())
         gc.collect()
     print(f"wrote {output}")
     return int(broken)
@@ -277,14 +259,6 @@ def add_command(commands: argparse._SubParsersAction) -> None:  # type: ignore[t
     default = ["stock", "ours", "liger"]
     choose("--contender", choices=BUILDERS, default=default, help="default: all but eager")
     choose("--dtype", choices=DTYPES, default=["bfloat16"], help="default: bfloat16")
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-    )
     parser.add_argument("--size", choices=("reference", "small"), default="reference")
     parser.add_argument("--curve", type=int, help="steps of the curves (200 or 50, by the model)")
-    parser.add_argument("--budget", type=float, default=1.0, help="seconds a contender (1)")
-    parser.add_argument("--output", type=Path, help="CSV file")
-    parser.add_argument("--append", action="store_true", help="keep rows that the file holds")
-    parser.add_argument("--commit", help="the commit to record, where there is no git checkout")
+    add_options(parser, 1.0, append=True)

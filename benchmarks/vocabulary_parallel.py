@@ -44,7 +44,8 @@ import compile_losses.functional as fused
 from benchmarks import linear_steps, plots, report
 from benchmarks.clock import Call, Clock, make_clock, time_in_turns
 from benchmarks.contenders import version_of
-from benchmarks.linear_steps import DTYPES, Loss, Row, Shape
+from benchmarks.linear_steps import Loss, Row, Shape
+from benchmarks.options import DTYPES, provenance
 from benchmarks.ranks import FailedError, Ranks
 
 SHAPES = (Shape(8192, 4096, 128_256),)
@@ -227,7 +228,7 @@ def measure(
     gradients = problem.shards[:2]
     times = time_in_turns(list(ready.values()), clock, budget_s, ranks.largest)
     for name, samples in zip(ready, times, strict=True):
-        peak = ranks.largest(linear_steps.peak_mib(ready[name], gradients, clock))
+        peak = ranks.largest(linear_steps.peak_beside(ready[name], gradients, clock))
         rows[name] = rows[name].timed(samples, peak)
     return list(rows.values())
 
@@ -238,7 +239,7 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    linear_steps.add_options(parser, CONTENDERS)
+    linear_steps.add_step_options(parser, CONTENDERS)
     parser.add_argument("--check", action="store_true", help="only compare with float64")
     parser.add_argument(
         "--timeout", type=float, default=180.0, help="seconds that a rank waits for others (180)"
@@ -257,7 +258,7 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> int:
     clock = None if arguments.check else make_clock(device)
     output: Path = arguments.output or report.default_output(device, "vocabulary-parallel")
     results = linear_steps.Results(output, append=arguments.append)
-    common = {**linear_steps.common(arguments, device), "ranks": str(ranks.count)}
+    common = {**provenance(arguments, device), "dtype": arguments.dtype, "ranks": str(ranks.count)}
     if first:
         print(linear_steps.HEADER, flush=True)
     for shape in arguments.shape or SHAPES:

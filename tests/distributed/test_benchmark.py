@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import linear_steps, plots
+from benchmarks import linear_steps, plots, report
 from compile_losses.library import PACKAGE
 from tests.distributed.contenders import BROKEN
 
@@ -30,7 +30,7 @@ def rows(tmp_path_factory):
         timeout=300,
         check=True,
     )
-    return {row.contender: row for row in linear_steps.read(path)}
+    return {row.contender: row for row in report.read(path, linear_steps.Row)}
 
 
 @pytest.mark.parametrize("name", [*OURS, "loss_parallel", "megatron"])
