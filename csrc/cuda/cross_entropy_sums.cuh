@@ -24,6 +24,8 @@ __device__ __forceinline__ void write_sums(const CrossEntropyArgs& args, bool fi
 template <typename acc_t>
 __global__ void __launch_bounds__(kSumThreads)
     cross_entropy_sums_kernel(const __grid_constant__ CrossEntropyArgs args, bool finished) {
+  await_previous();
+  let_next_start();
   const int64_t share = (args.rows + gridDim.x - 1) / gridDim.x;
   const int64_t begin = blockIdx.x * share;
   const int64_t end = min(args.rows, begin + share);
@@ -51,6 +53,7 @@ template <typename acc_t>
 __global__ void __launch_bounds__(kSumThreads)
     cross_entropy_total_kernel(const __grid_constant__ CrossEntropyArgs args, bool finished,
                                int blocks) {
+  await_previous();
   double weights = 0, losses = 0;
   for (int i = threadIdx.x; i < blocks; i += kSumThreads) {
     weights += args.partials[2 * i];
@@ -66,13 +69,11 @@ void launch_sums(const CrossEntropyArgs& args, bool finished, cudaStream_t strea
   const int64_t blocks =
       std::min({row_sum_shares(args.rows), int64_t(current_device().multiprocessors),
                 divide_up(std::max<int64_t>(args.rows, 1), kSumThreads)});
-  cross_entropy_sums_kernel<acc_t>
-      <<<static_cast<unsigned>(blocks), kSumThreads, 0, stream>>>(args, finished);
-  check_launch("cross_entropy_sums_kernel");
+  launch_behind("cross_entropy_sums_kernel", cross_entropy_sums_kernel<acc_t>,
+                static_cast<unsigned>(blocks), kSumThreads, stream, args, finished);
   if (blocks == 1) return;
-  cross_entropy_total_kernel<acc_t>
-      <<<1, kSumThreads, 0, stream>>>(args, finished, static_cast<int>(blocks));
-  check_launch("cross_entropy_total_kernel");
+  launch_behind("cross_entropy_total_kernel", cross_entropy_total_kernel<acc_t>, 1, kSumThreads,
+                stream, args, finished, static_cast<int>(blocks));
 }
 
 }  // namespace fused::cuda

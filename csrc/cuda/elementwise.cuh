@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   constexpr int kWidth = Packet<input_t>::kWidth;
   constexpr int kPackets = kUnroll<kWeighted, input_t, target_t, Loss>;
   constexpr int64_t kTile = kThreads * kPackets;
+  if constexpr (kSum) let_next_start();
   const input_t* input = static_cast<const input_t*>(args.input);
   const target_t* target = static_cast<const target_t*>(args.target);
   const losses_t* weight = static_cast<const losses_t*>(args.weight);
@@ -157,10 +158,7 @@ void launch_contiguous(const ContiguousArgs& args, const Loss& loss, cudaStream_
   contiguous_kernel<kMode, kWeighted, input_t, target_t>
       <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, loss);
   check_launch("contiguous_kernel");
-  if (kSum && blocks > 1) {
-    total_kernel<<<1, kThreads, 0, stream>>>(args.total, static_cast<int>(blocks));
-    check_launch("total_kernel");
-  }
+  if (kSum && blocks > 1) launch_total(args.total, blocks, kThreads, stream);
 }
 
 inline bool is_dense(const ElementwiseArgs& args, const Operand& operand) {
@@ -223,8 +221,8 @@ template <template <typename> class Loss, bool kWeighted = false>
 void elementwise(const ElementwiseArgs& args, void* stream_pointer) {
   const cudaStream_t stream = as_stream(stream_pointer);
   if (args.numel == 0) {
-    if (args.total.data) total_kernel<<<1, kWarp, 0, stream>>>(total_of(args), 0);
-    return check_launch("total_kernel");
+    if (args.total.data) launch_total(total_of(args), 0, kWarp, stream);
+    return;
   }
   if (uses_double(args))
     return launch_strided<kWeighted, double>(args, Loss<double>(args.parameters), stream);

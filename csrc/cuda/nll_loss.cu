@@ -17,6 +17,7 @@ template <typename scalar_t>
 __global__ void __launch_bounds__(kNllThreads)
     nll_loss_kernel(const __grid_constant__ CrossEntropyArgs args) {
   using acc_t = acc_type<scalar_t>;
+  let_next_start();
   for (int64_t row = blockIdx.x * int64_t(kNllThreads) + threadIdx.x; row < args.rows;
        row += gridDim.x * int64_t(kNllThreads)) {
     const RowTarget<acc_t> target(args, row);

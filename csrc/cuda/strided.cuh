@@ -36,6 +36,7 @@ template <bool kWeighted, typename acc_t, typename Loss>
 __global__ void __launch_bounds__(kStridedThreads)
     strided_kernel(const __grid_constant__ ElementwiseArgs args, const Loss loss,
                    const Total total) {
+  let_next_start();
   const acc_t scale = static_cast<acc_t>(1 / args.divisor);
   constexpr bool kPosWeight = takes_pos_weight<Loss, acc_t>;
   const bool small = args.numel <= UINT32_MAX;
@@ -116,10 +117,7 @@ void launch_strided(const ElementwiseArgs& args, const Loss& loss, cudaStream_t 
   strided_kernel<kWeighted, acc_t>
       <<<static_cast<unsigned>(blocks), kStridedThreads, 0, stream>>>(args, loss, total_of(args));
   check_launch("strided_kernel");
-  if (args.total.data && blocks > 1) {
-    total_kernel<<<1, kStridedThreads, 0, stream>>>(total_of(args), static_cast<int>(blocks));
-    check_launch("total_kernel");
-  }
+  if (args.total.data && blocks > 1) launch_total(total_of(args), blocks, kStridedThreads, stream);
 }
 
 }  // namespace fused::cuda

@@ -1,6 +1,7 @@
 // The sum over a grid of blocks, through a workspace and a second launch.
 #pragma once
 
+#include "launch.cuh"
 #include "reduce.cuh"
 
 namespace fused::cuda {
@@ -17,7 +18,7 @@ struct Total {
   }
 
   // Called once by every thread of every block; a grid of more than one block is to be followed by
-  // total_kernel on the same stream.
+  // launch_total on the same stream.
   __device__ __forceinline__ void add_block(double thread_sum) const {
     const double sum = block_sum(thread_sum);
     if (threadIdx.x != 0) return;
@@ -28,10 +29,15 @@ struct Total {
 
 // One block: adds up `count` block sums, in an order that depends on nothing else.
 static __global__ void total_kernel(const Total total, int count) {
+  await_previous();
   double sum = 0;
   for (int i = threadIdx.x; i < count; i += blockDim.x) sum += total.partials[i];
   sum = block_sum(sum);
   if (threadIdx.x == 0) total.write(sum);
+}
+
+inline void launch_total(const Total& total, int64_t blocks, int threads, cudaStream_t stream) {
+  launch_behind("total_kernel", total_kernel, 1, threads, stream, total, static_cast<int>(blocks));
 }
 
 }  // namespace fused::cuda
