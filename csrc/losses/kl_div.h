@@ -21,26 +21,22 @@ struct KlDiv {
       return kLogInput ? input : math::log(input);
     }
 
+    // log(target) - log_input, of a probability as target.
+    static FUSED_HOST_DEVICE acc_t distance(acc_t input, acc_t target) {
+      return kLogInput ? math::log(target) - input : math::log_of_quotient(target, input);
+    }
+
     FUSED_HOST_DEVICE acc_t value(acc_t input, acc_t target) const {
-      const acc_t log_input = log_of(input);
-      if constexpr (kLogTarget) {
-        return math::exp(target) * (target - log_input);
-      } else {
-        const acc_t log_target = target == acc_t(0) ? acc_t(0) : math::log(target);
-        return target * (log_target - log_input);
-      }
+      if constexpr (kLogTarget) return math::exp(target) * (target - log_of(input));
+      return target * (target == acc_t(0) ? -log_of(input) : distance(input, target));
     }
     FUSED_HOST_DEVICE acc_t grad_input(acc_t input, acc_t target) const {
       const acc_t probability = kLogTarget ? math::exp(target) : target;
       return kLogInput ? -probability : -probability / input;
     }
     FUSED_HOST_DEVICE acc_t grad_target(acc_t input, acc_t target) const {
-      const acc_t log_input = log_of(input);
-      if constexpr (kLogTarget) {
-        return math::exp(target) * (target - log_input + acc_t(1));
-      } else {
-        return math::log(target) + target / target - log_input;
-      }
+      if constexpr (kLogTarget) return math::exp(target) * (target - log_of(input) + acc_t(1));
+      return distance(input, target) + target / target;
     }
   };
 };

@@ -31,6 +31,8 @@ template <typename T>
 constexpr T kInfinity = std::numeric_limits<T>::infinity();
 template <typename T>
 constexpr T kLowest = std::numeric_limits<T>::lowest();
+template <typename T>
+constexpr T kSmallestNormal = std::numeric_limits<T>::min();
 
 template <typename to_t, typename from_t>
 FUSED_HOST_DEVICE to_t bit_cast(from_t value) {
@@ -174,6 +176,19 @@ FUSED_HOST_DEVICE T log(T x) {
   return ::log(x);
 #else
   return host::log(x);
+#endif
+}
+
+// log(a) - log(b). On the device one logarithm, where the quotient keeps all its digits.
+template <typename T>
+FUSED_HOST_DEVICE T log_of_quotient(T a, T b) {
+#ifdef __CUDA_ARCH__
+  const T quotient = a / b;
+  const bool exact = b > T(0) && quotient >= kSmallestNormal<T> && quotient <= -kLowest<T>;
+  const T logarithm = ::log(exact ? quotient : a);
+  return exact ? logarithm : logarithm - ::log(b);
+#else
+  return log(a) - log(b);
 #endif
 }
 
