@@ -3,8 +3,8 @@
 ``--size growth`` measures from small to large, for the plots of bandwidth against size and row
 width. ``python -m benchmarks plot FILE.csv`` draws an earlier run again; ``python -m benchmarks
 compile-matrix`` measures compiled steps against stock torch.compile's, ``linear`` a linear layer
-together with its cross entropy, ``steps`` whole training steps of models, and ``overhead`` eager
-calls against torch's.
+together with its cross entropy, ``steps`` whole training steps of models, ``overhead`` eager calls
+against torch's, and ``profile`` reads what limits the kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import linear, matrix, overhead, plots, report, steps
+from benchmarks import linear, matrix, overhead, plots, profile, report, steps
 from benchmarks.cases import CASES, PASSES, Size
 from benchmarks.clock import make_clock, measure_bandwidth
 from benchmarks.contenders import CONTENDERS
@@ -52,12 +52,13 @@ def parser() -> argparse.ArgumentParser:
     )
     main.add_argument("--no-plots", dest="plots", action="store_false")
     commands = main.add_subparsers(
-        dest="command", metavar="{plot,compile-matrix,linear,steps,overhead}"
+        dest="command", metavar="{plot,compile-matrix,linear,steps,overhead,profile}"
     )
     matrix.add_command(commands)
     linear.add_command(commands)
     steps.add_command(commands)
     overhead.add_command(commands)
+    profile.add_command(commands)
     plot = commands.add_parser("plot", help="draw the PNG files of a CSV file")
     plot.add_argument("file", type=Path)
     return main
@@ -129,6 +130,8 @@ def main() -> int:
         return steps.run(arguments)
     if arguments.command == "overhead":
         return overhead.run(arguments)
+    if arguments.command == "profile":
+        return profile.run(arguments)
     return run(arguments)
 
 
