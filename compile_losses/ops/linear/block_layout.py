@@ -64,6 +64,10 @@ class BlockLayout:
     def scratch_elements(self) -> int:
         return self.rows * (self.classes - self.packed * self.width)
 
+    def elements(self, buffers: int = 0) -> int:
+        """Of the scratch buffer, and so many buffers of a block's size."""
+        return self.scratch_elements + buffers * self.rows * self.widest
+
     def fits(self) -> bool:
         """Whether no logits are overwritten before they have been used."""
         if self.width == 0 or not 1 <= self.scratch < self.blocks:

@@ -45,6 +45,10 @@ class Plan:
 
     chunk: int
     first: BlockLayout | None = None
+    #: Bytes that are read and written for the sums, and for logits that are read twice.
+    moved: int = 0
+    #: Bytes of the buffers that are held at a time.
+    held: int = 0
 
     @property
     def first_rows(self) -> int:
@@ -78,34 +82,35 @@ def plan(
         needs_input: whether the gradient of input is computed.
         gathered: whether the rows are a copy of some of input's.
     """
-    item = dtype.itemsize
-    weight_bytes = classes * hidden * item
+    item, narrow = dtype.itemsize, dtype in NARROW
+    weight_bytes, row_bytes = classes * hidden * item, classes * item
     chunk = chunk_rows(rows, hidden, classes, dtype, buffers=buffers, sums_weight=True)
     chunks = -(-rows // chunk)
-    wide = sums_in_float32(rows, chunk, dtype)
-    best = Plan(chunk)
-    least_moved = 4 * chunks * weight_bytes if wide else 2 * (chunks - 1) * weight_bytes
-    if chunks <= 1:
+    moved = 2 * max(0, chunks - 1) * weight_bytes
+    if sums_in_float32(rows, chunk, dtype):
+        moved = 2 * chunks * classes * hidden * 4
+    held = chunk * row_bytes * buffers
+    best = Plan(chunk, None, moved, held)
+    if moved == 0:
         return best
 
-    narrow = dtype in NARROW
-    sum_bytes = hidden * (4 if narrow else item) if needs_input else 0  # a row's
-    # In a wide dtype the sum is input's gradient itself.
-    row_bytes = sum_bytes * narrow + gathered * hidden * item
+    # A row of input's gradient, and what is held of it: in a wide dtype the sum is the gradient.
+    sum_bytes = hidden * (4 if narrow else item) if needs_input else 0
+    beside = sum_bytes * narrow + gathered * hidden * item
     room = int(COUNTED * _budget(hidden, classes, dtype, sums_weight=True))
     # Rows beyond hidden are in the scratch buffer, with all of their classes.
-    most = min(rows, hidden + room // (classes * item))
-    firsts = [*range(LEAST_ROWS, most, LEAST_ROWS), most if most == rows else _whole(most)]
-    for first in firsts:
-        left = room - first * row_bytes
-        layout = _fewest_blocks(first, hidden, classes, block_buffers, item, left)
+    most = min(rows, hidden + room // row_bytes)
+    for first in sorted({*range(LEAST_ROWS, most + 1, LEAST_ROWS), *[rows] * (most == rows)}):
+        layout = _fewest_blocks(first, hidden, classes, block_buffers, item, room - first * beside)
         rest = -(-(rows - first) // chunk)
         if layout is None or (narrow and 1 + rest > MOST_NARROW_SUMS):
             continue
-        moved = 2 * rest * weight_bytes + first * classes * item
-        moved += 2 * layout.blocks * first * sum_bytes
-        if moved < least_moved:
-            best, least_moved = Plan(chunk, layout), moved
+        moved = 2 * rest * weight_bytes + first * row_bytes + 2 * layout.blocks * first * sum_bytes
+        if moved < best.moved:
+            elements = layout.elements(block_buffers)
+            best = Plan(
+                chunk, layout, moved, max(elements * item + first * beside, held * (rest > 0))
+            )
     return best
 
 
@@ -115,10 +120,8 @@ def _fewest_blocks(
     """The layout with the fewest blocks whose scratch buffer, and the others, take at most room."""
     for blocks in range(2, classes // LEAST_CLASSES + 1):
         layout = smallest_scratch(rows, hidden, classes, blocks)
-        if layout is not None:
-            elements = layout.scratch_elements + block_buffers * rows * layout.widest
-            if elements * item <= room:
-                return layout
+        if layout is not None and layout.elements(block_buffers) * item <= room:
+            return layout
     return None
 
 
