@@ -67,7 +67,7 @@ def test_accuracy_of_blocks(dtype, reduction, ignored, blocks, device):
     [
         (40, 20, 4),
         (40, 24, 9),  # as many rows as hidden has features: no memory of the gradient to spare
-        (40, 27, 8),  # more of them: three blocks in the scratch buffer
+        (40, 30, 12),  # more of them: three blocks in the scratch buffer
         (40, 40, 6),  # all rows
         (9, 9, 2),
     ],
@@ -78,7 +78,7 @@ def test_layouts_of_blocks(dtype, rows, first, blocks, exact_plan, monkeypatch, 
     layout = smallest_scratch(first, HIDDEN, CLASSES, blocks)
     assert (layout.scratch > 1) == (first > HIDDEN)
     exact_plan(7, layout)
-    tensors = problem(device, rows=rows)
+    tensors = problem(device, rows=rows, ignored=9)  # too few to be left out
     for options in OPTIONS:
         assert_like_torch(tensors, dtype, f"{options}", **options)
 

@@ -16,7 +16,7 @@ keep to it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 #: Blocks' widths, and where they begin, are multiples of so many elements: 128 bytes in a 16-bit
@@ -53,12 +53,16 @@ class BlockLayout:
         first = block * self.width
         return slice(first, self.classes if block == self.blocks - 1 else first + self.width)
 
+    @property
+    def end(self) -> int:
+        """Where the packed blocks end, in the weight's gradient."""
+        return self.classes * self.hidden // ALIGNED * ALIGNED
+
     def offset(self, block: int) -> int:
         """Where the logits of a block begin, in the weight's gradient or in the scratch buffer."""
         if block >= self.packed:
             return (block - self.packed) * self.rows * self.width
-        end = self.classes * self.hidden // ALIGNED * ALIGNED
-        return end - (self.packed - block) * self.rows * self.width
+        return self.end - (self.packed - block) * self.rows * self.width
 
     @property
     def scratch_elements(self) -> int:
@@ -80,13 +84,12 @@ class BlockLayout:
 def smallest_scratch(rows: int, hidden: int, classes: int, blocks: int) -> BlockLayout | None:
     """The layout with so many blocks that has the fewest of them in the scratch buffer.
 
-    The first packed block keeps to its bound where rows * packed <= hidden * (blocks - 1), the last
-    one where rows <= hidden * scratch. What alignment takes of the gradient's end may cost a block
-    more.
+    Where all blocks are equally wide, those fit of which rows * packed <= hidden * (blocks - 1) and
+    rows <= hidden * scratch.
     """
-    least = max(1, -(-rows // hidden), blocks - (blocks - 1) * hidden // rows)
-    for scratch in (least, least + 1):
-        layout = BlockLayout(rows, hidden, classes, blocks, scratch)
-        if layout.fits():
-            return layout
-    return None
+    layout = BlockLayout(rows, hidden, classes, blocks, 1)
+    logits, written = rows * layout.width, layout.width * hidden
+    if logits == 0 or written == 0:
+        return None
+    packed = min((layout.end - written) // logits, (layout.end - logits) // written, blocks - 1)
+    return replace(layout, scratch=blocks - packed) if packed >= 1 else None
