@@ -36,6 +36,7 @@ def add_first_rows(
     losses: RowLosses,
 ) -> None:
     """Adds what input, [layout.rows, hidden], does to the gradients, of which it is the first."""
+    assert len(input) == layout.rows  # out= would resize the logits, over others
     weight, of_weight = gradients.linear_weight, gradients.weight
     blocks = _logits(layout, of_weight)
     own = _BlockLosses(losses, layout)
