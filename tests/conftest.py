@@ -8,6 +8,7 @@ import torch
 from compile_losses import library
 from tests.conformance import ledger
 from tests.graphs import recorded
+from tests.linear_problems import blocks, chunks, either_way, exact_plan  # noqa: F401
 
 
 def has_cuda_kernels() -> bool:

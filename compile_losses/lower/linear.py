@@ -17,7 +17,7 @@ from compile_losses.lower.calls import fused_call, named_arguments
 from compile_losses.lower.cost import Cost, hint_of, nbytes_of
 from compile_losses.lower.decision import Decision, site_of
 from compile_losses.lower.factor import emit, factor_of, move_before
-from compile_losses.ops.linear.chunk_size import chunk_rows
+from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, plan
 
 fused = torch.ops.fused
 _NAME = "linear_cross_entropy"
@@ -65,7 +65,7 @@ def _take_factor(node: Node, backward: set[Node]) -> bool:
 
 
 def _costs(node: Node) -> tuple[Cost, Cost, str]:
-    """Bytes of logits, of their gradient and of the sums of the weight's, ours and torch's."""
+    """Bytes of logits, of their gradient and of the sums of the others, ours and torch's."""
     named = named_arguments(node)
     needs = [named.get(f"needs_grad_{name}", False) for name in ("input", "linear_weight")]
     input, weight = (named[name].meta["val"] for name in ("input", "linear_weight"))
@@ -73,14 +73,20 @@ def _costs(node: Node) -> tuple[Cost, Cost, str]:
     row_bytes = nbytes_of(weight) // max(1, hidden)
     rows = nbytes_of(input) // max(1, hidden * input.element_size())
     classes = row_bytes // weight.element_size()
-    chunk = chunk_rows(rows, hidden, classes, weight.dtype, sums_weight=needs[1])
-    logits, held = rows * row_bytes, chunk * row_bytes
-    chunks = -(-rows // chunk)
+    if needs[1]:
+        how = plan(rows, hidden, classes, weight.dtype, needs_input=needs[0])
+    else:
+        chunk = chunk_rows(rows, hidden, classes, weight.dtype)
+        how = Plan(chunk, held=chunk * row_bytes)
+    logits = rows * row_bytes
     # Written by the product and read by the loss; written and read by it again, and by a product
     # for each gradient. Torch reads them once more.
     gradients = (1 + sum(needs)) if any(needs) else 0
     moved = (2 + gradients) * logits
-    sums = 2 * (chunks - 1) * nbytes_of(weight) * needs[1]
     stock = Cost(moved + logits * any(needs), logits)
-    reason = f"{chunk} rows of logits at a time"
-    return Cost(moved + sums, held), stock, reason
+    reason = f"{how.chunk} rows of logits at a time"
+    if how.first is not None:
+        reason = f"{how.first_rows} rows of logits in the weight's gradient"
+        if how.first_rows < rows:
+            reason += f", then {how.chunk} at a time"
+    return Cost(moved + how.moved, how.held), stock, reason

@@ -6,7 +6,8 @@ dtype=None)`` equals torch 2.13's ``torch.nn.functional.linear_cross_entropy``: 
 ``linear(input, linear_weight, linear_bias)``. Input is [hidden], [rows, hidden] or with any other
 leading dimensions, linear_weight [classes, hidden], linear_bias [classes], target class indices
 (int64 or uint8) of input's leading shape. The logits are computed a chunk of rows at a time, and
-their gradient replaces them there (:mod:`compile_losses.ops.linear.row_chunks`).
+their gradient replaces them there (:mod:`compile_losses.ops.linear.row_chunks`); or those of many
+rows in the memory of linear_weight's gradient (:mod:`compile_losses.ops.linear.class_blocks`).
 
 Additions, for what models do between the two:
 

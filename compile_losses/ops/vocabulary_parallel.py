@@ -3,6 +3,7 @@
 ``fused::vocabulary_parallel_parts``     what a shard knows of each row, in one read of its logits
 ``fused::vocabulary_parallel_merge``     the loss and each row's statistics, from all shards' parts
 ``fused::vocabulary_parallel_gradient``  the gradient of a shard's logits, from these statistics
+``fused::vocabulary_parallel_gradient_`` the same, written over the logits
 
 Between the first two the parts of all shards are gathered: the only communication. Input holds
 classes [first_class, first_class + its own number) of ``classes``; it is [C], [N, C] or
@@ -41,9 +42,12 @@ merge = library.define(
     "vocabulary_parallel_merge(Tensor parts, Tensor target, Tensor? weight, Tensor? shard_weights, "
     f"SymInt classes, int reduction, {OPTIONS}, ScalarType dtype) -> (Tensor, Tensor, Tensor)"
 )
+AFTER_INPUT = f"Tensor target, Tensor? weight, Tensor stats, {SHARD}, int reduction, {OPTIONS}"
 gradient = library.define(
-    "vocabulary_parallel_gradient(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
-    f"Tensor stats, {SHARD}, int reduction, {OPTIONS}) -> Tensor"
+    f"vocabulary_parallel_gradient(Tensor grad_output, Tensor input, {AFTER_INPUT}) -> Tensor"
+)
+gradient_ = library.define(
+    f"vocabulary_parallel_gradient_(Tensor grad_output, Tensor(a!) input, {AFTER_INPUT}) -> ()"
 )
 
 
@@ -80,5 +84,6 @@ def merge_fake(
 library.register_fake(parts, parts_fake)
 library.register_fake(merge, merge_fake)
 library.register_fake(gradient, lambda grad_output, input, *rest: torch.empty_like(input))
-for op in (parts, merge, gradient):
+library.register_fake(gradient_, lambda *_: None)
+for op in (parts, merge, gradient, gradient_):
     library.register_not_differentiable(op)

@@ -1,4 +1,5 @@
-// fused::vocabulary_parallel_parts, _merge and _gradient: cross entropy whose classes are sharded.
+// fused::vocabulary_parallel_parts, _merge, _gradient and _gradient_: cross entropy whose classes
+// are sharded.
 #include "class_targets.h"
 
 namespace fused::binding {
@@ -52,9 +53,10 @@ std::tuple<Tensor, Tensor, Tensor> merge(const Tensor& parts, const Tensor& targ
   return {loss, stats, total_weight};
 }
 
-Tensor gradient(const Tensor& grad_output, const Tensor& input, const Tensor& target,
-                const std::optional<Tensor>& weight, const Tensor& stats, int64_t first_class,
-                int64_t classes, int64_t reduction, int64_t ignore_index, double label_smoothing) {
+void write_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& target,
+                    const std::optional<Tensor>& weight, const Tensor& stats, const Tensor& result,
+                    int64_t first_class, int64_t classes, int64_t reduction, int64_t ignore_index,
+                    double label_smoothing) {
   ClassTargets problem(kOp, input, target, weight, reduction, ignore_index, label_smoothing,
                        first_class, classes);
   CrossEntropyArgs& args = problem.args;
@@ -66,13 +68,27 @@ Tensor gradient(const Tensor& grad_output, const Tensor& input, const Tensor& ta
     throw std::runtime_error(
         "vocabulary_parallel_gradient: expected stats as " +
         ("vocabulary_parallel_merge returns them, got shape " + to_string(sizes_of(stats))));
-  const Tensor result = empty_gradient(input);
   problem.lay_out(input, result);
   const Tensor dense = problem.set_grad_output(grad_output);
   args.stats = stats.data_ptr();
   const Launch launch(input);
   cross_entropy_backward(args, launch.stream());
+}
+
+Tensor gradient(const Tensor& grad_output, const Tensor& input, const Tensor& target,
+                const std::optional<Tensor>& weight, const Tensor& stats, int64_t first_class,
+                int64_t classes, int64_t reduction, int64_t ignore_index, double label_smoothing) {
+  const Tensor result = empty_gradient(input);
+  write_gradient(grad_output, input, target, weight, stats, result, first_class, classes, reduction,
+                 ignore_index, label_smoothing);
   return result;
+}
+
+void gradient_(const Tensor& grad_output, const Tensor& input, const Tensor& target,
+               const std::optional<Tensor>& weight, const Tensor& stats, int64_t first_class,
+               int64_t classes, int64_t reduction, int64_t ignore_index, double label_smoothing) {
+  write_gradient(grad_output, input, target, weight, stats, input, first_class, classes, reduction,
+                 ignore_index, label_smoothing);
 }
 
 }  // namespace
@@ -81,6 +97,7 @@ STABLE_TORCH_LIBRARY_IMPL(fused, FUSED_DISPATCH_KEY, library) {
   library.impl("vocabulary_parallel_parts", TORCH_BOX(&parts));
   library.impl("vocabulary_parallel_merge", TORCH_BOX(&merge));
   library.impl("vocabulary_parallel_gradient", TORCH_BOX(&gradient));
+  library.impl("vocabulary_parallel_gradient_", TORCH_BOX(&gradient_));
 }
 
 }  // namespace fused::binding

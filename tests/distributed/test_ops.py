@@ -63,7 +63,15 @@ def by_shards(logits, dim, target, weight, reduction, smoothing, grad_output):
         )
         for begin, end in shards
     ]  # fmt: skip
-    return loss, torch.cat(gradients, dim), total
+    over = logits.clone()
+    for begin, end in shards:
+        fused.vocabulary_parallel_gradient_(
+            grad_output.to(wide), over.narrow(dim, begin, end - begin), target, weight, stats,
+            begin, CLASSES, reduction, *options,
+        )  # fmt: skip
+    gradient = torch.cat(gradients, dim)
+    assert torch.equal(over, gradient)
+    return loss, gradient, total
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -109,6 +117,7 @@ def test_opcheck(layout, smoothing):
     _, stats, _ = fused.vocabulary_parallel_merge(parts.unsqueeze(0), *arguments)
     arguments = (own, target, weight, stats, 4, CLASSES, SUM, *options)
     opcheck(fused.vocabulary_parallel_gradient.default, (torch.ones(()), *arguments))
+    opcheck(fused.vocabulary_parallel_gradient_.default, (torch.ones(()), *arguments))
 
 
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False)])
@@ -156,6 +165,10 @@ def test_errors():
     with pytest.raises(RuntimeError, match=r"expected reduction to be 0 \(none\) or 2 \(sum\)"):
         fused.vocabulary_parallel_gradient(
             torch.ones(()), own, target, None, stats, 0, CLASSES, 1, -100, 0.0
+        )
+    with pytest.raises(RuntimeError, match=r"expected stats as vocabulary_parallel_merge returns"):
+        fused.vocabulary_parallel_gradient_(
+            torch.ones(()), own, target, None, stats[1:], 0, CLASSES, SUM, -100, 0.0
         )
     with pytest.raises(RuntimeError, match="is not differentiable"):
         fused.vocabulary_parallel_parts(own.requires_grad_(), target, None, 0, CLASSES, -100, 0.0)

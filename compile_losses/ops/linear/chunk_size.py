@@ -1,8 +1,12 @@
-"""How many rows of logits are held at a time."""
+"""How many rows of logits are held at a time, and where."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+from compile_losses.ops.linear.block_layout import BlockLayout, smallest_scratch
 
 #: What the logits of a chunk may take, unless LEAST_ROWS rows take more.
 LOGITS_BYTES = 192 * 2**20
@@ -21,7 +25,104 @@ LEAST_ROWS = 1024
 #: accuracy of a gradient that is itself rounded to it. Sums over more are kept in float32.
 MOST_NARROW_SUMS = 8
 
+#: Blocks of classes have at least so many: fewer make the matrix products slower.
+LEAST_CLASSES = 4096
+
+#: The part of the budget that the buffers of the first rows may take. The rest is for what is not
+#: counted: statistics, the gathered rows' indices, what the allocator rounds up.
+COUNTED = 7 / 8
+
 NARROW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the gradients of all rows are computed.
+
+    ``first`` says how the logits of the first rows lie in the weight's gradient, if they do; the
+    others, or all, are computed in chunks of ``chunk`` rows.
+    """
+
+    chunk: int
+    first: BlockLayout | None = None
+    #: Bytes that are read and written for the sums, and for logits that are read twice.
+    moved: int = 0
+    #: Bytes of the buffers that are held at a time.
+    held: int = 0
+
+    @property
+    def first_rows(self) -> int:
+        return 0 if self.first is None else self.first.rows
+
+
+def plan(
+    rows: int,
+    hidden: int,
+    classes: int,
+    dtype: torch.dtype,
+    *,
+    buffers: int = 1,
+    block_buffers: int = 0,
+    needs_input: bool = True,
+    gathered: bool = False,
+) -> Plan:
+    """The cheapest way to the gradients of a loss with one grad_output, the weight's among them.
+
+    Each chunk of rows but the first reads and writes the weight's gradient once more. A first chunk
+    whose logits lie in that gradient holds far more rows in the same memory, often all, and saves
+    those of the chunks that it replaces. In return its logits are read once more, and the gradient
+    of its input is a sum over the blocks of classes. As many bytes as that moves are compared; the
+    products are the same. What the first rows take besides is at most COUNTED of what chunk_rows
+    may take; the other chunks are as large as without them. A gradient in a 16-bit dtype is the sum
+    of at most MOST_NARROW_SUMS products. Rows that fit one chunk are left to it.
+
+    Args:
+        rows, hidden, classes, dtype, buffers: as those of chunk_rows.
+        block_buffers: tensors of a block of classes' size that the loss needs besides its logits.
+        needs_input: whether the gradient of input is computed.
+        gathered: whether the rows are a copy of some of input's.
+    """
+    item, narrow = dtype.itemsize, dtype in NARROW
+    weight_bytes, row_bytes = classes * hidden * item, classes * item
+    chunk = chunk_rows(rows, hidden, classes, dtype, buffers=buffers, sums_weight=True)
+    chunks = -(-rows // chunk)
+    moved = 2 * max(0, chunks - 1) * weight_bytes
+    if sums_in_float32(rows, chunk, dtype):
+        moved = 2 * chunks * classes * hidden * 4
+    held = chunk * row_bytes * buffers
+    best = Plan(chunk, None, moved, held)
+    if moved == 0:
+        return best
+
+    # A row of input's gradient, and what is held of it: in a wide dtype the sum is the gradient.
+    sum_bytes = hidden * (4 if narrow else item) if needs_input else 0
+    beside = sum_bytes * narrow + gathered * hidden * item
+    room = int(COUNTED * _budget(hidden, classes, dtype, sums_weight=True))
+    # Rows beyond hidden are in the scratch buffer, with all of their classes.
+    most = min(rows, hidden + room // row_bytes)
+    for first in sorted({*range(LEAST_ROWS, most + 1, LEAST_ROWS), *[rows] * (most == rows)}):
+        layout = _fewest_blocks(first, hidden, classes, block_buffers, item, room - first * beside)
+        rest = -(-(rows - first) // chunk)
+        if layout is None or (narrow and 1 + rest > MOST_NARROW_SUMS):
+            continue
+        moved = 2 * rest * weight_bytes + first * row_bytes + 2 * layout.blocks * first * sum_bytes
+        if moved < best.moved:
+            elements = layout.elements(block_buffers)
+            best = Plan(
+                chunk, layout, moved, max(elements * item + first * beside, held * (rest > 0))
+            )
+    return best
+
+
+def _fewest_blocks(
+    rows: int, hidden: int, classes: int, block_buffers: int, item: int, room: int
+) -> BlockLayout | None:
+    """The layout with the fewest blocks whose scratch buffer, and the others, take at most room."""
+    for blocks in range(2, classes // LEAST_CLASSES + 1):
+        layout = smallest_scratch(rows, hidden, classes, blocks)
+        if layout is not None and layout.elements(block_buffers) * item <= room:
+            return layout
+    return None
 
 
 def chunk_rows(
@@ -53,8 +154,7 @@ def chunk_rows(
     """
     row_bytes = max(1, classes * dtype.itemsize * buffers)
     if budget is None:
-        weight_bytes = hidden * classes * dtype.itemsize if sums_weight else 0
-        budget = max(LOGITS_BYTES, min(int(PART_OF_WEIGHT * weight_bytes), MOST_BYTES))
+        budget = _budget(hidden, classes, dtype, sums_weight=sums_weight)
     fitting = _whole(budget // row_bytes)
     if sums_weight and sums_in_float32(rows, fitting, dtype):
         narrow = -(-rows // (MOST_NARROW_SUMS * LEAST_ROWS)) * LEAST_ROWS
@@ -68,6 +168,11 @@ def chunk_rows(
 def sums_in_float32(rows: int, chunk: int, dtype: torch.dtype) -> bool:
     """Whether a sum over chunks is kept in float32 beside a gradient of this dtype."""
     return dtype in NARROW and -(-rows // chunk) > MOST_NARROW_SUMS
+
+
+def _budget(hidden: int, classes: int, dtype: torch.dtype, *, sums_weight: bool) -> int:
+    weight_bytes = hidden * classes * dtype.itemsize if sums_weight else 0
+    return max(LOGITS_BYTES, min(int(PART_OF_WEIGHT * weight_bytes), MOST_BYTES))
 
 
 def _whole(rows: int) -> int:

@@ -1,4 +1,4 @@
-"""The matrix products of linear cross entropy, a chunk of rows of logits at a time."""
+"""The matrix products of linear cross entropy, a chunk of logits at a time, and their sums."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from compile_losses.ops.linear.chunk_size import sums_in_float32
+aten = torch.ops.aten
 
-#: Products that are added to a sum in float32 are made in blocks of about this size.
+#: Products that are added to a sum in float32 are made in blocks of about this size, on devices
+#: that can't add them up in the product.
 BLOCK_BYTES = 64 * 2**20
 
 #: Which rows, their input and their logits, which may be overwritten.
@@ -23,83 +24,119 @@ def chunks_of_logits(
     linear_bias: Tensor | None,
     chunk: int,
     kept: Tensor | None = None,
+    start: int = 0,
 ) -> Iterator[Chunk]:
-    """Of the rows kept; their logits lie in one buffer for all."""
+    """Of the rows kept, from start on; their logits lie in one buffer for all."""
     count = len(input) if kept is None else len(kept)
-    buffer = input.new_empty((min(chunk, count), len(linear_weight)))
-    for first in range(0, count, chunk):
+    buffer = input.new_empty((max(0, min(chunk, count - start)), len(linear_weight)))
+    for first in range(start, count, chunk):
         rows = slice(first, min(first + chunk, count))
-        part = input[rows] if kept is None else input.index_select(0, kept[rows])
+        part = rows_of(input, rows, kept)
         logits = buffer[: len(part)]
-        if linear_bias is None:
-            torch.mm(part, linear_weight.t(), out=logits)
-        else:
-            torch.addmm(linear_bias, part, linear_weight.t(), out=logits)
+        write_logits(part, linear_weight, linear_bias, logits)
         yield rows, part, logits
 
 
-class WeightGradient:
-    """The sum over chunks of gradient.t() @ input, in float32 where it would be rounded often."""
+def rows_of(input: Tensor, rows: slice, kept: Tensor | None) -> Tensor:
+    """Some of the rows kept."""
+    return input[rows] if kept is None else input.index_select(0, kept[rows])
 
-    def __init__(self, linear_weight: Tensor, rows: int, chunk: int) -> None:
-        self.total = linear_weight.new_empty(linear_weight.shape)
-        self.wide: Tensor | None = None
-        if rows == 0:
-            self.total.zero_()
-        elif sums_in_float32(rows, chunk, linear_weight.dtype):
-            classes, hidden = linear_weight.shape
-            self.wide = self.total.new_zeros((classes, hidden), dtype=torch.float32)
-            block = max(1, BLOCK_BYTES // max(1, hidden * linear_weight.dtype.itemsize))
-            self.block = self.total.new_empty((min(classes, block), hidden))
 
-    def add(self, rows: slice, gradient: Tensor, input: Tensor) -> None:
-        if self.wide is not None:
-            for first in range(0, len(self.total), len(self.block)):
-                columns = gradient[:, first : first + len(self.block)]
-                block = self.block[: columns.shape[1]]
-                torch.mm(columns.t(), input, out=block)
-                self.wide[first : first + len(block)] += block
-        elif rows.start == 0:
-            torch.mm(gradient.t(), input, out=self.total)
+def write_logits(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, logits: Tensor
+) -> None:
+    if linear_bias is None:
+        torch.mm(input, linear_weight.t(), out=logits)
+    else:
+        torch.addmm(linear_bias, input, linear_weight.t(), out=logits)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, starts: bool) -> None:
+    """total += a @ b, or total = a @ b where it starts; in total's dtype, which may be float32."""
+    if total.dtype == a.dtype:
+        if starts:
+            torch.mm(a, b, out=total)
         else:
-            self.total.addmm_(gradient.t(), input)
+            total.addmm_(a, b)
+    elif torch._C._dispatch_has_kernel_for_dispatch_key(
+        "aten::addmm.dtype_out", total.device.type.upper()
+    ):
+        if starts:
+            aten.mm.dtype_out(a, b, total.dtype, out=total)
+        else:
+            aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
+    else:
+        _add_rounded_product(total, a, b, starts=starts)
 
-    def result(self) -> Tensor:
-        return self.total if self.wide is None else self.total.copy_(self.wide)
+
+def _add_rounded_product(total: Tensor, a: Tensor, b: Tensor, *, starts: bool) -> None:
+    """The product is rounded to its operands' dtype before it is added."""
+    count = max(1, BLOCK_BYTES // max(1, b.shape[1] * b.dtype.itemsize))
+    buffer = b.new_empty((min(len(a), count), b.shape[1]))
+    for first in range(0, len(a), count):
+        rows = a[first : first + count]
+        product = buffer[: len(rows)]
+        torch.mm(rows, b, out=product)
+        place = total[first : first + count]
+        if starts:
+            place.copy_(product)
+        else:
+            place += product
 
 
-def gradients_of(
-    chunks: Iterable[Chunk],
-    linear_weight: Tensor,
-    rows: int,
-    chunk: int,
-    needs: tuple[bool, bool, bool],
-    dtype: torch.dtype,
-    gradient: Callable[[slice, Tensor], Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, linear_weight and linear_bias; empty where they are not needed.
+class Gradients:
+    """Of input, linear_weight and linear_bias, as far as they are needed: a sum over chunks.
 
     Args:
-        rows, chunk: how many rows there are in all chunks, and in each but the last.
+        rows: of input's gradient.
+        wide: whether the weight's gradient is added up in float32.
         dtype: of the bias's sum.
-        gradient: that of a chunk's logits.
     """
-    needs_input, needs_weight, needs_bias = needs
-    classes, hidden = linear_weight.shape
-    grad_input = linear_weight.new_empty((rows, hidden) if needs_input else 0)
-    grad_weight = WeightGradient(linear_weight, rows, chunk) if needs_weight else None
-    grad_bias = linear_weight.new_zeros(classes if needs_bias else 0, dtype=dtype)
-    for part, inputs, logits in chunks:
-        of_logits = gradient(part, logits)
-        if needs_input:
-            torch.mm(of_logits, linear_weight, out=grad_input[part])
-        if grad_weight is not None:
-            grad_weight.add(part, of_logits, inputs)
-        if needs_bias:
-            grad_bias += of_logits.sum(0)
+
+    def __init__(
+        self,
+        linear_weight: Tensor,
+        rows: int,
+        needs: tuple[bool, bool, bool],
+        dtype: torch.dtype,
+        *,
+        wide: bool,
+    ) -> None:
+        needs_input, self.needs_weight, self.needs_bias = needs
+        classes, hidden = linear_weight.shape
+        self.linear_weight, self.needs_input = linear_weight, needs_input
+        self.input = linear_weight.new_empty((rows, hidden) if needs_input else 0)
+        self.weight = linear_weight.new_empty((classes, hidden) if self.needs_weight else 0)
+        self.weight_sum = self.weight
+        if wide and self.needs_weight:
+            self.weight_sum = torch.empty_like(self.weight, dtype=torch.float32)
+        self.bias_sum = linear_weight.new_zeros(classes if self.needs_bias else 0, dtype=dtype)
+        self.starts = True
+
+    def add(self, rows: slice, input: Tensor, of_logits: Tensor) -> None:
+        """What a chunk of rows adds, from the gradient of its logits."""
+        if self.needs_input:
+            torch.mm(of_logits, self.linear_weight, out=self.input[rows])
+        if self.needs_weight:
+            add_product(self.weight_sum, of_logits.t(), input, starts=self.starts)
+        if self.needs_bias:
+            self.bias_sum += of_logits.sum(0)
+        self.starts = False
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients; empty where they are not needed."""
+        if self.starts:
+            self.weight_sum.zero_()
+        if self.weight_sum is not self.weight:
+            self.weight.copy_(self.weight_sum)
+        return self.input, self.weight, self.bias_sum.to(self.linear_weight.dtype)
+
+
+def add_chunks(
+    gradients: Gradients, chunks: Iterable[Chunk], gradient: Callable[[slice, Tensor], Tensor]
+) -> None:
+    """Adds what the chunks' rows do, from a function that makes the gradient of their logits."""
+    for rows, input, logits in chunks:
+        of_logits = gradient(rows, logits)
+        gradients.add(rows, input, of_logits)
         del of_logits  # before the next chunk's is made
-    return (
-        grad_input,
-        linear_weight.new_empty(0) if grad_weight is None else grad_weight.result(),
-        grad_bias.to(linear_weight.dtype),
-    )

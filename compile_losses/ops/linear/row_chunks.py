@@ -4,7 +4,9 @@ A chunk of input's rows, [chunk, hidden], is multiplied with the weight, [classe
 buffer [chunk, classes] that all chunks share. The row kernels write the logits' gradient over the
 logits, and two more products make of it input's gradient, each chunk its own rows, and the
 weight's, to which each chunk adds. Never in memory: logits, probabilities or their gradient for
-more than a chunk of rows (:mod:`compile_losses.ops.linear.chunk_size`).
+more than a chunk of rows. Where those additions cost most, a large first chunk has its logits in
+the weight's gradient itself (:mod:`compile_losses.ops.linear.class_blocks`); how many rows it and
+the others have is decided in :mod:`compile_losses.ops.linear.chunk_size`.
 
 Ignored rows are left out before the first product where they are at least an eighth of the rows. A
 GPU's host has to wait for their number: it does so where the products take far longer than that,
@@ -22,8 +24,15 @@ from torch import Tensor
 
 from compile_losses.ops.checks import accumulation_type
 from compile_losses.ops.linear.arguments import check
-from compile_losses.ops.linear.chunk_size import chunk_rows
-from compile_losses.ops.linear.products import Chunk, chunks_of_logits, gradients_of
+from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, plan, sums_in_float32
+from compile_losses.ops.linear.class_blocks import add_first_rows
+from compile_losses.ops.linear.products import (
+    Chunk,
+    Gradients,
+    add_chunks,
+    chunks_of_logits,
+    rows_of,
+)
 from compile_losses.ops.linear.reference import autocast_off
 from compile_losses.ops.linear.row_losses import NONE, RowLosses
 
@@ -54,13 +63,28 @@ class Problem:
             accumulation_type(self.input.dtype), grad_output,
         )  # fmt: skip
 
-    def logits(self, chunk: int) -> Iterator[Chunk]:
-        return chunks_of_logits(self.input, self.linear_weight, self.linear_bias, chunk, self.kept)
+    def logits(self, chunk: int, start: int = 0) -> Iterator[Chunk]:
+        return chunks_of_logits(
+            self.input, self.linear_weight, self.linear_bias, chunk, self.kept, start
+        )
 
-    def chunk(self, **options: Any) -> int:
-        """The rows of a chunk, for options of chunk_rows."""
+    @property
+    def sizes(self) -> tuple[int, int, int, torch.dtype]:
         classes, hidden = self.linear_weight.shape
-        return chunk_rows(self.rows, hidden, classes, self.input.dtype, **options)
+        return self.rows, hidden, classes, self.input.dtype
+
+    def plan(self, needs_input: bool, needs_weight: bool) -> Plan:
+        """How many rows of logits are held at a time for the gradients, and where."""
+        buffers = self.losses.buffers(gradient=True)
+        if not needs_weight or self.losses.by_row:
+            return Plan(chunk_rows(*self.sizes, buffers=buffers, sums_weight=needs_weight))
+        return plan(
+            *self.sizes,
+            buffers=buffers,
+            block_buffers=self.losses.block_buffers(self.input.dtype),
+            needs_input=needs_input,
+            gathered=self.kept is not None,
+        )
 
     def for_all_rows(self, computed: Tensor) -> Tensor:
         """A result by row, with zeros for the rows that were left out."""
@@ -86,9 +110,8 @@ def forward(*arguments: Any) -> Tensor:
         problem = Problem(arguments)
         losses = problem.losses
         each = losses.target.new_empty(problem.rows, dtype=losses.dtype)
-        for rows, _, logits in problem.logits(
-            problem.chunk(buffers=losses.buffers(gradient=False))
-        ):
+        chunk = chunk_rows(*problem.sizes, buffers=losses.buffers(gradient=False))
+        for rows, _, logits in problem.logits(chunk):
             each[rows] = losses.value(rows, logits)
         if problem.reduction == NONE:
             return problem.for_all_rows(each.to(problem.dtype))
@@ -120,11 +143,15 @@ def _with_gradients(
     with autocast_off(arguments[0]):
         problem = Problem(arguments, grad_output)
         losses = problem.losses
-        chunk = problem.chunk(buffers=losses.buffers(gradient=True), sums_weight=needs_weight)
-        grad_input, *others = gradients_of(
-            problem.logits(chunk), problem.linear_weight, problem.rows, chunk, needs, losses.dtype,
-            losses.gradient,
-        )  # fmt: skip
+        how = problem.plan(needs_input, needs_weight)
+        wide = how.first is None and sums_in_float32(problem.rows, how.chunk, problem.input.dtype)
+        gradients = Gradients(problem.linear_weight, problem.rows, needs, losses.dtype, wide=wide)
+        if how.first is not None:
+            first = rows_of(problem.input, slice(0, how.first.rows), problem.kept)
+            add_first_rows(gradients, how.first, first, problem.linear_bias, losses)
+            del first
+        add_chunks(gradients, problem.logits(how.chunk, how.first_rows), losses.gradient)
+        grad_input, *others = gradients.result()
         if needs_input:
             grad_input = problem.for_all_rows(grad_input)
         return losses.reduced().to(problem.dtype), grad_input, *others

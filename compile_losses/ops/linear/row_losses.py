@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from compile_losses.ops import cross_entropy
+from compile_losses.ops import cross_entropy, vocabulary_parallel
 from compile_losses.ops.checks import REDUCTIONS
 
 aten = torch.ops.aten
@@ -33,6 +33,40 @@ def through_softcap(
     result = gradient(tanh * softcap)
     aten.tanh_backward.grad_input(result, tanh, grad_input=result)
     return result
+
+
+def gradient_from_statistics(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    statistics: Tensor,
+    grad_output: Tensor,
+    grad_squares: Tensor | None,
+    first_class: int,
+    classes: int,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+) -> Tensor:
+    """Logits of some of the classes, overwritten with their gradient.
+
+    Args:
+        weight, statistics: of all classes.
+        grad_squares: of each row's squared logsumexp, one number or one for each row.
+    """
+    of_squares = None
+    if grad_squares is not None:
+        largest, log_sum = statistics.split(1, 1)
+        of_squares = logits.sub(largest).sub_(log_sum).exp_()
+        factors = 2 * (largest + log_sum) * grad_squares.reshape(-1, 1)
+        of_squares *= torch.where((target != ignore_index).unsqueeze(1), factors, 0)
+    vocabulary_parallel.gradient_(
+        grad_output, logits, target, weight, statistics, first_class, classes, reduction,
+        ignore_index, label_smoothing,
+    )  # fmt: skip
+    if of_squares is not None:
+        logits += of_squares
+    return logits
 
 
 def divisors(
@@ -90,6 +124,11 @@ class RowLosses:
         capped = self.softcap is not None
         return 1 + (capped + self.by_row + (self.z_loss != 0)) * gradient
 
+    def block_buffers(self, logits: torch.dtype) -> int:
+        """How many tensors of the size of a block of classes the gradient takes besides it."""
+        squares = self.dtype.itemsize // logits.itemsize if self.z_loss != 0 else 0
+        return (self.softcap is not None) + squares
+
     def value(self, rows: slice, logits: Tensor) -> Tensor:
         """The loss of each row; overwrites the logits."""
         if self.softcap is not None:
@@ -98,7 +137,7 @@ class RowLosses:
         self.sums.append(losses.sum())
         if self.z_loss == 0:
             return losses
-        squares = self._squares(rows, stats)
+        squares = self.squares(rows, stats)
         self.square_sums.append(squares.sum())
         return losses + self.z_loss * squares
 
@@ -115,7 +154,7 @@ class RowLosses:
         if self.by_row or self.z_loss != 0:
             _, stats, total = self._each(rows, logits)
             if self.z_loss != 0:
-                self.square_sums.append(self._squares(rows, stats).sum())
+                self.square_sums.append(self.squares(rows, stats).sum())
                 squares_gradient = self._squares_gradient(rows, logits, stats)
         if self.by_row:
             assert self.factor is not None
@@ -149,7 +188,7 @@ class RowLosses:
             self.dtype,
         )  # fmt: skip
 
-    def _squares(self, rows: slice, stats: Tensor) -> Tensor:
+    def squares(self, rows: slice, stats: Tensor) -> Tensor:
         """The square of each row's logsumexp, 0 where the row is ignored."""
         return torch.where(self.target[rows] != self.ignore_index, stats.sum(1).square(), 0)
 

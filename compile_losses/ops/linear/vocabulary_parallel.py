@@ -20,10 +20,14 @@ from torch import Tensor
 
 from compile_losses import library
 from compile_losses.ops import checks, vocabulary_parallel
-from compile_losses.ops.linear.chunk_size import chunk_rows
-from compile_losses.ops.linear.products import Chunk, chunks_of_logits, gradients_of
+from compile_losses.ops.linear.chunk_size import chunk_rows, sums_in_float32
+from compile_losses.ops.linear.products import Chunk, Gradients, add_chunks, chunks_of_logits
 from compile_losses.ops.linear.reference import autocast_off
-from compile_losses.ops.linear.row_losses import capped, through_softcap
+from compile_losses.ops.linear.row_losses import (
+    capped,
+    gradient_from_statistics,
+    through_softcap,
+)
 
 ARGUMENTS = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight"
 OPTIONS = f"{vocabulary_parallel.OPTIONS}, float? softcap"
@@ -108,20 +112,16 @@ def gradient_kernel(
     by_row = reduction == checks.REDUCTIONS["none"]
     if grad_squares is not None:
         grad_squares = grad_squares.expand(len(input))
-    buffers = 2 + (softcap is not None) + (grad_squares is not None)
+    wide = _wide(input)
+    squares = 0 if grad_squares is None else wide.itemsize // input.dtype.itemsize
+    buffers = 1 + (softcap is not None) + squares
 
     def of_capped(rows: slice, logits: Tensor) -> Tensor:
-        of_logits = vocabulary_parallel.gradient(
-            grad_output[rows] if by_row else grad_output, logits, target[rows], weight, stats[rows],
-            first_class, classes, reduction, ignore_index, label_smoothing,
+        return gradient_from_statistics(
+            logits, target[rows], weight, stats[rows], grad_output[rows] if by_row else grad_output,
+            None if grad_squares is None else grad_squares[rows], first_class, classes, reduction,
+            ignore_index, label_smoothing,
         )  # fmt: skip
-        if grad_squares is not None:
-            largest, log_sum = stats[rows].split(1, 1)
-            softmax = logits.sub(largest).sub_(log_sum).exp_()
-            factor = 2 * (largest + log_sum) * grad_squares[rows].unsqueeze(1)
-            kept = (target[rows] != ignore_index).unsqueeze(1)
-            of_logits += softmax.mul_(torch.where(kept, factor, 0)).to(of_logits.dtype)
-        return of_logits
 
     def of_logits(rows: slice, logits: Tensor) -> Tensor:
         return through_softcap(logits, softcap, lambda capped: of_capped(rows, capped))
@@ -131,9 +131,12 @@ def gradient_kernel(
         chunk, chunks = _chunks(
             input, linear_weight, linear_bias, buffers, sums_weight=needs_grad_linear_weight
         )
-        return gradients_of(
-            chunks, linear_weight, len(input), chunk, needs, _wide(input), of_logits
-        )
+        gradients = Gradients(
+            linear_weight, len(input), needs, wide,
+            wide=sums_in_float32(len(input), chunk, input.dtype),
+        )  # fmt: skip
+        add_chunks(gradients, chunks, of_logits)
+        return gradients.result()
 
 
 def _wide(input: Tensor) -> torch.dtype:

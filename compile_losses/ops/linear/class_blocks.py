@@ -1,0 +1,136 @@
+"""The gradients of the first rows, their logits in the memory of the weight's gradient.
+
+The logits are made in blocks of classes, which lie as BlockLayout says, and stay until the
+gradient's rows there are written. First every block is computed and read once, for its parts of
+each row's softmax; merged, as shards' parts are, they are the statistics of all classes. Then, from
+the first block on, each block's gradient replaces its logits, and is multiplied into input's
+gradient, a sum over blocks, and into the weight's, whose rows of these classes it alone makes.
+
+Three products in all. The weight's gradient is written once, and not read. Never in memory besides:
+logits of more than the scratch buffer's blocks. The sum over blocks of input's gradient is in
+float32 where that is in a 16-bit dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compile_losses.ops import vocabulary_parallel
+from compile_losses.ops.linear.block_layout import BlockLayout
+from compile_losses.ops.linear.products import Gradients, add_product, write_logits
+from compile_losses.ops.linear.row_losses import (
+    SUM,
+    RowLosses,
+    capped,
+    gradient_from_statistics,
+    through_softcap,
+)
+
+
+def add_first_rows(
+    gradients: Gradients,
+    layout: BlockLayout,
+    input: Tensor,
+    linear_bias: Tensor | None,
+    losses: RowLosses,
+) -> None:
+    """Adds what input, [layout.rows, hidden], does to the gradients, of which it is the first."""
+    assert len(input) == layout.rows  # out= would resize the logits, over others
+    weight, of_weight = gradients.linear_weight, gradients.weight
+    blocks = _logits(layout, of_weight)
+    own = _BlockLosses(losses, layout)
+    parts = []
+    for classes, logits in blocks:
+        bias = None if linear_bias is None else linear_bias[classes]
+        write_logits(input, weight[classes], bias, logits)
+        parts.append(own.part(classes, logits))
+    own.merge(torch.stack(parts))
+
+    of_input = gradients.input[: layout.rows] if gradients.needs_input else None
+    total = of_input
+    if of_input is not None and of_input.dtype != losses.dtype:
+        total = torch.empty_like(of_input, dtype=losses.dtype)
+    for classes, logits in blocks:
+        of_logits = own.gradient(classes, logits)
+        if total is not None:
+            add_product(total, of_logits, weight[classes], starts=classes.start == 0)
+        if gradients.needs_bias:
+            gradients.bias_sum[classes] += of_logits.sum(0)
+        # Overwrites what lies before the next block's logits: see BlockLayout.
+        torch.mm(of_logits.t(), input, out=of_weight[classes])
+        del of_logits
+    if of_input is not None and total is not None and total is not of_input:
+        of_input.copy_(total)
+    gradients.starts = False
+
+
+def _logits(layout: BlockLayout, of_weight: Tensor) -> list[tuple[slice, Tensor]]:
+    """The classes of each block, and where its logits are to lie."""
+    packed, scratch = of_weight.view(-1), of_weight.new_empty(layout.scratch_elements)
+    found = []
+    for block in range(layout.blocks):
+        classes = layout.classes_of(block)
+        width = classes.stop - classes.start
+        memory = packed if block < layout.packed else scratch
+        logits = memory.narrow(0, layout.offset(block), layout.rows * width)
+        found.append((classes, logits.view(layout.rows, width)))
+    return found
+
+
+class _BlockLosses:
+    """The losses of rows whose logits come in blocks of classes."""
+
+    def __init__(self, losses: RowLosses, layout: BlockLayout) -> None:
+        self.losses, self.layout = losses, layout
+        self.target = losses.target[: layout.rows]
+        one = self.target.new_ones((), dtype=losses.dtype)
+        self.factor = one if losses.factor is None else losses.factor
+        self.z_factor = one if losses.z_factor is None else losses.z_factor
+
+    def part(self, classes: slice, logits: Tensor) -> Tensor:
+        """What a block says of each row's softmax."""
+        losses = self.losses
+        if losses.softcap is not None:
+            logits = capped(logits.clone(), losses.softcap)
+        return vocabulary_parallel.parts(
+            logits, self.target, losses.weight, classes.start, self.layout.classes,
+            losses.ignore_index, losses.label_smoothing,
+        )  # fmt: skip
+
+    def merge(self, parts: Tensor) -> None:
+        """Takes the parts of all blocks, [blocks, rows, ...]; the rows' losses are known then."""
+        losses = self.losses
+        masses = self._masses() if losses.label_smoothing > 0 else None
+        loss, self.statistics, _ = vocabulary_parallel.merge(
+            parts, self.target, losses.weight, masses, self.layout.classes, SUM,
+            losses.ignore_index, losses.label_smoothing, losses.dtype,
+        )  # fmt: skip
+        losses.sums.append(loss)
+        if losses.z_loss != 0:
+            rows = slice(0, self.layout.rows)
+            losses.square_sums.append(losses.squares(rows, self.statistics).sum())
+
+    def _masses(self) -> Tensor:
+        """The sum of the class weights in each block."""
+        layout, weight = self.layout, self.losses.weight
+        sums = []
+        for classes in map(layout.classes_of, range(layout.blocks)):
+            if weight is None:
+                sums.append(self.factor.new_full((), classes.stop - classes.start))
+            else:
+                sums.append(weight[classes].sum(dtype=torch.float64).to(self.losses.dtype))
+        return torch.stack(sums)
+
+    def gradient(self, classes: slice, logits: Tensor) -> Tensor:
+        """The gradient of a block's logits before the soft-cap; overwrites them."""
+        losses = self.losses
+
+        def of_capped(capped: Tensor) -> Tensor:
+            return gradient_from_statistics(
+                capped, self.target, losses.weight, self.statistics, self.factor,
+                losses.z_loss * self.z_factor if losses.z_loss != 0 else None, classes.start,
+                self.layout.classes, SUM, losses.ignore_index, losses.label_smoothing,
+            )  # fmt: skip
+
+        return through_softcap(logits, losses.softcap, of_capped)

@@ -1,0 +1,126 @@
+"""Problems of linear cross entropy, torch's results for them, and the ways to go through them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import compile_losses.ops  # noqa: F401
+from compile_losses.ops.linear import block_layout, chunk_size, row_chunks
+from compile_losses.ops.linear.block_layout import smallest_scratch
+from compile_losses.ops.linear.chunk_size import Plan
+from compile_losses.ops.linear.reference import reference
+from tests.accuracy import assert_accurate
+
+op = torch.ops.fused.linear_cross_entropy
+ROWS, HIDDEN, CLASSES = 90, 24, 37
+
+
+@pytest.fixture
+def chunks(monkeypatch):
+    """Sets how many rows of logits are held at a time."""
+
+    def set_rows(rows):
+        monkeypatch.setattr(chunk_size, "LEAST_ROWS", rows)
+        monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+        monkeypatch.setattr("compile_losses.ops.linear.products.BLOCK_BYTES", 1000)
+
+    set_rows(16)
+    return set_rows
+
+
+@pytest.fixture
+def exact_plan(monkeypatch):
+    """Sets how many rows of logits are held, and where, whatever else would be better."""
+
+    def set_plan(*arguments):
+        monkeypatch.setattr(row_chunks, "plan", lambda *_, **__: Plan(*arguments))
+
+    return set_plan
+
+
+@pytest.fixture
+def blocks(chunks, monkeypatch):
+    """Lets the logits of the first rows lie in the weight's gradient; returns what was planned."""
+    plans = []
+
+    def planned(rows, hidden, classes, *_, **__):
+        first = smallest_scratch(min(rows, hidden), hidden, classes, 3) if rows else None
+        plans.append(Plan(16, first))
+        return plans[-1]
+
+    monkeypatch.setattr(block_layout, "ALIGNED", 1)
+    monkeypatch.setattr(row_chunks, "plan", planned)
+    return plans
+
+
+@pytest.fixture(params=["chunks", "blocks"])
+def either_way(request):
+    """All rows in small chunks, or the logits of the first ones in the weight's gradient."""
+    request.getfixturevalue(request.param)
+
+
+def problem(device, rows=ROWS, hidden=HIDDEN, classes=CLASSES, ignored=5, scale=1.0):
+    """Input, weight, target, bias and class weights in float64, exact in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        values = torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+        return values.bfloat16().double().to(device)
+
+    target = torch.randint(classes, (rows,), generator=generator)
+    if ignored:
+        target[::ignored] = -100
+    weight = torch.rand(classes, generator=generator, dtype=torch.float64) + 0.5
+    weight = weight.bfloat16().double().to(device)
+    return draw(rows, hidden), draw(classes, hidden), target.to(device), draw(classes), weight
+
+
+def expected(input, linear_weight, target, *, linear_bias=None, weight=None, reduction=1, **more):
+    options = {"label_smoothing": 0.0, "softcap": None, "z_loss": 0.0, **more}
+    return reference(
+        input, linear_weight, target, linear_bias, weight, reduction, -100,
+        *options.values(), dtype=input.dtype,
+    )  # fmt: skip
+
+
+def run(function, tensors, dtype, grad_output=None, **options):
+    """The loss and the gradients of input, weight and bias."""
+    input, linear_weight, target, linear_bias, weight = (
+        t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors
+    )
+    leaves = [
+        t.detach().requires_grad_() for t in (input, linear_weight, linear_bias) if t is not None
+    ]
+    bias = {"linear_bias": leaves[2]} if linear_bias is not None else {}
+    loss = function(leaves[0], leaves[1], target, weight=weight, **bias, **options)
+    if grad_output is None:
+        generator = torch.Generator().manual_seed(1)
+        grad_output = torch.randn(loss.shape, generator=generator, dtype=torch.float64) * 3
+    return loss.detach(), *torch.autograd.grad(
+        loss, leaves, grad_output.to(loss.device, loss.dtype)
+    )
+
+
+def assert_like_torch(tensors, dtype, what, **options):
+    ours = run(op, tensors, dtype, **options)
+    eager = run(expected, tensors, dtype, **options)
+    exact = run(
+        expected, [t.cpu() if t is not None else t for t in tensors], torch.float64, **options
+    )
+    for name, *results in zip(("loss", "input", "weight", "bias"), ours, eager, exact):  # noqa: B905
+        assert_accurate(*results, f"{what}, {name}")
+
+
+OPTIONS = [
+    {},
+    {"label_smoothing": 0.1},
+    {"softcap": 5.0},
+    {"z_loss": 1e-2},
+    {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-2},
+]
+
+
+def leaves(device="cpu", dtype=torch.float64, **options):
+    input, linear_weight, target, bias, _ = problem(device, **options)
+    return [t.to(dtype).requires_grad_() for t in (input, linear_weight, bias)], target
