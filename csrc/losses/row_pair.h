@@ -4,8 +4,9 @@
 // and temperature T:
 //   exponentials = sum exp((x - origin) / T)
 //   mass         = sum m
-//   cross        = sum m d, where d is how far below `pivot` x is, over T, less how far below its
-//                  origin the target's own logit is, if it holds logits
+//   cross        = sum m d, where d is how far below `pivot` x is, less how far below its origin
+//   the
+//                  target's own logit is, if it holds logits; not over T
 // An origin is the largest logit seen so far, or 0 while there is none but -inf: -inf - -inf would
 // poison the sums. The pivot is input's origin or, where the target holds logits, the input logit
 // of target's largest: where one class has almost all the mass, its share of `cross` is then 0 and
@@ -56,10 +57,10 @@ struct RowPairState {
   FUSED_HOST_DEVICE void raise_input(acc_t largest, acc_t inverse_temperature) {
     if (!(largest > largest_input)) return;
     exponentials *= static_cast<double>(
-        math::exp((largest_input - finite_or_zero(largest)) * inverse_temperature));
+        math::fast_exp(largest_input - finite_or_zero(largest), inverse_temperature));
     largest_input = largest;
     if constexpr (!kTargetLogits) {
-      cross += mass * static_cast<double>((input_origin() - pivot) * inverse_temperature);
+      cross += mass * static_cast<double>(input_origin() - pivot);
       pivot = input_origin();
     }
   }
@@ -69,9 +70,9 @@ struct RowPairState {
     if (!(largest > largest_target)) return;
     const acc_t origin = target_origin(), next = finite_or_zero(largest);
     const double factor =
-        static_cast<double>(math::exp((largest_target - next) * inverse_temperature));
+        static_cast<double>(math::fast_exp(largest_target - next, inverse_temperature));
     const acc_t next_pivot = finite_or_zero(beside);
-    const acc_t shift = ((next - origin) - (next_pivot - pivot)) * inverse_temperature;
+    const acc_t shift = (next - origin) - (next_pivot - pivot);
     cross = factor * (cross - mass * static_cast<double>(shift));
     mass *= factor;
     largest_target = largest;
@@ -86,7 +87,7 @@ struct RowPairState {
     if constexpr (kTargetLogits) {
       raise_target(target, target_pivot, inverse_temperature);
       // Equally large, but not the same class.
-      cross += mass * static_cast<double>((target_pivot - pivot) * inverse_temperature);
+      cross += mass * static_cast<double>(target_pivot - pivot);
       pivot = target_pivot;
     }
   }
