@@ -4,8 +4,8 @@
 // its sum and, on demand, the gradients. Never written to memory: probabilities.
 //
 // Bytes moved per row: both operands once in the forward and once in the backward, each gradient
-// once, and 24 for the statistics. With the gradient in the forward the rows come a second time, as
-// a rule from L2.
+// once, and 24 for the statistics. With the gradient in the forward the rows come again, and for a
+// loss with a second pass they do too, as a rule from L2.
 //
 // Two ways through the rows:
 //   dense    classes side by side, dtypes of which packets can be made (row_pair_dense.cuh);
@@ -26,6 +26,8 @@ constexpr int kRowTotalThreads = 512;
 
 template <typename Loss>
 constexpr bool kHasTargetLogits = Loss::State::kHasTargetLogits;
+template <typename Loss>
+constexpr bool kHasCross = Loss::State::kHasCross;
 
 // The largest target logit of a warp's lanes, in each of them; returns what the lane that has it
 // holds in `beside`.
@@ -52,6 +54,20 @@ struct PairClass {
   __device__ __forceinline__ int64_t first_class(int) const { return col; }
 };
 
+// The input logit of the class whose target logit is the largest.
+template <typename Classes, typename acc_t>
+__device__ __forceinline__ acc_t input_beside(const Classes& classes, acc_t largest_target) {
+  acc_t beside = 0;
+#pragma unroll
+  for (int u = 0; u < Classes::kPackets; ++u) {
+    if (u >= classes.count) break;
+#pragma unroll
+    for (int j = 0; j < Classes::kWidth; ++j)
+      if (classes.target(u, j) == largest_target) beside = classes.input(u, j);
+  }
+  return beside;
+}
+
 // Adds classes to a row's sums: those of all packets in acc_t, and these in double, so that there
 // are few conversions. kWarpRow: the lanes of a warp, all of which call, share a row and the
 // origins and the pivot of their sums. So few groups of packets raise any of these: a larger logit
@@ -75,13 +91,7 @@ __device__ __forceinline__ void add_classes(const RowPairArgs& args, const Loss&
   if constexpr (kHasTargetLogits<Loss>) {
     if (any(largest_target > state.largest_target)) {
       acc_t beside = 0;
-#pragma unroll
-      for (int u = 0; u < kPackets; ++u) {
-        if (u >= classes.count) break;
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j)
-          if (classes.target(u, j) == largest_target) beside = classes.input(u, j);
-      }
+      if constexpr (kHasCross<Loss>) beside = input_beside(classes, largest_target);
       if constexpr (kWarpRow) beside = beside_largest(largest_target, beside);
       state.raise_target(largest_target, beside, loss.inverse_temperature);
     }
@@ -104,20 +114,42 @@ __device__ __forceinline__ void add_classes(const RowPairArgs& args, const Loss&
                                   classes.target(u, j) - target_origin, w ? w[j] : acc_t(1));
       exponentials += term.exponential;
       mass += term.mass;
-      cross += term.cross;
+      if constexpr (kHasCross<Loss>) cross += term.cross;
     }
   }
   state.exponentials += static_cast<double>(exponentials);
   state.mass += static_cast<double>(mass);
-  state.cross += static_cast<double>(cross);
+  if constexpr (kHasCross<Loss>) state.cross += static_cast<double>(cross);
 }
+
+// The sums of a second pass.
+struct SecondSums {
+  double input = 0, target = 0;
+
+  template <typename SecondPass, typename Classes>
+  __device__ __forceinline__ void add(const SecondPass& pass, const Classes& classes) {
+    decltype(pass.inverse_temperature) of_input = 0, of_target = 0;
+#pragma unroll
+    for (int u = 0; u < Classes::kPackets; ++u) {
+      if (u >= classes.count) break;
+#pragma unroll
+      for (int j = 0; j < Classes::kWidth; ++j) {
+        const auto term = pass.term(classes.input(u, j), classes.target(u, j));
+        of_input += term.input;
+        of_target += term.target;
+      }
+    }
+    input += static_cast<double>(of_input);
+    target += static_cast<double>(of_target);
+  }
+};
 
 // The sums of a warp's lanes that have the same origins and pivot, in each of them.
 template <typename State>
 __device__ __forceinline__ void add_up_warp(State& state) {
   state.exponentials = group_sum(state.exponentials);
   state.mass = group_sum(state.mass);
-  state.cross = group_sum(state.cross);
+  if constexpr (State::kHasCross) state.cross = group_sum(state.cross);
 }
 
 // The state of all classes of a warp's lanes, in each of them. The lanes first agree on what their

@@ -143,8 +143,8 @@ __device__ __forceinline__ void write_gradients(const RowPairArgs& args, int64_t
   });
 }
 
-// kBlockRow: a block a row, else a warp a row. kForward: the sums first, and at most the gradient
-// of input; else both gradients, from the statistics.
+// kBlockRow: a block a row, else a warp a row. kForward: the sums first, in one pass or two, and at
+// most the gradient of input; else both gradients, from the statistics.
 template <typename Loss, typename input_t, typename target_t, bool kBlockRow, bool kForward>
 __global__ void __launch_bounds__(kBlockRow ? kRowPairThreads : kRowPairWarpThreads,
                                   kRowPairWarps<acc_type<input_t>>* kWarp /
@@ -181,6 +181,15 @@ __global__ void __launch_bounds__(kBlockRow ? kRowPairThreads : kRowPairWarpThre
         add_up_warp(state);
       }
       if (!kBlockRow || threadIdx.x < kWarp) statistics = Loss::finish(state);
+      if constexpr (kHasSecondPass<Loss>) {
+        share(statistics);
+        const typename Loss::SecondPass pass(loss, statistics);
+        SecondSums sums;
+        pair.for_each(lane, lanes, [&](const auto& classes) { sums.add(pass, classes); });
+        sums.input = kBlockRow ? block_sum(sums.input) : group_sum(sums.input);
+        sums.target = kBlockRow ? block_sum(sums.target) : group_sum(sums.target);
+        Loss::finish(statistics, sums.input, sums.target);
+      }
       if (lane == 0) write_row(args, loss, row, statistics);
       share(statistics);
     } else {

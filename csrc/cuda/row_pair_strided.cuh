@@ -53,11 +53,28 @@ __global__ void __launch_bounds__(kStridedRows* kStridedLanes)
         for (int lane = 1; lane < kStridedLanes; ++lane)
           state.merge(scratch[lane][threadIdx.x], loss.inverse_temperature);
         statistics = Loss::finish(state);
-        if (inside) write_row(args, loss, row, statistics);
+        if (inside && !kHasSecondPass<Loss>) write_row(args, loss, row, statistics);
         shared[threadIdx.x] = statistics;
       }
       __syncthreads();
       statistics = shared[threadIdx.x];
+      if constexpr (kHasSecondPass<Loss>) {
+        __shared__ double sums[2][kStridedLanes][kStridedRows];
+        const typename Loss::SecondPass pass(loss, statistics);
+        SecondSums own;
+        for_each(
+            [&](acc_t x, acc_t t, int64_t col) { own.add(pass, PairClass<acc_t>{x, t, col}); });
+        sums[0][threadIdx.y][threadIdx.x] = own.input;
+        sums[1][threadIdx.y][threadIdx.x] = own.target;
+        __syncthreads();
+        own = {};
+        for (int lane = 0; lane < kStridedLanes; ++lane) {
+          own.input += sums[0][lane][threadIdx.x];
+          own.target += sums[1][lane][threadIdx.x];
+        }
+        Loss::finish(statistics, own.input, own.target);
+        if (inside && threadIdx.y == 0) write_row(args, loss, row, statistics);
+      }
     } else if (inside) {
       statistics = read_statistics<acc_t>(args, row);
     }
@@ -95,7 +112,7 @@ bool try_dense(const RowPairArgs& args, cudaStream_t stream) {
   using RowLoss = Loss<acc_t>;
   const RowLoss loss(args.parameters);
   const int64_t packets = args.cols / Packet<input_t>::kWidth;
-  const bool twice = kForward && args.grad_input.data;
+  const bool twice = kForward && (args.grad_input.data || kHasSecondPass<RowLoss>);
   if (packets <= kWarp * 8) {
     row_pair_kernel<RowLoss, input_t, target_t, false, kForward>
         <<<row_pair_blocks(args.rows, kRowPairWarpThreads / kWarp), kRowPairWarpThreads, 0,

@@ -31,6 +31,8 @@ namespace fused::math {
 template <typename T>
 constexpr T kInfinity = std::numeric_limits<T>::infinity();
 template <typename T>
+constexpr T kNan = std::numeric_limits<T>::quiet_NaN();
+template <typename T>
 constexpr T kLowest = std::numeric_limits<T>::lowest();
 constexpr float kLog2E = 1.4426950408889634f;
 
@@ -59,6 +61,31 @@ FUSED_HOST_DEVICE T larger(T x, T y) {
 
 namespace host {
 
+// e^x - 1 for |x| <= log(2) / 2.
+FUSED_HOST_DEVICE float expm1_reduced(float x) {
+  float p = 1.9875691500e-4f;
+  p = p * x + 1.3981999507e-3f;
+  p = p * x + 8.3334519073e-3f;
+  p = p * x + 4.1665795894e-2f;
+  p = p * x + 1.6666665459e-1f;
+  p = p * x + 5.0000001201e-1f;
+  return p * (x * x) + x;
+}
+
+// The same, less x.
+inline __attribute__((always_inline)) double expm1_less_x(double x) {
+  const double t = x * x;
+  double c = 4.13813679705723846039e-08;
+  c = c * t - 1.65339022054652515390e-06;
+  c = c * t + 6.61375632143793436117e-05;
+  c = c * t - 2.77777777770155933842e-03;
+  c = c * t + 1.66666666666666019037e-01;
+  c = x - c * t;
+  return x * c / (2. - c);
+}
+
+inline __attribute__((always_inline)) double expm1_reduced(double x) { return expm1_less_x(x) + x; }
+
 // Adding and subtracting 1.5 * 2^mantissa rounds to the nearest integer without SSE4.1's roundps.
 inline __attribute__((always_inline)) float exp(float x) {
   float clamped = x < -104.f ? -104.f : x;
@@ -66,13 +93,7 @@ inline __attribute__((always_inline)) float exp(float x) {
   const float shifted = clamped * 1.44269504088896341f + 12582912.f;
   const float n = shifted - 12582912.f;
   const float r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.f;
+  const float p = expm1_reduced(r) + 1.f;
   // 2^n in two factors: n runs from -150 to 128, beyond a single exponent's range.
   const int32_t k = bit_cast<int32_t>(shifted) - 0x4b400000;
   const int32_t half = k >> 1;
@@ -87,21 +108,14 @@ inline __attribute__((always_inline)) double exp(double x) {
   const double high = clamped - n * 6.93147180369123816490e-01;
   const double low = n * 1.90821492927058770002e-10;
   const double r = high - low;
-  const double t = r * r;
-  double c = 4.13813679705723846039e-08;
-  c = c * t - 1.65339022054652515390e-06;
-  c = c * t + 6.61375632143793436117e-05;
-  c = c * t - 2.77777777770155933842e-03;
-  c = c * t + 1.66666666666666019037e-01;
-  c = r - c * t;
-  const double p = 1. + ((r * c) / (2. - c) - low + high);
+  const double p = 1. + (expm1_less_x(r) - low + high);
   const int64_t k = bit_cast<int64_t>(shifted) - 0x4338000000000000;
   const int64_t half = k >> 1;
   return p * bit_cast<double>((half + 1023) << 52) * bit_cast<double>((k - half + 1023) << 52);
 }
 
 // log((1 + f) * 2^e) for 1 + f in [sqrt(1/2), sqrt(2)).
-inline __attribute__((always_inline)) float log_of_parts(float f, float e) {
+FUSED_HOST_DEVICE float log_of_parts(float f, float e) {
   const float z = f * f;
   float p = 7.0376836292e-2f;
   p = p * f - 1.1514610310e-1f;
@@ -141,6 +155,21 @@ template <typename T>
 inline __attribute__((always_inline)) T log1p_unit(T x) {
   const bool above = x > T(0.41421356);
   return log_of_parts(above ? (x - T(1)) * T(0.5) : x, above ? T(1) : T(0));
+}
+
+// For normal x = 1 + f.
+FUSED_HOST_DEVICE float log_near_one(float x, float f) {
+  const int32_t bits = bit_cast<int32_t>(x) - 0x3f3504f3;
+  const int32_t exponent = bits >> 23;
+  const float mantissa = bit_cast<float>((bits & 0x007fffff) + 0x3f3504f3) - 1.f;
+  return log_of_parts(exponent == 0 ? f : mantissa, static_cast<float>(exponent));
+}
+
+inline __attribute__((always_inline)) double log_near_one(double x, double f) {
+  const int64_t bits = bit_cast<int64_t>(x) - 0x3fe6a09e667f3bcd;
+  const int64_t exponent = bits >> 52;
+  const double mantissa = bit_cast<double>((bits & 0x000fffffffffffff) + 0x3fe6a09e667f3bcd) - 1.;
+  return log_of_parts(exponent == 0 ? f : mantissa, static_cast<double>(exponent));
 }
 
 // x = m * 2^e with m in [sqrt(1/2), sqrt(2)); subnormals are scaled up first.
@@ -214,6 +243,29 @@ FUSED_HOST_DEVICE T log1p_unit(T x) {
 #else
   return host::log1p_unit(x);
 #endif
+}
+
+// e^x - 1 for x <= 0, whose exponential is known.
+template <typename T>
+FUSED_HOST_DEVICE T expm1_nonpositive(T x, T exponential) {
+#ifdef __CUDA_ARCH__
+  if constexpr (std::is_same_v<T, double>)
+    return ::expm1(x);
+  else
+#endif
+    return x > T(-0.34) ? host::expm1_reduced(x) : exponential - T(1);
+}
+
+// log(x) for x = 1 + f in (0, 1], without an error of x's rounding where x is near 1. x is normal;
+// a nan gives any number.
+template <typename T>
+FUSED_HOST_DEVICE T log_near_one(T x, T f) {
+#ifdef __CUDA_ARCH__
+  if constexpr (std::is_same_v<T, double>)
+    return f > -0.25 ? ::log1p(f) : ::log(x);
+  else
+#endif
+    return host::log_near_one(x, f);
 }
 
 }  // namespace fused::math
