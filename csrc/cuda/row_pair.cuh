@@ -68,7 +68,7 @@ __device__ __forceinline__ acc_t input_beside(const Classes& classes, acc_t larg
   return beside;
 }
 
-// Adds classes to a row's sums: those of all packets in acc_t, and these in double, so that there
+// Adds classes to a row's sums: those of a few packets in acc_t, and these in double, so that there
 // are few conversions. kWarpRow: the lanes of a warp, all of which call, share a row and the
 // origins and the pivot of their sums. So few groups of packets raise any of these: a larger logit
 // turns up for all lanes together, not for one or another of them.
@@ -101,21 +101,26 @@ __device__ __forceinline__ void add_classes(const RowPairArgs& args, const Loss&
   // A class by itself is converted anyway: then nothing is lost where its product is double.
   constexpr bool kSingle = kPackets * kWidth == 1;
   using sum_t = std::conditional_t<kSingle && !kHasTargetLogits<Loss>, double, acc_t>;
+  // Masses of either sign cancel: only those of a packet are added up before they are double.
+  using total_t = std::conditional_t<kHasTargetLogits<Loss>, acc_t, double>;
   acc_t exponentials = 0;
-  sum_t mass = 0, cross = 0;
+  total_t mass = 0, cross = 0;
 #pragma unroll
   for (int u = 0; u < kPackets; ++u) {
     if (u >= classes.count) break;
     const acc_t* w = weight ? weight + classes.first_class(u) : nullptr;
+    sum_t packet_mass = 0, packet_cross = 0;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       const acc_t x = classes.input(u, j);
       const auto term = loss.term(x - origin, sum_t(x) - sum_t(state.pivot),
                                   classes.target(u, j) - target_origin, w ? w[j] : acc_t(1));
       exponentials += term.exponential;
-      mass += term.mass;
-      if constexpr (kHasCross<Loss>) cross += term.cross;
+      packet_mass += term.mass;
+      if constexpr (kHasCross<Loss>) packet_cross += term.cross;
     }
+    mass += static_cast<total_t>(packet_mass);
+    cross += static_cast<total_t>(packet_cross);
   }
   state.exponentials += static_cast<double>(exponentials);
   state.mass += static_cast<double>(mass);
