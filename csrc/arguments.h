@@ -136,7 +136,9 @@ struct RowPairArgs {
   int64_t grad_output_stride = 0;
   RowOperand grad_input, grad_target;  // grad_input may be the very buffer of input
   void* grad_weight = nullptr;         // acc_t [cols]
-  double* workspace = nullptr;         // [weight_shares(rows, cols), cols], for grad_weight
+  // On CUDA of [row_sum_shares(rows)] for the loss; of [weight_shares(rows, cols), cols] for
+  // grad_weight.
+  double* workspace = nullptr;
 
   bool is_double() const {
     return input.dtype == DType::kFloat64 || target.dtype == DType::kFloat64;

@@ -39,6 +39,9 @@ void cross_entropy_probabilities_weight_backward(const RowPairArgs& args, void* 
 // parameters: temperature
 void softmax_kl_div_forward(const RowPairArgs& args, void* stream);
 void softmax_kl_div_backward(const RowPairArgs& args, void* stream);
+// parameters: beta, temperature
+void softmax_js_div_forward(const RowPairArgs& args, void* stream);
+void softmax_js_div_backward(const RowPairArgs& args, void* stream);
 
 // data[i] *= factor, where data is dense; returns without touching data when factor is 1.
 void scale_(void* data, DType dtype, int64_t numel, const void* factor, DType factor_dtype,

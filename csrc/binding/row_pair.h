@@ -94,6 +94,11 @@ struct RowPair {
     args.stats = stats.data_ptr();
     (each ? args.losses : args.loss) = loss.data_ptr();
     args.loss_dtype = dtype_of(loss, op, "dtype");
+    std::optional<Tensor> workspace;
+    if (input.is_cuda() && !each && row_sum_shares(args.rows) > 1) {
+      workspace = empty(input, {row_sum_shares(args.rows)}, ScalarType::Double);
+      args.workspace = static_cast<double*>(workspace->data_ptr());
+    }
     const Launch launch(input);
     kernel(args, launch.stream());
     return {loss, stats};

@@ -3,8 +3,8 @@
 //
 // Rows whose classes lie side by side are taken one by one. Where neighbouring rows lie side by
 // side instead, see row_pair_lanes.h. Bytes moved per row: each operand once in the forward, with
-// or without the gradient as long as two rows fit the L2 cache, and once in the backward; each
-// gradient once.
+// or without a second pass and the gradient as long as two rows fit the L2 cache, and once in the
+// backward; each gradient once.
 #pragma once
 
 #include "../losses/row_pair.h"
@@ -92,7 +92,7 @@ void add_tile(const RowPairArgs& args, const Loss<acc_t>& loss, RowState<Loss>& 
       const auto term = loss.term(x[i] - origin, x[i] - pivot, t[i] - target_origin, weight(i));
       exponentials += term.exponential;
       mass += static_cast<double>(term.mass);
-      cross += static_cast<double>(term.cross);
+      if constexpr (RowState<Loss>::kHasCross) cross += static_cast<double>(term.cross);
     }
     state.exponentials += static_cast<double>(exponentials);
     state.mass += mass;
@@ -122,8 +122,7 @@ typename Loss::Gradient row_gradient(const RowPairArgs& args, const Loss& loss, 
 // Writes a row's statistics and returns its loss; that of no classes is 0.
 template <template <typename> class Loss, typename acc_t>
 double finish_row(const RowPairArgs& args, const Loss<acc_t>& loss, int64_t row,
-                  const RowState<Loss>& state) {
-  const RowPairStatistics<acc_t> done = Loss<acc_t>::finish(state);
+                  const RowPairStatistics<acc_t>& done) {
   acc_t* stats = static_cast<acc_t*>(args.stats) + row * kRowPairStats;
   stats[0] = done.largest_input;
   stats[1] = done.exponentials;
@@ -145,7 +144,24 @@ double forward_row(const RowPairArgs& args, const Loss<acc_t>& loss, int64_t row
     add_tile<Loss, acc_t>(args, loss, state, input.read(first, count), target.read(first, count),
                           first, count);
   }
-  return finish_row<Loss, acc_t>(args, loss, row, state);
+  RowPairStatistics<acc_t> statistics = Loss<acc_t>::finish(state);
+  if constexpr (kHasSecondPass<Loss<acc_t>>) {
+    const typename Loss<acc_t>::SecondPass pass(loss, statistics);
+    double of_input = 0, of_target = 0;
+    for (int64_t first = 0; first < args.cols; first += kRowTile) {
+      const int64_t count = std::min(kRowTile, args.cols - first);
+      const acc_t* x = input.read(first, count);
+      const acc_t* t = target.read(first, count);
+#pragma omp simd reduction(+ : of_input, of_target)
+      for (int64_t i = 0; i < count; ++i) {
+        const auto term = pass.term(x[i], t[i]);
+        of_input += static_cast<double>(term.input);
+        of_target += static_cast<double>(term.target);
+      }
+    }
+    Loss<acc_t>::finish(statistics, of_input, of_target);
+  }
+  return finish_row<Loss, acc_t>(args, loss, row, statistics);
 }
 
 template <typename acc_t, typename Loss>

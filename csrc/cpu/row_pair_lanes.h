@@ -1,8 +1,10 @@
 // Row pairs whose neighbouring rows lie side by side, as in [N, C, H, W] or a transposed matrix: a
 // block of kRowLanes of them goes through the classes together, one lane a row, once for the
-// largest and once for the sums. And the launches for both ways through the rows.
+// largest, once for the sums and, where a loss has one, once for its second pass. And the launches
+// for both ways through the rows.
 #pragma once
 
+#include <bit>
 #include <vector>
 
 #include "row_pair.h"
@@ -43,6 +45,29 @@ class Lanes {
   int64_t lanes_, offset_, stride_;
   bool direct_;
   alignas(64) acc_t buffer_[kRowLanes];
+};
+
+// A struct of acc_t for each lane, member by member, so that loops over the lanes vectorise.
+template <typename acc_t, typename Struct>
+class LaneStructs {
+ public:
+  void set(int64_t lane, const Struct& value) {
+    const auto members = std::bit_cast<Members>(value);
+    for (int64_t k = 0; k < kCount; ++k) members_[k][lane] = members.values[k];
+  }
+
+  Struct operator[](int64_t lane) const {
+    Members members;
+    for (int64_t k = 0; k < kCount; ++k) members.values[k] = members_[k][lane];
+    return std::bit_cast<Struct>(members);
+  }
+
+ private:
+  static constexpr int64_t kCount = sizeof(Struct) / sizeof(acc_t);
+  struct Members {
+    acc_t values[kCount];
+  };
+  alignas(64) acc_t members_[kCount][kRowLanes];
 };
 
 template <typename Loss, typename acc_t>
@@ -95,33 +120,45 @@ void forward_lanes(const RowPairArgs& args, const Loss<acc_t>& loss, int64_t row
           loss.term(x[i] - origin[i], x[i] - pivot[i], t[i] - target_origin[i], weight);
       exponentials[i] += term.exponential;
       mass[i] += static_cast<double>(term.mass);
-      cross[i] += static_cast<double>(term.cross);
+      if constexpr (RowState<Loss>::kHasCross) cross[i] += static_cast<double>(term.cross);
     }
   }
+  RowPairStatistics<acc_t> statistics[kRowLanes];
   for (int64_t i = 0; i < lanes; ++i) {
     states[i].exponentials = static_cast<double>(exponentials[i]);
     states[i].mass = mass[i];
     states[i].cross = cross[i];
-    values[i] = finish_row<Loss, acc_t>(args, loss, row + i, states[i]);
+    statistics[i] = Loss<acc_t>::finish(states[i]);
   }
+  if constexpr (kHasSecondPass<Loss<acc_t>>) {
+    using Pass = typename Loss<acc_t>::SecondPass;
+    LaneStructs<acc_t, Pass> passes;
+    alignas(64) double of_input[kRowLanes] = {}, of_target[kRowLanes] = {};
+    for (int64_t i = 0; i < lanes; ++i) passes.set(i, Pass(loss, statistics[i]));
+    for (int64_t col = 0; col < args.cols; ++col) {
+      const acc_t* x = input.read(col);
+      const acc_t* t = target.read(col);
+#pragma omp simd
+      for (int64_t i = 0; i < lanes; ++i) {
+        const auto term = passes[i].term(x[i], t[i]);
+        of_input[i] += static_cast<double>(term.input);
+        of_target[i] += static_cast<double>(term.target);
+      }
+    }
+    for (int64_t i = 0; i < lanes; ++i)
+      Loss<acc_t>::finish(statistics[i], of_input[i], of_target[i]);
+  }
+  for (int64_t i = 0; i < lanes; ++i)
+    values[i] = finish_row<Loss, acc_t>(args, loss, row + i, statistics[i]);
 }
 
 template <typename acc_t, typename Loss>
 void gradient_lanes(const RowPairArgs& args, const Loss& loss, int64_t row, int64_t lanes) {
   Lanes<acc_t> input(args.input, row, lanes), target(args.target, row, lanes);
   Lanes<acc_t> grad_input(args.grad_input, row, lanes), grad_target(args.grad_target, row, lanes);
-  alignas(64) acc_t stats[kRowPairStats][kRowLanes], scale[kRowLanes];
-  for (int64_t i = 0; i < lanes; ++i) {
-    for (int64_t k = 0; k < kRowPairStats; ++k)
-      stats[k][i] = static_cast<const acc_t*>(args.stats)[(row + i) * kRowPairStats + k];
-    scale[i] = gradient_scale<acc_t>(args, row + i);
-  }
-  // Made again for every class: its few operations vectorise, reading it from memory would not.
-  const auto gradient = [&](int64_t i) {
-    return typename Loss::Gradient(
-        loss, {stats[0][i], stats[1][i], stats[2][i], stats[3][i], stats[4][i], stats[5][i]},
-        scale[i]);
-  };
+  LaneStructs<acc_t, typename Loss::Gradient> gradients;
+  for (int64_t i = 0; i < lanes; ++i)
+    gradients.set(i, row_gradient<Loss, acc_t>(args, loss, row + i));
   for (int64_t col = 0; col < args.cols; ++col) {
     const acc_t* x = input.read(col);
     const acc_t* t = target.read(col);
@@ -130,12 +167,12 @@ void gradient_lanes(const RowPairArgs& args, const Loss& loss, int64_t row, int6
     if (grad_target) {
       acc_t* out = grad_target.buffer();
 #pragma omp simd
-      for (int64_t i = 0; i < lanes; ++i) out[i] = gradient(i).target(x[i], t[i], weight);
+      for (int64_t i = 0; i < lanes; ++i) out[i] = gradients[i].target(x[i], t[i], weight);
     }
     if (grad_input) {
       acc_t* out = grad_input.buffer();
 #pragma omp simd
-      for (int64_t i = 0; i < lanes; ++i) out[i] = gradient(i).input(x[i], t[i], weight);
+      for (int64_t i = 0; i < lanes; ++i) out[i] = gradients[i].input(x[i], t[i], weight);
     }
     if (grad_target) grad_target.write(col);
     if (grad_input) grad_input.write(col);

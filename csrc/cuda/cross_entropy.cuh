@@ -14,18 +14,7 @@ extern "C" __device__ void __assert_fail(const char* assertion, const char* file
 
 namespace fused::cuda {
 
-constexpr float kLog2E = 1.4426950408889634f;
-
-// e^x in two instructions, 2 ulp; 0 below the smallest normal float. x * log2(e) is rounded, which
-// is harmless as long as x is a difference of logits: callers subtract first, never fold the
-// reference into a fused multiply-add (that would lose the low bits of logits near 700, and
-// overflow where a mask fills rows with the lowest float).
-__device__ __forceinline__ float fast_exp(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * kLog2E));
-  return result;
-}
-__device__ __forceinline__ double fast_exp(double x) { return ::exp(x); }
+using math::fast_exp;
 
 // Ends in torch's "device-side assert triggered", with NDEBUG too. Out of line: printf's buffer
 // must not cost the callers registers.

@@ -4,8 +4,8 @@
 // its sum and, on demand, the gradients. Never written to memory: probabilities.
 //
 // Bytes moved per row: both operands once in the forward and once in the backward, each gradient
-// once, and 24 for the statistics. With the gradient in the forward the rows come a second time, as
-// a rule from L2.
+// once, and 24 for the statistics. With the gradient in the forward the rows come again, and for a
+// loss with a second pass they do too, as a rule from L2.
 //
 // Two ways through the rows:
 //   dense    classes side by side, dtypes of which packets can be made (row_pair_dense.cuh);
@@ -17,51 +17,144 @@
 
 #include "../losses/row_pair.h"
 #include "launch.cuh"
-#include "reduce.cuh"
 #include "row_span.cuh"
+#include "total.cuh"
 
 namespace fused::cuda {
 
+constexpr int kRowTotalThreads = 512;
+
 template <typename Loss>
 constexpr bool kHasTargetLogits = Loss::State::kHasTargetLogits;
+template <typename Loss>
+constexpr bool kHasCross = Loss::State::kHasCross;
 
-// Adds N classes, from `col` on, to a row's sums.
-template <typename Loss, typename acc_t, int N>
+// The largest target logit of a warp's lanes, in each of them; returns what the lane that has it
+// holds in `beside`.
+template <typename acc_t>
+__device__ __forceinline__ acc_t beside_largest(acc_t& largest_target, acc_t beside) {
+  const acc_t own = largest_target;
+  largest_target = group_max(own);
+  return __shfl_sync(~0u, beside, __ffs(__ballot_sync(~0u, own == largest_target)) - 1);
+}
+
+// One class of a row pair. What stands for several of them has these members, too (see PairPackets
+// in row_pair_dense.cuh): kPackets packets of kWidth classes, `count` of which take part.
+template <typename acc_t>
+struct PairClass {
+  static constexpr int kPackets = 1, kWidth = 1;
+  acc_t x, t;
+  int64_t col;
+  int count = 1;
+
+  __device__ __forceinline__ acc_t input(int, int) const { return x; }
+  __device__ __forceinline__ acc_t target(int, int) const { return t; }
+  __device__ __forceinline__ acc_t largest_input(int) const { return x; }
+  __device__ __forceinline__ acc_t largest_target(int) const { return t; }
+  __device__ __forceinline__ int64_t first_class(int) const { return col; }
+};
+
+// The input logit of the class whose target logit is the largest.
+template <typename Classes, typename acc_t>
+__device__ __forceinline__ acc_t input_beside(const Classes& classes, acc_t largest_target) {
+  acc_t beside = 0;
+#pragma unroll
+  for (int u = 0; u < Classes::kPackets; ++u) {
+    if (u >= classes.count) break;
+#pragma unroll
+    for (int j = 0; j < Classes::kWidth; ++j)
+      if (classes.target(u, j) == largest_target) beside = classes.input(u, j);
+  }
+  return beside;
+}
+
+// Adds classes to a row's sums: those of a few packets in acc_t, and these in double, so that there
+// are few conversions. kWarpRow: the lanes of a warp, all of which call, share a row and the
+// origins and the pivot of their sums. So few groups of packets raise any of these: a larger logit
+// turns up for all lanes together, not for one or another of them.
+template <bool kWarpRow, typename Loss, typename Classes>
 __device__ __forceinline__ void add_classes(const RowPairArgs& args, const Loss& loss,
-                                            typename Loss::State& state, const acc_t (&x)[N],
-                                            const acc_t (&t)[N], int64_t col) {
-  acc_t largest = x[0];
+                                            typename Loss::State& state, const Classes& classes) {
+  constexpr int kPackets = Classes::kPackets, kWidth = Classes::kWidth;
+  using acc_t = decltype(state.pivot);
+  acc_t largest = -math::kInfinity<acc_t>, largest_target = largest;
 #pragma unroll
-  for (int j = 1; j < N; ++j) largest = ::max(largest, x[j]);
-  state.raise_input(largest, loss.inverse_temperature);
+  for (int u = 0; u < kPackets; ++u) {
+    if (u >= classes.count) break;
+    largest = ::max(largest, classes.largest_input(u));
+    if constexpr (kHasTargetLogits<Loss>)
+      largest_target = ::max(largest_target, classes.largest_target(u));
+  }
+  const auto any = [](bool raised) { return kWarpRow ? __any_sync(~0u, raised) : raised; };
+  if (any(largest > state.largest_input))
+    state.raise_input(kWarpRow ? group_max(largest) : largest, loss.inverse_temperature);
   if constexpr (kHasTargetLogits<Loss>) {
-    acc_t largest_target = t[0], beside = x[0];
-#pragma unroll
-    for (int j = 1; j < N; ++j) {
-      // In this order, so that a nan in front gives way.
-      const bool larger = !(t[j] <= largest_target);
-      beside = larger ? x[j] : beside;
-      largest_target = larger ? t[j] : largest_target;
+    if (any(largest_target > state.largest_target)) {
+      acc_t beside = 0;
+      if constexpr (kHasCross<Loss>) beside = input_beside(classes, largest_target);
+      if constexpr (kWarpRow) beside = beside_largest(largest_target, beside);
+      state.raise_target(largest_target, beside, loss.inverse_temperature);
     }
-    state.raise_target(largest_target, beside, loss.inverse_temperature);
   }
   const acc_t origin = state.input_origin(), target_origin = state.target_origin();
   const acc_t* weight = Loss::kWeighted ? static_cast<const acc_t*>(args.weight) : nullptr;
   // A class by itself is converted anyway: then nothing is lost where its product is double.
-  using sum_t = std::conditional_t<N == 1 && !kHasTargetLogits<Loss>, double, acc_t>;
+  constexpr bool kSingle = kPackets * kWidth == 1;
+  using sum_t = std::conditional_t<kSingle && !kHasTargetLogits<Loss>, double, acc_t>;
+  // Masses of either sign cancel: only those of a packet are added up before they are double.
+  using total_t = std::conditional_t<kHasTargetLogits<Loss>, acc_t, double>;
   acc_t exponentials = 0;
-  sum_t mass = 0, cross = 0;
+  total_t mass = 0, cross = 0;
 #pragma unroll
-  for (int j = 0; j < N; ++j) {
-    const auto term = loss.term(x[j] - origin, sum_t(x[j]) - sum_t(state.pivot),
-                                t[j] - target_origin, weight ? weight[col + j] : acc_t(1));
-    exponentials += term.exponential;
-    mass += term.mass;
-    cross += term.cross;
+  for (int u = 0; u < kPackets; ++u) {
+    if (u >= classes.count) break;
+    const acc_t* w = weight ? weight + classes.first_class(u) : nullptr;
+    sum_t packet_mass = 0, packet_cross = 0;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      const acc_t x = classes.input(u, j);
+      const auto term = loss.term(x - origin, sum_t(x) - sum_t(state.pivot),
+                                  classes.target(u, j) - target_origin, w ? w[j] : acc_t(1));
+      exponentials += term.exponential;
+      packet_mass += term.mass;
+      if constexpr (kHasCross<Loss>) packet_cross += term.cross;
+    }
+    mass += static_cast<total_t>(packet_mass);
+    cross += static_cast<total_t>(packet_cross);
   }
   state.exponentials += static_cast<double>(exponentials);
   state.mass += static_cast<double>(mass);
-  state.cross += static_cast<double>(cross);
+  if constexpr (kHasCross<Loss>) state.cross += static_cast<double>(cross);
+}
+
+// The sums of a second pass.
+struct SecondSums {
+  double input = 0, target = 0;
+
+  template <typename SecondPass, typename Classes>
+  __device__ __forceinline__ void add(const SecondPass& pass, const Classes& classes) {
+    decltype(pass.inverse_temperature) of_input = 0, of_target = 0;
+#pragma unroll
+    for (int u = 0; u < Classes::kPackets; ++u) {
+      if (u >= classes.count) break;
+#pragma unroll
+      for (int j = 0; j < Classes::kWidth; ++j) {
+        const auto term = pass.term(classes.input(u, j), classes.target(u, j));
+        of_input += term.input;
+        of_target += term.target;
+      }
+    }
+    input += static_cast<double>(of_input);
+    target += static_cast<double>(of_target);
+  }
+};
+
+// The sums of a warp's lanes that have the same origins and pivot, in each of them.
+template <typename State>
+__device__ __forceinline__ void add_up_warp(State& state) {
+  state.exponentials = group_sum(state.exponentials);
+  state.mass = group_sum(state.mass);
+  if constexpr (State::kHasCross) state.cross = group_sum(state.cross);
 }
 
 // The state of all classes of a warp's lanes, in each of them. The lanes first agree on what their
@@ -72,25 +165,22 @@ __device__ __forceinline__ void combine_warp(const Loss& loss, State& state) {
   auto largest_target = state.largest_target;
   auto pivot = state.pivot;
   if constexpr (State::kHasTargetLogits) {
-    largest_target = group_max(largest_target);
-    const unsigned found = __ballot_sync(~0u, state.largest_target == largest_target);
-    pivot = __shfl_sync(~0u, pivot, __ffs(found) - 1);
+    pivot = beside_largest(largest_target, pivot);
   }
   state.align(largest, largest_target, pivot, loss.inverse_temperature);
-  state.exponentials = group_sum(state.exponentials);
-  state.mass = group_sum(state.mass);
-  state.cross = group_sum(state.cross);
+  add_up_warp(state);
 }
 
-// The state of a block of whole warps, in every thread. scratch: [kWarp] in shared memory, free
+// The state of a block of whole warps, in its first warp; the lanes of each have the same origins
+// and pivot. scratch: [kWarp] in shared memory, free
 // again only after another barrier.
 template <typename Loss, typename State = typename Loss::State>
 __device__ __forceinline__ void combine_block(const Loss& loss, State& state, State* scratch) {
-  combine_warp(loss, state);
+  add_up_warp(state);
   if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = state;
   __syncthreads();
-  const int lane = threadIdx.x % kWarp;
-  state = lane < blockDim.x / kWarp ? scratch[lane] : State::none();
+  if (threadIdx.x >= kWarp) return;
+  state = threadIdx.x < blockDim.x / kWarp ? scratch[threadIdx.x] : State::none();
   combine_warp(loss, state);
 }
 
@@ -126,16 +216,34 @@ __device__ __forceinline__ typename Loss::Gradient row_gradient(
   return {loss, statistics, scale / static_cast<acc_t>(args.divisor)};
 }
 
-// One block: adds up the rows' losses, in an order that depends on nothing else.
+// Adds up the rows' losses, in an order that depends on nothing but their number.
 template <typename Loss, typename acc_t>
-__global__ void __launch_bounds__(1024)
-    row_pair_total_kernel(const __grid_constant__ RowPairArgs args, const Loss loss) {
+__global__ void __launch_bounds__(kRowTotalThreads)
+    row_pair_total_kernel(const __grid_constant__ RowPairArgs args, const Loss loss,
+                          const Total total) {
   double sum = 0;
-  if (args.cols > 0)
-    for (int64_t row = threadIdx.x; row < args.rows; row += blockDim.x)
+  if (args.cols > 0) {
+#pragma unroll 4
+    for (int64_t row = blockIdx.x * int64_t(kRowTotalThreads) + threadIdx.x; row < args.rows;
+         row += gridDim.x * int64_t(kRowTotalThreads))
       sum += loss.value(read_statistics<acc_t>(args, row));
-  sum = block_sum(sum);
-  if (threadIdx.x == 0) store_as(args.loss, args.loss_dtype, 0, sum / args.divisor);
+  }
+  total.add_block(sum);
+}
+
+// Bytes moved per row: 24.
+template <typename Loss, typename acc_t>
+void launch_row_pair_total(const RowPairArgs& args, cudaStream_t stream) {
+  const Total total{args.loss, args.loss_dtype, args.divisor, args.workspace};
+  const int64_t blocks = std::min(row_sum_shares(args.rows),
+                                  std::max<int64_t>(1, divide_up(args.rows, kRowTotalThreads)));
+  row_pair_total_kernel<Loss, acc_t>
+      <<<static_cast<unsigned>(blocks), kRowTotalThreads, 0, stream>>>(args, Loss(args.parameters),
+                                                                       total);
+  check_launch("row_pair_total_kernel");
+  if (blocks == 1) return;
+  total_kernel<<<1, kRowTotalThreads, 0, stream>>>(total, static_cast<int>(blocks));
+  check_launch("total_kernel");
 }
 
 }  // namespace fused::cuda

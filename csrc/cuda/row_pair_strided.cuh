@@ -12,12 +12,16 @@ namespace fused::cuda {
 
 constexpr int kStridedRows = 32;
 constexpr int kStridedLanes = 8;
+// Rows of more packets that are read again get large blocks: the rows of as many small ones as run
+// at a time would not fit into the L2 cache.
+constexpr int64_t kManyPackets = 2048;
 
 template <typename Loss, typename acc_t, bool kForward>
 __global__ void __launch_bounds__(kStridedRows* kStridedLanes)
     row_pair_strided_kernel(const __grid_constant__ RowPairArgs args, const Loss loss) {
   using State = typename Loss::State;
   __shared__ State scratch[kStridedLanes][kStridedRows];
+  __shared__ RowPairStatistics<acc_t> shared[kStridedRows];
   const acc_t* weight = Loss::kWeighted ? static_cast<const acc_t*>(args.weight) : nullptr;
 
   for (int64_t first = blockIdx.x * int64_t(kStridedRows); first < args.rows;
@@ -40,18 +44,37 @@ __global__ void __launch_bounds__(kStridedRows* kStridedLanes)
     if constexpr (kForward) {
       State state = State::none();
       for_each([&](acc_t x, acc_t t, int64_t col) {
-        const acc_t a[1] = {x}, b[1] = {t};
-        add_classes(args, loss, state, a, b, col);
+        add_classes<false>(args, loss, state, PairClass<acc_t>{x, t, col});
       });
-      __syncthreads();  // the block's last rows have been combined
       scratch[threadIdx.y][threadIdx.x] = state;
       __syncthreads();
-      state = scratch[0][threadIdx.x];
-#pragma unroll
-      for (int lane = 1; lane < kStridedLanes; ++lane)
-        state.merge(scratch[lane][threadIdx.x], loss.inverse_temperature);
-      statistics = Loss::finish(state);
-      if (inside && threadIdx.y == 0) write_row(args, loss, row, statistics);
+      if (threadIdx.y == 0) {
+#pragma unroll 1
+        for (int lane = 1; lane < kStridedLanes; ++lane)
+          state.merge(scratch[lane][threadIdx.x], loss.inverse_temperature);
+        statistics = Loss::finish(state);
+        if (inside && !kHasSecondPass<Loss>) write_row(args, loss, row, statistics);
+        shared[threadIdx.x] = statistics;
+      }
+      __syncthreads();
+      statistics = shared[threadIdx.x];
+      if constexpr (kHasSecondPass<Loss>) {
+        __shared__ double sums[2][kStridedLanes][kStridedRows];
+        const typename Loss::SecondPass pass(loss, statistics);
+        SecondSums own;
+        for_each(
+            [&](acc_t x, acc_t t, int64_t col) { own.add(pass, PairClass<acc_t>{x, t, col}); });
+        sums[0][threadIdx.y][threadIdx.x] = own.input;
+        sums[1][threadIdx.y][threadIdx.x] = own.target;
+        __syncthreads();
+        own = {};
+        for (int lane = 0; lane < kStridedLanes; ++lane) {
+          own.input += sums[0][lane][threadIdx.x];
+          own.target += sums[1][lane][threadIdx.x];
+        }
+        Loss::finish(statistics, own.input, own.target);
+        if (inside && threadIdx.y == 0) write_row(args, loss, row, statistics);
+      }
     } else if (inside) {
       statistics = read_statistics<acc_t>(args, row);
     }
@@ -89,13 +112,15 @@ bool try_dense(const RowPairArgs& args, cudaStream_t stream) {
   using RowLoss = Loss<acc_t>;
   const RowLoss loss(args.parameters);
   const int64_t packets = args.cols / Packet<input_t>::kWidth;
+  const bool twice = kForward && (args.grad_input.data || kHasSecondPass<RowLoss>);
   if (packets <= kWarp * 8) {
     row_pair_kernel<RowLoss, input_t, target_t, false, kForward>
         <<<row_pair_blocks(args.rows, kRowPairWarpThreads / kWarp), kRowPairWarpThreads, 0,
            stream>>>(args, loss);
   } else {
     const int64_t warps = divide_up(packets, int64_t(4) * kWarp);
-    const int threads = static_cast<int>(std::min<int64_t>(warps * kWarp, kRowPairThreads));
+    const int64_t most = twice && packets > kManyPackets ? kRowPairThreads : kRowPairWarpThreads;
+    const int threads = static_cast<int>(std::min<int64_t>(warps * kWarp, most));
     row_pair_kernel<RowLoss, input_t, target_t, true, kForward>
         <<<row_pair_blocks(args.rows, 1), threads, 0, stream>>>(args, loss);
   }
@@ -134,13 +159,8 @@ void row_pair_forward(const RowPairArgs& args, void* stream_pointer) {
   const cudaStream_t stream = as_stream(stream_pointer);
   launch_row_pair<Loss, true>(args, stream);
   if (!args.loss) return;
-  if (args.is_double())
-    row_pair_total_kernel<Loss<double>, double>
-        <<<1, 1024, 0, stream>>>(args, Loss<double>(args.parameters));
-  else
-    row_pair_total_kernel<Loss<float>, float>
-        <<<1, 1024, 0, stream>>>(args, Loss<float>(args.parameters));
-  check_launch("row_pair_total_kernel");
+  if (args.is_double()) return launch_row_pair_total<Loss<double>, double>(args, stream);
+  launch_row_pair_total<Loss<float>, float>(args, stream);
 }
 
 template <template <typename> class Loss>

@@ -33,7 +33,7 @@ struct CrossEntropyProbabilities {
                                                    acc_t weight) const {
     const sum_t smoothed = sum_t(kept) * sum_t(target) + sum_t(uniform);
     const sum_t mass = sum_t(weight) * smoothed;
-    return {math::exp(input), mass, mass * -below};
+    return {math::fast_exp(input), mass, mass * -below};
   }
 
   // Of cross only the loss is made, before anything is rounded: it takes the place of cross, and
@@ -65,7 +65,7 @@ struct CrossEntropyProbabilities {
           uniform(scale * loss.uniform) {}
 
     FUSED_HOST_DEVICE acc_t input(acc_t x, acc_t target, acc_t weight) const {
-      return probability * math::exp(x - largest) - weight * (kept * target + uniform);
+      return probability * math::fast_exp(x - largest) - weight * (kept * target + uniform);
     }
     FUSED_HOST_DEVICE acc_t target(acc_t x, acc_t /*target*/, acc_t weight) const {
       return kept * (weight * ((largest - x) + log_sum));

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #ifdef __CUDACC__
 #define FUSED_HOST_DEVICE __host__ __device__ __forceinline__
@@ -30,9 +31,12 @@ namespace fused::math {
 template <typename T>
 constexpr T kInfinity = std::numeric_limits<T>::infinity();
 template <typename T>
+constexpr T kNan = std::numeric_limits<T>::quiet_NaN();
+template <typename T>
 constexpr T kLowest = std::numeric_limits<T>::lowest();
 template <typename T>
 constexpr T kSmallestNormal = std::numeric_limits<T>::min();
+constexpr float kLog2E = 1.4426950408889634f;
 
 template <typename to_t, typename from_t>
 FUSED_HOST_DEVICE to_t bit_cast(from_t value) {
@@ -47,7 +51,42 @@ FUSED_HOST_DEVICE T absolute(T x) {
   return x < T(0) ? -x : x;
 }
 
+// A nan in x gives way to y.
+template <typename T>
+FUSED_HOST_DEVICE T larger(T x, T y) {
+#ifdef __CUDA_ARCH__
+  return ::max(x, y);
+#else
+  return x > y ? x : y;
+#endif
+}
+
 namespace host {
+
+// e^x - 1 for |x| <= log(2) / 2.
+FUSED_HOST_DEVICE float expm1_reduced(float x) {
+  float p = 1.9875691500e-4f;
+  p = p * x + 1.3981999507e-3f;
+  p = p * x + 8.3334519073e-3f;
+  p = p * x + 4.1665795894e-2f;
+  p = p * x + 1.6666665459e-1f;
+  p = p * x + 5.0000001201e-1f;
+  return p * (x * x) + x;
+}
+
+// The same, less x.
+inline __attribute__((always_inline)) double expm1_less_x(double x) {
+  const double t = x * x;
+  double c = 4.13813679705723846039e-08;
+  c = c * t - 1.65339022054652515390e-06;
+  c = c * t + 6.61375632143793436117e-05;
+  c = c * t - 2.77777777770155933842e-03;
+  c = c * t + 1.66666666666666019037e-01;
+  c = x - c * t;
+  return x * c / (2. - c);
+}
+
+inline __attribute__((always_inline)) double expm1_reduced(double x) { return expm1_less_x(x) + x; }
 
 // Adding and subtracting 1.5 * 2^mantissa rounds to the nearest integer without SSE4.1's roundps.
 inline __attribute__((always_inline)) float exp(float x) {
@@ -56,13 +95,7 @@ inline __attribute__((always_inline)) float exp(float x) {
   const float shifted = clamped * 1.44269504088896341f + 12582912.f;
   const float n = shifted - 12582912.f;
   const float r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.f;
+  const float p = expm1_reduced(r) + 1.f;
   // 2^n in two factors: n runs from -150 to 128, beyond a single exponent's range.
   const int32_t k = bit_cast<int32_t>(shifted) - 0x4b400000;
   const int32_t half = k >> 1;
@@ -77,21 +110,14 @@ inline __attribute__((always_inline)) double exp(double x) {
   const double high = clamped - n * 6.93147180369123816490e-01;
   const double low = n * 1.90821492927058770002e-10;
   const double r = high - low;
-  const double t = r * r;
-  double c = 4.13813679705723846039e-08;
-  c = c * t - 1.65339022054652515390e-06;
-  c = c * t + 6.61375632143793436117e-05;
-  c = c * t - 2.77777777770155933842e-03;
-  c = c * t + 1.66666666666666019037e-01;
-  c = r - c * t;
-  const double p = 1. + ((r * c) / (2. - c) - low + high);
+  const double p = 1. + (expm1_less_x(r) - low + high);
   const int64_t k = bit_cast<int64_t>(shifted) - 0x4338000000000000;
   const int64_t half = k >> 1;
   return p * bit_cast<double>((half + 1023) << 52) * bit_cast<double>((k - half + 1023) << 52);
 }
 
 // log((1 + f) * 2^e) for 1 + f in [sqrt(1/2), sqrt(2)).
-inline __attribute__((always_inline)) float log_of_parts(float f, float e) {
+FUSED_HOST_DEVICE float log_of_parts(float f, float e) {
   const float z = f * f;
   float p = 7.0376836292e-2f;
   p = p * f - 1.1514610310e-1f;
@@ -133,6 +159,21 @@ inline __attribute__((always_inline)) T log1p_unit(T x) {
   return log_of_parts(above ? (x - T(1)) * T(0.5) : x, above ? T(1) : T(0));
 }
 
+// For normal x = 1 + f.
+FUSED_HOST_DEVICE float log_near_one(float x, float f) {
+  const int32_t bits = bit_cast<int32_t>(x) - 0x3f3504f3;
+  const int32_t exponent = bits >> 23;
+  const float mantissa = bit_cast<float>((bits & 0x007fffff) + 0x3f3504f3) - 1.f;
+  return log_of_parts(exponent == 0 ? f : mantissa, static_cast<float>(exponent));
+}
+
+inline __attribute__((always_inline)) double log_near_one(double x, double f) {
+  const int64_t bits = bit_cast<int64_t>(x) - 0x3fe6a09e667f3bcd;
+  const int64_t exponent = bits >> 52;
+  const double mantissa = bit_cast<double>((bits & 0x000fffffffffffff) + 0x3fe6a09e667f3bcd) - 1.;
+  return log_of_parts(exponent == 0 ? f : mantissa, static_cast<double>(exponent));
+}
+
 // x = m * 2^e with m in [sqrt(1/2), sqrt(2)); subnormals are scaled up first.
 inline __attribute__((always_inline)) float log(float x) {
   const bool subnormal = x < 1.17549435e-38f;
@@ -170,6 +211,23 @@ FUSED_HOST_DEVICE T exp(T x) {
 #endif
 }
 
+// e^(x * scale). For float on the device in two instructions, 2 ulp, and 0 below the smallest
+// normal float. The product with scale * log2(e) is rounded, which is harmless as long as x is a
+// difference of logits: callers subtract first, never fold the reference into a fused multiply-add
+// (that would lose the low bits of logits near 700, and overflow where a mask fills rows with the
+// lowest float).
+template <typename T>
+FUSED_HOST_DEVICE T fast_exp(T x, T scale = 1) {
+#ifdef __CUDA_ARCH__
+  if constexpr (std::is_same_v<T, float>) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * (scale * kLog2E)));
+    return result;
+  }
+#endif
+  return exp(x * scale);
+}
+
 template <typename T>
 FUSED_HOST_DEVICE T log(T x) {
 #ifdef __CUDA_ARCH__
@@ -200,6 +258,29 @@ FUSED_HOST_DEVICE T log1p_unit(T x) {
 #else
   return host::log1p_unit(x);
 #endif
+}
+
+// e^x - 1 for x <= 0, whose exponential is known.
+template <typename T>
+FUSED_HOST_DEVICE T expm1_nonpositive(T x, T exponential) {
+#ifdef __CUDA_ARCH__
+  if constexpr (std::is_same_v<T, double>)
+    return ::expm1(x);
+  else
+#endif
+    return x > T(-0.34) ? host::expm1_reduced(x) : exponential - T(1);
+}
+
+// log(x) for x = 1 + f in (0, 1], without an error of x's rounding where x is near 1. x is normal;
+// a nan gives any number.
+template <typename T>
+FUSED_HOST_DEVICE T log_near_one(T x, T f) {
+#ifdef __CUDA_ARCH__
+  if constexpr (std::is_same_v<T, double>)
+    return f > -0.25 ? ::log1p(f) : ::log(x);
+  else
+#endif
+    return host::log_near_one(x, f);
 }
 
 }  // namespace fused::math

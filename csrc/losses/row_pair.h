@@ -4,8 +4,9 @@
 // and temperature T:
 //   exponentials = sum exp((x - origin) / T)
 //   mass         = sum m
-//   cross        = sum m d, where d is how far below `pivot` x is, over T, less how far below its
-//                  origin the target's own logit is, if it holds logits
+//   cross        = sum m d, where d is how far below `pivot` x is, less how far below its origin
+//   the
+//                  target's own logit is, if it holds logits; not over T
 // An origin is the largest logit seen so far, or 0 while there is none but -inf: -inf - -inf would
 // poison the sums. The pivot is input's origin or, where the target holds logits, the input logit
 // of target's largest: where one class has almost all the mass, its share of `cross` is then 0 and
@@ -31,15 +32,27 @@ struct RowPairStatistics {
   acc_t largest_input, exponentials, largest_target, mass, pivot, cross;
 };
 
+// A loss whose terms need the sums of both rows has a type SecondPass. It is made of a row's
+// statistics, gives two numbers for each class, and the loss's `finish` puts their sums into the
+// statistics.
+template <typename acc_t>
+struct RowPairSecondTerm {
+  acc_t input, target;
+};
+
+template <typename Loss>
+constexpr bool kHasSecondPass = requires { typename Loss::SecondPass; };
+
 template <typename acc_t>
 FUSED_HOST_DEVICE acc_t finite_or_zero(acc_t logit) {
   return logit > -math::kInfinity<acc_t> ? logit : acc_t(0);
 }
 
-// kTargetLogits: the target row holds logits, and its masses have an origin as well.
-template <typename acc_t, bool kTargetLogits>
+// kTargetLogits: the target row holds logits, and its masses have an origin as well. Without kCross
+// there is no pivot either.
+template <typename acc_t, bool kTargetLogits, bool kCross = true>
 struct RowPairState {
-  static constexpr bool kHasTargetLogits = kTargetLogits;
+  static constexpr bool kHasTargetLogits = kTargetLogits, kHasCross = kCross;
   acc_t largest_input, largest_target, pivot;
   double exponentials, mass, cross;
 
@@ -56,10 +69,10 @@ struct RowPairState {
   FUSED_HOST_DEVICE void raise_input(acc_t largest, acc_t inverse_temperature) {
     if (!(largest > largest_input)) return;
     exponentials *= static_cast<double>(
-        math::exp((largest_input - finite_or_zero(largest)) * inverse_temperature));
+        math::fast_exp(largest_input - finite_or_zero(largest), inverse_temperature));
     largest_input = largest;
     if constexpr (!kTargetLogits) {
-      cross += mass * static_cast<double>((input_origin() - pivot) * inverse_temperature);
+      cross += mass * static_cast<double>(input_origin() - pivot);
       pivot = input_origin();
     }
   }
@@ -69,13 +82,15 @@ struct RowPairState {
     if (!(largest > largest_target)) return;
     const acc_t origin = target_origin(), next = finite_or_zero(largest);
     const double factor =
-        static_cast<double>(math::exp((largest_target - next) * inverse_temperature));
-    const acc_t next_pivot = finite_or_zero(beside);
-    const acc_t shift = ((next - origin) - (next_pivot - pivot)) * inverse_temperature;
-    cross = factor * (cross - mass * static_cast<double>(shift));
+        static_cast<double>(math::fast_exp(largest_target - next, inverse_temperature));
+    if constexpr (kCross) {
+      const acc_t next_pivot = finite_or_zero(beside);
+      const acc_t shift = (next - origin) - (next_pivot - pivot);
+      cross = factor * (cross - mass * static_cast<double>(shift));
+      pivot = next_pivot;
+    }
     mass *= factor;
     largest_target = largest;
-    pivot = next_pivot;
   }
 
   // Makes the sums relative to origins and a pivot that also hold for other classes: those of the
@@ -83,10 +98,10 @@ struct RowPairState {
   FUSED_HOST_DEVICE void align(acc_t input, acc_t target, acc_t target_pivot,
                                acc_t inverse_temperature) {
     raise_input(input, inverse_temperature);
-    if constexpr (kTargetLogits) {
-      raise_target(target, target_pivot, inverse_temperature);
+    if constexpr (kTargetLogits) raise_target(target, target_pivot, inverse_temperature);
+    if constexpr (kTargetLogits && kCross) {
       // Equally large, but not the same class.
-      cross += mass * static_cast<double>((target_pivot - pivot) * inverse_temperature);
+      cross += mass * static_cast<double>(target_pivot - pivot);
       pivot = target_pivot;
     }
   }

@@ -22,9 +22,9 @@ struct SoftmaxKlDiv {
   FUSED_HOST_DEVICE explicit SoftmaxKlDiv(const double* parameters)
       : inverse_temperature(static_cast<acc_t>(1 / parameters[0])) {}
 
-  // Keeps the logarithm of a probability 0 finite, so that 0 times it is 0. A nan stays.
-  static FUSED_HOST_DEVICE acc_t finite(acc_t logarithm) {
-    return logarithm < math::kLowest<acc_t> ? math::kLowest<acc_t> : logarithm;
+  // Keeps the logit of a probability 0 finite, so that 0 times it is 0. A nan's probability is nan.
+  static FUSED_HOST_DEVICE acc_t finite(acc_t logit) {
+    return math::larger(logit, math::kLowest<acc_t>);
   }
 
   using State = RowPairState<acc_t, true>;
@@ -32,13 +32,11 @@ struct SoftmaxKlDiv {
   // input, target: less their origins; below: input less the pivot
   FUSED_HOST_DEVICE RowPairTerm<acc_t, acc_t> term(acc_t input, acc_t below, acc_t target,
                                                    acc_t /*weight*/) const {
-    const acc_t t = target * inverse_temperature;
-    const acc_t mass = math::exp(t);
-    return {math::exp(input * inverse_temperature), mass,
-            mass * (finite(t) - below * inverse_temperature)};
+    const acc_t mass = math::fast_exp(target, inverse_temperature);
+    return {math::fast_exp(input, inverse_temperature), mass, mass * (finite(target) - below)};
   }
 
-  // cross, over the mass: sum q ((t - largest) / T - (x - pivot) / T)
+  // cross, over the mass: sum q ((t - largest) - (x - pivot))
   template <typename state_t>
   static FUSED_HOST_DEVICE RowPairStatistics<acc_t> finish(const state_t& state) {
     return state.template statistics<acc_t>(state.mass);
@@ -47,13 +45,14 @@ struct SoftmaxKlDiv {
   // One logarithm of a quotient near 1, not two that almost cancel.
   FUSED_HOST_DEVICE double value(const RowPairStatistics<acc_t>& row) const {
     const double distance = static_cast<double>(row.largest_input) - static_cast<double>(row.pivot);
-    return static_cast<double>(row.cross) + distance * static_cast<double>(inverse_temperature) +
+    return (static_cast<double>(row.cross) + distance) * static_cast<double>(inverse_temperature) +
            math::log(static_cast<double>(row.exponentials) / static_cast<double>(row.mass));
   }
 
   // The gradients of one row; scale: grad_output over the reduction's divisor.
   struct Gradient {
-    acc_t largest_input, largest_target, inverse_temperature, pivot, cross, p_scale, q_scale;
+    acc_t largest_input, largest_target, inverse_temperature, pivot, cross;
+    acc_t p_scale, q_scale, distance_scale;
 
     FUSED_HOST_DEVICE Gradient(const SoftmaxKlDiv& loss, const RowPairStatistics<acc_t>& row,
                                acc_t scale)
@@ -63,17 +62,18 @@ struct SoftmaxKlDiv {
           pivot(row.pivot),
           cross(row.cross),
           p_scale(scale * loss.inverse_temperature / row.exponentials),
-          q_scale(scale * loss.inverse_temperature / row.mass) {}
+          q_scale(scale * loss.inverse_temperature / row.mass),
+          distance_scale(q_scale * loss.inverse_temperature) {}
 
     FUSED_HOST_DEVICE acc_t input(acc_t x, acc_t target, acc_t /*weight*/) const {
-      return p_scale * math::exp((x - largest_input) * inverse_temperature) -
-             q_scale * math::exp((target - largest_target) * inverse_temperature);
+      return p_scale * math::fast_exp(x - largest_input, inverse_temperature) -
+             q_scale * math::fast_exp(target - largest_target, inverse_temperature);
     }
     // log q - log p - loss: what the three have in common is left out.
     FUSED_HOST_DEVICE acc_t target(acc_t x, acc_t target, acc_t /*weight*/) const {
-      const acc_t t = (target - largest_target) * inverse_temperature;
-      const acc_t distance = finite(t) - (x - pivot) * inverse_temperature;
-      return q_scale * math::exp(t) * (distance - cross);
+      const acc_t t = target - largest_target;
+      const acc_t distance = finite(t) - (x - pivot);
+      return distance_scale * math::fast_exp(t, inverse_temperature) * (distance - cross);
     }
   };
 };

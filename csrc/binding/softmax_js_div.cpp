@@ -1,0 +1,20 @@
+// fused::softmax_js_div_forward, _backward, _with_grad and _with_grad_.
+#include "softmax_divergence.h"
+
+namespace fused::binding {
+namespace {
+
+constexpr char kName[] = "softmax_js_div";
+using JsDiv =
+    SoftmaxDivergence<kName, &softmax_js_div_forward, &softmax_js_div_backward, double, double>;
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fused, FUSED_DISPATCH_KEY, library) {
+  library.impl("softmax_js_div_forward", TORCH_BOX(&JsDiv::forward));
+  library.impl("softmax_js_div_backward", TORCH_BOX(&JsDiv::backward));
+  library.impl("softmax_js_div_with_grad", TORCH_BOX(&JsDiv::with_grad));
+  library.impl("softmax_js_div_with_grad_", TORCH_BOX(&JsDiv::with_grad_));
+}
+
+}  // namespace fused::binding
