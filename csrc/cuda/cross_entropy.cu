@@ -9,6 +9,7 @@
 #include "cross_entropy_columns.cuh"
 #include "cross_entropy_rows.cuh"
 #include "cross_entropy_sums.cuh"
+#include "row_threads.cuh"
 
 namespace fused {
 namespace cuda {
@@ -61,19 +62,9 @@ Launch choose_forward(const CrossEntropyArgs& args, const Device& device) {
   if (!is_double && packets <= (bulk ? 128 : 256))
     return {Path::kShortRows, std::max<int64_t>(std::bit_ceil(static_cast<uint64_t>(packets)), 4)};
 
-  // Whole warps for about so many packets a thread.
-  const auto threads = [](int64_t row, int64_t packets_per_thread, int64_t least, int64_t most) {
-    const int64_t wanted = divide_up(row, packets_per_thread * kWarp) * kWarp;
-    return static_cast<int>(std::clamp(wanted, least, most));
-  };
-  if (!gradient) {
-    // A warp that waits for no other one overlaps its loads with their arithmetic: no more of them
-    // share a row than it takes to have two rounds of blocks on the device.
-    const int64_t filling = divide_up(2048 * device.multiprocessors, args.rows);
-    const int64_t least = std::min<int64_t>(threads(filling, 1, kWarp, kLongRowThreads),
-                                            threads(packets, 4, kWarp, kLongRowThreads));
-    return {Path::kBlock, 0, threads(packets, 32, least, kLongRowThreads)};
-  }
+  if (!gradient)
+    return {Path::kBlock, 0,
+            independent_row_threads(args.rows, packets, device.multiprocessors, kLongRowThreads)};
 
   if (bulk) {
     // Three blocks a multiprocessor: one row's copies run under the arithmetic of two others. The
@@ -84,12 +75,12 @@ Launch choose_forward(const CrossEntropyArgs& args, const Device& device) {
     for (const int cluster : {1, 2, 4, 8}) {
       const int64_t slice = divide_up(packets, cluster);
       if (slice <= third || (cluster == kMaxCluster && slice <= most))
-        return {Path::kBulk, slice, threads(slice, 8, kWarp, kBulkThreads), cluster};
+        return {Path::kBulk, slice, row_threads(slice, 8, kWarp, kBulkThreads), cluster};
     }
   }
   // Half of a multiprocessor's shared memory, so that two rows are under way.
   const int64_t half = (device.shared_per_multiprocessor / 2 - device.shared_reserved - 512) / 16;
-  return {Path::kBlock, std::min(packets, half), threads(packets, 4, 64, kLongRowThreads)};
+  return {Path::kBlock, std::min(packets, half), row_threads(packets, 4, 64, kLongRowThreads)};
 }
 
 unsigned blocks_for(int64_t rows, int64_t rows_per_block) {

@@ -221,6 +221,8 @@ template <typename Loss, typename acc_t>
 __global__ void __launch_bounds__(kRowTotalThreads)
     row_pair_total_kernel(const __grid_constant__ RowPairArgs args, const Loss loss,
                           const Total total) {
+  await_previous();
+  let_next_start();
   double sum = 0;
   if (args.cols > 0) {
 #pragma unroll 4
@@ -237,13 +239,10 @@ void launch_row_pair_total(const RowPairArgs& args, cudaStream_t stream) {
   const Total total{args.loss, args.loss_dtype, args.divisor, args.workspace};
   const int64_t blocks = std::min(row_sum_shares(args.rows),
                                   std::max<int64_t>(1, divide_up(args.rows, kRowTotalThreads)));
-  row_pair_total_kernel<Loss, acc_t>
-      <<<static_cast<unsigned>(blocks), kRowTotalThreads, 0, stream>>>(args, Loss(args.parameters),
-                                                                       total);
-  check_launch("row_pair_total_kernel");
-  if (blocks == 1) return;
-  total_kernel<<<1, kRowTotalThreads, 0, stream>>>(total, static_cast<int>(blocks));
-  check_launch("total_kernel");
+  launch_behind("row_pair_total_kernel", row_pair_total_kernel<Loss, acc_t>,
+                static_cast<unsigned>(blocks), kRowTotalThreads, stream, args,
+                Loss(args.parameters), total);
+  if (blocks > 1) launch_total(total, blocks, kRowTotalThreads, stream);
 }
 
 }  // namespace fused::cuda

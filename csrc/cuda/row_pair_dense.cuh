@@ -152,6 +152,7 @@ __global__ void __launch_bounds__(kBlockRow ? kRowPairThreads : kRowPairWarpThre
     row_pair_kernel(const __grid_constant__ RowPairArgs args, const Loss loss) {
   using acc_t = acc_type<input_t>;
   using State = typename Loss::State;
+  if constexpr (kForward) let_next_start();
   __shared__ State scratch[kWarp];
   __shared__ RowPairStatistics<acc_t> shared;
   const int lane = kBlockRow ? threadIdx.x : threadIdx.x % kWarp;

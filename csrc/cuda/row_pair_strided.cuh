@@ -7,19 +7,18 @@
 #pragma once
 
 #include "row_pair_dense.cuh"
+#include "row_threads.cuh"
 
 namespace fused::cuda {
 
 constexpr int kStridedRows = 32;
 constexpr int kStridedLanes = 8;
-// Rows of more packets that are read again get large blocks: the rows of as many small ones as run
-// at a time would not fit into the L2 cache.
-constexpr int64_t kManyPackets = 2048;
 
 template <typename Loss, typename acc_t, bool kForward>
 __global__ void __launch_bounds__(kStridedRows* kStridedLanes)
     row_pair_strided_kernel(const __grid_constant__ RowPairArgs args, const Loss loss) {
   using State = typename Loss::State;
+  if constexpr (kForward) let_next_start();
   __shared__ State scratch[kStridedLanes][kStridedRows];
   __shared__ RowPairStatistics<acc_t> shared[kStridedRows];
   const acc_t* weight = Loss::kWeighted ? static_cast<const acc_t*>(args.weight) : nullptr;
@@ -112,15 +111,17 @@ bool try_dense(const RowPairArgs& args, cudaStream_t stream) {
   using RowLoss = Loss<acc_t>;
   const RowLoss loss(args.parameters);
   const int64_t packets = args.cols / Packet<input_t>::kWidth;
-  const bool twice = kForward && (args.grad_input.data || kHasSecondPass<RowLoss>);
-  if (packets <= kWarp * 8) {
+  // Rows that are read again should come from the L2 cache: fewer of them are under way at a time.
+  const int threads =
+      kForward && !args.grad_input.data
+          ? independent_row_threads(args.rows, packets, current_device().multiprocessors,
+                                    kRowPairThreads)
+          : row_threads(packets, 8, kWarp, kRowPairThreads);
+  if (threads == kWarp) {
     row_pair_kernel<RowLoss, input_t, target_t, false, kForward>
         <<<row_pair_blocks(args.rows, kRowPairWarpThreads / kWarp), kRowPairWarpThreads, 0,
            stream>>>(args, loss);
   } else {
-    const int64_t warps = divide_up(packets, int64_t(4) * kWarp);
-    const int64_t most = twice && packets > kManyPackets ? kRowPairThreads : kRowPairWarpThreads;
-    const int threads = static_cast<int>(std::min<int64_t>(warps * kWarp, most));
     row_pair_kernel<RowLoss, input_t, target_t, true, kForward>
         <<<row_pair_blocks(args.rows, 1), threads, 0, stream>>>(args, loss);
   }
