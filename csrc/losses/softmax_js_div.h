@@ -22,7 +22,7 @@ struct SoftmaxJsDiv {
 
   // A weight that underflows stays positive, and with it every m.
   static FUSED_HOST_DEVICE acc_t weight(double value) {
-    return math::larger(static_cast<acc_t>(value), std::numeric_limits<acc_t>::min());
+    return math::larger(static_cast<acc_t>(value), math::kSmallestNormal<acc_t>);
   }
 
   // parameters: beta, temperature
