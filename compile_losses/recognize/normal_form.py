@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from compile_losses.recognize.constants import constant
 from compile_losses.recognize.shadow import Shadow, compute, same_sizes
 from compile_losses.recognize.values import Size, Value, example
 
@@ -94,15 +95,74 @@ class NormalForm:
         return reduction, steps + [(torch.div, (size,)) for size in divisors]
 
 
+@dataclass
+class Written:
+    """A loss found in a normal form: ``root == scale of the form * op(*args, **kwargs)``.
+
+    Attributes:
+        counts: what the op's reductions divide a sum by.
+        each: whether the root holds a number for each row, instead of their sum.
+        last: what then remains to be done to the shape.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    form: NormalForm = field(kw_only=True)
+    counts: dict[str, Any] = field(kw_only=True)
+    each: bool = field(kw_only=True, default=False)
+    last: Steps = field(kw_only=True, default_factory=list)
+
+
 def normal_forms(node: Node, shadow: Shadow) -> Iterator[NormalForm]:
     """Every form of a node, the one with the largest body first."""
     root = shadow.of(node)
-    waiting = [NormalForm(root, root)]
+    yield from _forms(NormalForm(root, root), shadow)
+
+
+def added_forms(form: NormalForm, shadow: Shadow) -> Iterator[tuple[NormalForm, NormalForm]]:
+    """Forms of both parts of a sum, where these are reduced alike: the body of the whole is the sum
+    of both bodies, each times its constant."""
+    value = form.body
+    if value.op not in (aten.add.Tensor, aten.sub.Tensor) or value.kwargs or form.weights:
+        return
+    parts = value.args[:2]
+    if not all(isinstance(p, Value) and same_sizes(p.fake.shape, value.fake.shape) for p in parts):
+        return
+    sign = 1.0 if value.op is aten.add.Tensor else -1.0
+    left = _forms(replace(form, body=parts[0]), shadow)
+    right = [*_forms(replace(form, body=parts[1], constant=form.constant * sign), shadow)]
+    for one in left:
+        for other in right:
+            if (
+                len(one.reduced) > len(form.reduced)
+                and one.reduced == other.reduced
+                and not (one.weights or other.weights)
+                and same_sizes(one.body.fake.shape, other.body.fake.shape)
+                and statically_known_true(
+                    one.numerator * other.denominator == other.numerator * one.denominator
+                )
+            ):
+                yield one, other
+
+
+def _forms(form: NormalForm, shadow: Shadow) -> Iterator[NormalForm]:
+    waiting = [form]
     while waiting:
         form = waiting.pop()
         form = replace(form, body=shadow.resolve(form.body))
         yield form
         waiting += reversed(_peel(form, shadow))
+
+
+def sums_classes(form: NormalForm) -> tuple[int, ...] | None:
+    """The dimensions added up first; None if there are none or the root holds more than rows."""
+    if not form.reduced or (form.root.fake.dim() > 0 and len(form.reduced) > 1):
+        return None
+    dims, keep = form.reduced[-1]
+    if form.root.fake.dim() > 0 and (keep or dims is None or len(dims) != 1):
+        return None
+    return tuple(range(form.body.fake.dim())) if dims is None else dims
 
 
 def _peel(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
@@ -199,7 +259,7 @@ def _scaling(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
     value = form.body
     if value.op is aten.neg.default:
         return [replace(form, body=value.args[0], constant=-form.constant)]
-    left, right = value.args[:2]
+    left, right = (_number(argument, shadow) for argument in value.args[:2])
     multiplies = value.op in (aten.mul.Tensor, aten.mul.Scalar)
     if multiplies and not isinstance(left, Value):
         left, right = right, left
@@ -215,6 +275,12 @@ def _scaling(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
         constant = form.constant * right if multiplies else form.constant / right
         return [replace(form, body=left, constant=constant)]
     return []
+
+
+def _number(argument: Any, shadow: Shadow) -> Any:
+    """A tensor that certainly holds a number is one."""
+    known = constant(argument, shadow) if isinstance(argument, Value) else None
+    return argument if known is None else known
 
 
 def _weights(

@@ -13,9 +13,16 @@ from torch.fx import Graph, Node
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.recognize.absorb import absorb
 from compile_losses.recognize.difference import find_difference
+from compile_losses.recognize.divergence import softmax_divergences
 from compile_losses.recognize.match import Decline, Match
-from compile_losses.recognize.normal_form import SCALINGS, NormalForm, normal_forms
-from compile_losses.recognize.probabilities import Written, written_probabilities
+from compile_losses.recognize.normal_form import (
+    SCALINGS,
+    NormalForm,
+    Written,
+    added_forms,
+    normal_forms,
+)
+from compile_losses.recognize.probabilities import written_probabilities
 from compile_losses.recognize.shadow import Shadow, aten, compute
 from compile_losses.recognize.table import (
     Arguments,
@@ -41,7 +48,10 @@ _ROWS = {
     *_TOTALS,
     *("sub", "subtract", "rsub", "add", "gather", "take_along_dim", "getitem", "squeeze", "view"),
     *("reshape", "log", "exp", "unsqueeze", "kl_div", "xlogy", "flatten", "transpose", "permute"),
+    *("stack", "logaddexp", "lerp"),
 }
+#: Losses that no function of torch's is alone; kl_div is a part of them.
+_DIVERGENCES = ("softmax_kl_div", "softmax_js_div")
 
 
 def _name(node: Node) -> str:
@@ -93,7 +103,7 @@ class Recognizer:
             return
         for form in normal_forms(node, self.shadow):
             for match in self._matches(node, form):
-                if call is not None and match.op != "softmax_kl_div":
+                if call is not None and match.op not in _DIVERGENCES:
                     continue  # the table knows more of its options
                 if match.steps and form.root.op in SCALINGS:
                     continue  # the factor stays the user's: the node inside it is a root as well
@@ -104,6 +114,11 @@ class Recognizer:
             yield from self._differences(node, form)
         for written in written_probabilities(form, self.terms):
             if _declared(written.op):
+                yield from self._probabilities(node, written)
+        for one, other in added_forms(form, self.shadow):
+            total = self.terms.of(one.body) * one.constant
+            total = total + self.terms.of(other.body) * other.constant
+            for written in softmax_divergences(replace(one, constant=1.0), total, self.terms):
                 yield from self._probabilities(node, written)
         if form.root.fake.dim() == 0 and form.reduced and not form.weights and form.body.whole:
             yield from self._calls(node, form)
