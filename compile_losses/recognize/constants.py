@@ -1,7 +1,8 @@
 """Numbers that a graph holds as tensors: ``beta = torch.tensor(0.1)``, ``torch.log1p(-beta)``.
 
-They are computed in float64 from the numbers in the source. What torch rounds to the tensor's dtype
-on the way is rounding like any other: two weights meant to add up to 1 do so here.
+They are computed in float64 from the numbers in the source. That torch rounds them to their dtype
+is rounding like any other, if what they are combined with is not wider: two weights that are meant
+to add up to 1 do so here.
 """
 
 from __future__ import annotations
@@ -30,24 +31,30 @@ _FUNCTIONS: dict[Any, Callable[..., float]] = {
 _SOURCES = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 
 
-def constant(argument: Any, shadow: Shadow) -> float | None:
-    """The number that an argument is, or that a tensor without dimensions certainly holds."""
+def constant(argument: Any, dtype: torch.dtype, shadow: Shadow) -> float | None:
+    """The number that an argument is, or that a tensor without dimensions certainly holds.
+
+    Args:
+        dtype: of what it is combined with.
+    """
     if isinstance(argument, int | float):
         return None if isinstance(argument, bool) else float(argument)
     if not isinstance(argument, Value):
         return None
     fake = argument.fake
-    if fake.dim() > 0 or not fake.is_floating_point():
+    if fake.dim() > 0 or not fake.is_floating_point() or not dtype.is_floating_point:
+        return None
+    if torch.finfo(fake.dtype).eps > torch.finfo(dtype).eps:
         return None
     value = shadow.resolve(argument)
     if value.op is None:
         return _source(value)
     packet = value.op._overloadpacket
     if packet is aten._to_copy:
-        return constant(value.args[0], shadow)
+        return constant(value.args[0], dtype, shadow)
     if packet not in _FUNCTIONS or value.kwargs:
         return None
-    numbers = [constant(inner, shadow) for inner in value.args]
+    numbers = [constant(inner, dtype, shadow) for inner in value.args]
     if None in numbers:
         return None
     try:

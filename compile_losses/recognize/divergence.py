@@ -7,10 +7,20 @@ from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from compile_losses.recognize.constants import constant
-from compile_losses.recognize.normal_form import NormalForm, Written, sums_classes
-from compile_losses.recognize.polynomial import Atom, Polynomial, atom, exp, log_softmax, softmax_of
-from compile_losses.recognize.shadow import Shadow, aten, same_sizes
+from compile_losses.recognize.normal_form import NormalForm, Selection, Steps, Written, sums_classes
+from compile_losses.recognize.polynomial import (
+    Atom,
+    Polynomial,
+    atom,
+    exp,
+    log_softmax,
+    softmax_of,
+    unrounded,
+)
+from compile_losses.recognize.shadow import Shadow, aten, compute, same_sizes
 from compile_losses.recognize.terms import Terms
 from compile_losses.recognize.values import Value, example
 
@@ -47,7 +57,7 @@ def _of_mixture(
         assert softmax is not None
         log_one = log_softmax(*softmax)
         pattern = pattern + exp(log_one) * (log_one - atom(log_m)) * weight
-        parts.append((*softmax, weight))
+        parts.append((*softmax, unrounded(weight)))
     scale = polynomial.ratio(pattern)
     if len(parts) != 2 or scale is None:
         return
@@ -58,7 +68,7 @@ def _of_mixture(
         # The roles may be exchanged. The op's input is what its gradient can be computed with.
         x, z, beta = z, x, parts[0][2]
     options = {} if beta == 0.5 else {"beta": beta}
-    scaled = replace(form, constant=form.constant * scale)
+    scaled = replace(form, constant=form.constant * unrounded(scale))
     yield from _of_rows("softmax_js_div", scaled, x, z, dim, options, terms)
 
 
@@ -83,6 +93,12 @@ def _of_rows(
     shape = form.body.fake.shape
     if not all(same_sizes(value.fake.shape, shape) for value in (x, z)):
         return
+    each = form.root.fake.dim() > 0 or len(shape) == 1
+    last: Steps = []
+    if form.selection is not None:
+        each, last = True, _of_selected_rows(form.selection, len(shape) - 1)
+        if not last or dim < form.selection.mask.fake.dim():
+            return
     temperature, x, z = _temperature(x, z, terms.shadow)
     if temperature != 1:
         options = {**options, "temperature": temperature}
@@ -94,8 +110,24 @@ def _of_rows(
         options,
         form=form,
         counts={"batchmean": shape[0], "mean": math.prod(shape)},
-        each=form.root.fake.dim() > 0 or len(shape) == 1,
+        each=each,
+        last=last,
     )
+
+
+def _of_selected_rows(selection: Selection, rank: int) -> Steps:
+    """From the loss of each row to the sum of those that a mask takes; none if there is no way.
+
+    The others are set to 0: their sum needs nobody to wait for the count.
+    """
+    outside = compute(aten.logical_not.default, selection.mask)
+    count = compute(aten.sum.default, selection.mask)
+    while outside is not None and outside.fake.dim() < rank:
+        outside = compute(aten.unsqueeze.default, outside, -1)
+    if outside is None or count is None:
+        return []
+    steps: Steps = [(torch.masked_fill, (outside, 0.0)), (torch.sum, ())]
+    return [*steps, (torch.div, (count,))] if selection.mean else steps
 
 
 def _temperature(x: Value, z: Value, shadow: Shadow) -> tuple[float, Value, Value]:
@@ -105,7 +137,7 @@ def _temperature(x: Value, z: Value, shadow: Shadow) -> tuple[float, Value, Valu
         resolved = shadow.resolve(value)
         if resolved.op not in (aten.div.Tensor, aten.mul.Tensor) or resolved.kwargs:
             return 1.0, x, z
-        inner, factor = resolved.args[0], constant(resolved.args[1], shadow)
+        inner, factor = resolved.args[0], constant(resolved.args[1], value.fake.dtype, shadow)
         if factor is None or factor <= 0 or not same_sizes(inner.fake.shape, value.fake.shape):
             return 1.0, x, z
         found.append((factor if resolved.op is aten.div.Tensor else 1.0 / factor, inner))

@@ -46,6 +46,18 @@ Steps = list[tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 @dataclass(frozen=True)
+class Selection:
+    """``body[mask]``, for a mask of the body's leading dimensions.
+
+    Attributes:
+        mean: whether the sum is divided by how many the mask takes.
+    """
+
+    mask: Value
+    mean: bool
+
+
+@dataclass(frozen=True)
 class NormalForm:
     """``root == constant * numerator / denominator * sum(weights * body)``.
 
@@ -56,6 +68,7 @@ class NormalForm:
         reduced: the dimensions added up and whether they are kept, for each sum or mean on the way;
             None for all dimensions.
         views: whether elements were rearranged on the way.
+        selection: what the sum was taken of, where that is not all of the body.
     """
 
     root: Value
@@ -66,6 +79,7 @@ class NormalForm:
     weights: tuple[Value, ...] = ()
     reduced: tuple[tuple[tuple[int, ...] | None, bool], ...] = ()
     views: bool = False
+    selection: Selection | None = None
 
     def scale(self, counts: dict[str, Any], sized: list[Node]) -> tuple[str, Steps] | None:
         """The reduction that makes the scale, and what then remains to be done.
@@ -169,7 +183,11 @@ def _peel(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
     value = form.body
     if value.op is None or value.kwargs.get("dtype") is not None:
         return []
+    if form.selection is not None:
+        return _scaling(form, shadow) if value.op in SCALINGS else []
     whole = form.root.fake.dim() == 0
+    if value.op is aten.index.Tensor:
+        return _selection(form) if whole and form.reduced and not form.weights else []
     if value.op in _SUMS or value.op in _MEANS:
         return _reduction(form, shadow) if whole or not form.reduced else []
     if value.op in _VIEWS:
@@ -218,6 +236,31 @@ def _reduction(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
     ]
 
 
+def _selection(form: NormalForm) -> list[NormalForm]:
+    """Elements, or rows, taken by a mask. How many they are only a count of the mask says."""
+    value = form.body
+    inner, indices = value.args
+    mask = indices[0]
+    if len(indices) != 1 or not isinstance(mask, Value) or mask.fake.dtype != torch.bool:
+        return []
+    masked = mask.fake.dim()
+    if masked == 0 or not same_sizes(mask.fake.shape, inner.fake.shape[:masked]):
+        return []
+    # Replayed, the number that the mask takes is another symbol.
+    count, *rest = example(value.node).shape if value.whole else value.fake.shape
+    mean = False
+    for each in {1, math.prod(rest)}:
+        if statically_known_true(form.denominator == form.numerator * each * count):
+            form, mean = replace(form, numerator=1, denominator=each), True
+            break
+    dims, keep = form.reduced[-1]
+    if dims is not None:  # the first of them stands for all of the mask's
+        others = tuple(d + masked - 1 for d in dims if d > 0)
+        dims = (*range(masked), *others) if 0 in dims else others
+    reduced = (*form.reduced[:-1], (dims, keep))
+    return [replace(form, body=inner, reduced=reduced, selection=Selection(mask, mean))]
+
+
 def _view(form: NormalForm, inner: Value) -> list[NormalForm]:
     """Weights must be viewed the other way round."""
     weights = []
@@ -259,11 +302,16 @@ def _scaling(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
     value = form.body
     if value.op is aten.neg.default:
         return [replace(form, body=value.args[0], constant=-form.constant)]
-    left, right = (_number(argument, shadow) for argument in value.args[:2])
+    left, right = value.args[:2]
     multiplies = value.op in (aten.mul.Tensor, aten.mul.Scalar)
-    if multiplies and not isinstance(left, Value):
+    if multiplies and not isinstance(_number(left, value, shadow), Value):
         left, right = right, left
+    right = _number(right, value, shadow)
+    if not isinstance(left, Value):
+        return []
     if isinstance(right, Value):
+        if form.selection is not None:
+            return []
         return _weights(form, left, right, multiplies, shadow)
     if isinstance(right, bool):
         return []
@@ -272,15 +320,15 @@ def _scaling(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
             return [replace(form, body=left, numerator=form.numerator * right)]
         return [replace(form, body=left, denominator=form.denominator * right)]
     if isinstance(right, float) and (multiplies or right != 0):
-        constant = form.constant * right if multiplies else form.constant / right
-        return [replace(form, body=left, constant=constant)]
+        changed = form.constant * right if multiplies else form.constant / right
+        return [replace(form, body=left, constant=changed)]
     return []
 
 
-def _number(argument: Any, shadow: Shadow) -> Any:
-    """A tensor that certainly holds a number is one."""
-    known = constant(argument, shadow) if isinstance(argument, Value) else None
-    return argument if known is None else known
+def _number(factor: Any, value: Value, shadow: Shadow) -> Any:
+    """A factor as a number, if it is a tensor that certainly holds one."""
+    known = constant(factor, value.fake.dtype, shadow) if isinstance(factor, Value) else None
+    return factor if known is None else known
 
 
 def _weights(

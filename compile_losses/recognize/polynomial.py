@@ -15,6 +15,7 @@ An *atom* is a tuple: its kind, then what it is of.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -85,6 +86,12 @@ _MOST_TERMS = 64
 _LARGEST_SHIFT = 100.0
 #: As far from 1 the weights of a mixture are by rounding alone.
 _ROUNDING = 1e-12
+
+
+def unrounded(value: float) -> float:
+    """A number of few digits in the place of one that differs from it by rounding alone."""
+    short = float(f"{value:.12g}")
+    return short if math.isclose(short, value, rel_tol=8 * sys.float_info.epsilon) else value
 
 
 class OpaqueError(Exception):

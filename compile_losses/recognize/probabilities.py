@@ -55,6 +55,9 @@ def written_probabilities(form: NormalForm, terms: Terms) -> Iterator[Written]:
     polynomial = terms.of(form.body)
     if not {found[0] for found in polynomial.atoms()} & {"lse", "log", "exp", "one_hot"}:
         return
+    if form.selection is not None:
+        yield from softmax_divergences(form, polynomial, terms)
+        return
     yield from _cross_entropy_of_rows(form, polynomial, terms)
     yield from _cross_entropy_of_one_hot(form, polynomial, terms)
     if sums_classes(form) is not None:

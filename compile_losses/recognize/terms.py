@@ -194,7 +194,7 @@ class Terms:
             raise OpaqueError
         if not isinstance(argument, Value):
             return number(argument)
-        known = constant(argument, self.shadow)
+        known = constant(argument, value.fake.dtype, self.shadow)
         if known is not None:
             return number(known)
         if argument.fake.dim() != value.fake.dim():

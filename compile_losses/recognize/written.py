@@ -9,6 +9,7 @@ from functools import cache
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.recognize.absorb import absorb
@@ -110,7 +111,8 @@ class Recognizer:
                 yield match
 
     def _matches(self, node: Node, form: NormalForm) -> Iterator[Match]:
-        if form.root.fake.dim() == 0 and form.reduced:
+        whole = form.root.fake.dim() == 0 and form.reduced and form.selection is None
+        if whole:
             yield from self._differences(node, form)
         for written in written_probabilities(form, self.terms):
             if _declared(written.op):
@@ -120,7 +122,7 @@ class Recognizer:
             total = total + self.terms.of(other.body) * other.constant
             for written in softmax_divergences(replace(one, constant=1.0), total, self.terms):
                 yield from self._probabilities(node, written)
-        if form.root.fake.dim() == 0 and form.reduced and not form.weights and form.body.whole:
+        if whole and not form.weights and form.body.whole:
             yield from self._calls(node, form)
 
     def _differences(self, node: Node, form: NormalForm) -> Iterator[Match]:
@@ -159,7 +161,7 @@ class Recognizer:
         if written.each:
             reduction = "none"
         args = tuple(REDUCTIONS[reduction] if a == "reduction" else a for a in written.args)
-        yield self._match(node, written.op, args, written.kwargs, [*steps, *written.last])
+        yield self._match(node, written.op, args, written.kwargs, [*written.last, *steps])
 
     def _calls(self, node: Node, form: NormalForm) -> Iterator[Match]:
         """A loss that is one call, without a reduction, and then reduced."""
@@ -219,12 +221,30 @@ class Recognizer:
                     continue
                 found.add(node)
                 waiting.append(node)
+        found |= {check for node in found for check in _size_checks(node)}
         return sorted(found, reverse=True)
 
     def _looked_into(self, node: Node) -> bool:
         return node.op in ("call_function", "call_method") and (
             self.shadow.looked_at(node) or not isinstance(example(node), torch.Tensor)
         )
+
+
+def _size_checks(node: Node) -> set[Node]:
+    """The assertions about a size that only the data say, where nothing else asks for it."""
+    value = example(node)
+    if not isinstance(value, torch.Tensor) or not free_unbacked_symbols(value):
+        return set()
+    found: set[Node] = set()
+    waiting = [user for user in node.users if user.target is aten.sym_size.int]
+    while waiting:
+        check = waiting.pop()
+        asserts = check.target is aten._assert_scalar.default
+        if not asserts and isinstance(example(check), torch.Tensor | type(None)):
+            return set()
+        found.add(check)
+        waiting += check.users
+    return found
 
 
 def _scaled(form: NormalForm, scale: float) -> NormalForm:
