@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -160,3 +161,78 @@ def test_input_is_what_is_learned():
     (node,) = found
     assert node.args[0].meta["example_value"].requires_grad
     assert node.kwargs["beta"] == pytest.approx(0.7, abs=0)
+
+
+LOG_SOFTMAXES = [
+    lambda x, dim: (x / 2.0).log_softmax(dim),
+    lambda x, dim: (x * 3).softmax(dim).log(),
+    lambda x, dim: x - x.logsumexp(dim, keepdim=True),
+]
+MIXTURES = [
+    lambda p, q, a, b: torch.logaddexp(p + math.log(a), q + math.log(b)),
+    lambda p, q, a, b: torch.stack([q + math.log(b), p + math.log(a)]).logsumexp(0),
+    lambda p, q, a, b: (a * p.exp() + b * q.exp()).log(),
+    lambda p, q, a, b: ((a / b * p.exp() + q.exp()) * b).log(),
+    lambda p, q, a, b: torch.logaddexp(p + math.log(a / b), q) + math.log(b),
+]
+TERMS = [
+    lambda p, m: p.exp() * (p - m),
+    lambda p, m: F.kl_div(m, p, reduction="none", log_target=True),
+    lambda p, m: F.kl_div(m, p.exp(), reduction="none"),
+    lambda p, m: p.exp() * p - p.exp() * m,
+]
+REDUCTIONS = [
+    lambda p, q, dim: (p + q).sum(),
+    lambda p, q, dim: (p + q).mean(),
+    lambda p, q, dim: (p + q).sum(dim).mean(),
+    lambda p, q, dim: p.sum() + q.sum(),
+    lambda p, q, dim: p.sum(dim) + q.sum(dim),
+    lambda p, q, dim: (p.mean() + q.mean()) * 4,
+    lambda p, q, dim: q.sum(dim).mean() + p.sum(dim).mean(),
+    lambda p, q, dim: (p.sum() + q.sum()) / len(p),
+]
+
+
+def program(seed):
+    """A divergence from a mixture, written somehow, and whether it is Jensen and Shannon's."""
+    rng = random.Random(seed)
+    log_softmax, mixture, of_p, of_q, reduce = (
+        rng.choice(choices) for choices in (LOG_SOFTMAXES, MIXTURES, TERMS, TERMS, REDUCTIONS)
+    )
+    beta, dim = rng.choice([0.1, 0.5, 0.7]), rng.choice([1, 0])
+    wrong = rng.choice([None, None, "weight", "mixture", "temperature", "dim", "detached", "eps"])
+    outer, inner = (beta + 0.05 if wrong == name else beta for name in ("weight", "mixture"))
+
+    def function(student, teacher):
+        p, q = (log_softmax(x, dim) for x in (student, teacher))
+        in_mixture = p
+        if wrong == "temperature":
+            in_mixture = log_softmax(student / 3, dim)
+        if wrong == "dim":
+            in_mixture = log_softmax(student, 1 - dim)
+        if wrong == "detached":
+            in_mixture = p.detach()
+        m = mixture(in_mixture, q, 1 - inner, inner)
+        if wrong == "eps":
+            m = m + 1e-3
+        return reduce((1 - beta) * of_p(p, m), outer * of_q(q, m), dim)
+
+    return function, wrong is None
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_drawn_mixtures(seed):
+    """Whatever is drawn, results are eager mode's, and what is right is found."""
+    function, right = program(seed)
+    inputs = random.Random(seed).choice([distillation, learned_distillation, square_logits])()
+    torch._dynamo.reset()
+    sites = []
+
+    def backend(gm, example_inputs):
+        sites.extend(compile_losses.rewrite(gm).meta["compile_losses"].sites)
+        return gm.forward
+
+    ours = run(torch.compile(function, backend=backend, fullgraph=True), inputs)
+    torch.testing.assert_close(ours, run(function, inputs), rtol=1e-4, atol=1e-6)
+    found = [site.op for site in sites if site.status == "rewritten"]
+    assert (found == ["softmax_js_div"]) == right, found

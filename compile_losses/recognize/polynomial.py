@@ -51,7 +51,7 @@ class Polynomial(Mapping[Monomial, float]):
     def __add__(self, other: Polynomial) -> Polynomial:
         terms = dict(self._terms)
         for monomial, coefficient in other.items():
-            terms[monomial] = terms.get(monomial, 0.0) + coefficient
+            _add(terms, monomial, coefficient)
         return Polynomial(terms)
 
     def __sub__(self, other: Polynomial) -> Polynomial:
@@ -65,8 +65,7 @@ class Polynomial(Mapping[Monomial, float]):
         terms: dict[Monomial, float] = {}
         for m, c in self.items():
             for n, d in other.items():
-                monomial = _times(m, n)
-                terms[monomial] = terms.get(monomial, 0.0) + c * d
+                _add(terms, _times(m, n), c * d)
         return Polynomial(terms)
 
     def atoms(self) -> set[Atom]:
@@ -84,7 +83,7 @@ class Polynomial(Mapping[Monomial, float]):
 _MOST_TERMS = 64
 #: Of numbers in exponents: their exponentials are far from overflow.
 _LARGEST_SHIFT = 100.0
-#: As far from 1 the weights of a mixture are by rounding alone.
+#: By so much, relative to them, numbers differ through rounding alone.
 _ROUNDING = 1e-12
 
 
@@ -96,6 +95,12 @@ def unrounded(value: float) -> float:
 
 class OpaqueError(Exception):
     """A Value that the algebra takes as it is."""
+
+
+def _add(terms: dict[Monomial, float], monomial: Monomial, coefficient: float) -> None:
+    """What cancels but for rounding is gone."""
+    total = terms.get(monomial, 0.0) + coefficient
+    terms[monomial] = 0.0 if abs(total) <= _ROUNDING * abs(coefficient) else total
 
 
 def _times(left: Monomial, right: Monomial) -> Monomial:

@@ -39,7 +39,7 @@ from compile_losses.recognize.rows import (
 from compile_losses.recognize.shadow import Shadow, aten, same_sizes
 from compile_losses.recognize.values import Value
 
-_DEEPEST = 8
+_DEEPEST = 12
 
 
 class Terms:
