@@ -230,6 +230,9 @@ class Recognizer:
         )
 
 
+_ASSERTIONS = (aten._assert_scalar.default, torch._check, torch._check_is_size)
+
+
 def _size_checks(node: Node) -> set[Node]:
     """The assertions about a size that only the data say, where nothing else asks for it."""
     value = example(node)
@@ -239,7 +242,7 @@ def _size_checks(node: Node) -> set[Node]:
     waiting = [user for user in node.users if user.target is aten.sym_size.int]
     while waiting:
         check = waiting.pop()
-        asserts = check.target is aten._assert_scalar.default
+        asserts = check.target in _ASSERTIONS
         if not asserts and isinstance(example(check), torch.Tensor | type(None)):
             return set()
         found.add(check)
