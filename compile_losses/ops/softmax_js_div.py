@@ -28,14 +28,14 @@ def reference(
     """The logarithms of q / m and p / m are those of two probabilities that add up to 1, each over
     its weight in the mixture; their difference is all that has to be known."""
     log_p, log_q = log_softmaxes(input, target, temperature, dim)
-    # A logit of -inf: probability 0 adds 0, and its gradient is 0.
-    lowest = torch.finfo(log_p.dtype).min / 2
-    p, q = log_p.exp(), log_q.exp()
-    log_p, log_q = (log.masked_fill(log == -torch.inf, lowest) for log in (log_p, log_q))
+    # A logit of -inf is as good as one far below any probability that is not 0. Where one is 0, its
+    # logarithm has no part in the loss, nor may it overflow in a gradient.
+    log_p, log_q = (log.masked_fill(log == -torch.inf, -1e4) for log in (log_p, log_q))
     log_input, log_target = math.log1p(-beta), math.log(beta)
     distance = log_q - log_p + (log_target - log_input)
-    of_target = q * (F.logsigmoid(distance) - log_target)
-    of_input = p * (F.logsigmoid(-distance) - log_input)
+    p, q = log_p.exp(), log_q.exp()
+    of_target = q * (F.logsigmoid(distance) - log_target).masked_fill(q == 0, 0.0)
+    of_input = p * (F.logsigmoid(-distance) - log_input).masked_fill(p == 0, 0.0)
     return reduce(beta * of_target + (1 - beta) * of_input, reduction, dim)
 
 
