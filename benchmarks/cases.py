@@ -18,7 +18,7 @@ PASSES: tuple[Pass, ...] = ("fwd", "fwd_bwd")
 Size = tuple[tuple[int, int], torch.dtype]  # (rows, cols), dtype
 
 MEAN, SUM, BATCHMEAN = 1, 2, 3  # values of the ops' reduction argument
-TEMPERATURE = 2.0  # of distillation
+TEMPERATURE, BETA = 2.0, 0.5  # of distillation
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,20 @@ def _distillation(student: Tensor, teacher: Tensor, reduction: str = "batchmean"
     log_p = F.log_softmax(student / TEMPERATURE, -1)
     q = F.softmax(teacher / TEMPERATURE, -1)
     return F.kl_div(log_p, q, reduction=reduction) * TEMPERATURE * TEMPERATURE
+
+
+def _jensen_shannon(student: Tensor, teacher: Tensor, reduction: str = "batchmean") -> Tensor:
+    """TRL's generalized_jsd_loss (Agarwal et al., 2024), with both softmaxes of equal weight."""
+    log_p = F.log_softmax(student / TEMPERATURE, -1)
+    log_q = F.log_softmax(teacher / TEMPERATURE, -1)
+    beta = torch.tensor(BETA, dtype=log_p.dtype, device=log_p.device)
+    mixture = torch.logsumexp(
+        torch.stack([log_p + torch.log1p(-beta), log_q + torch.log(beta)]), dim=0
+    )
+    kl_teacher = F.kl_div(mixture, log_q, reduction="none", log_target=True)
+    kl_student = F.kl_div(mixture, log_p, reduction="none", log_target=True)
+    total = (beta * kl_teacher + (1 - beta) * kl_student).sum()
+    return total / student.size(0) if reduction == "batchmean" else total
 
 
 def _mse(predictions: Tensor, targets: Tensor) -> Tensor:
@@ -313,6 +327,23 @@ CASES = {
             total=lambda input, target: _distillation(input, target, "sum"),
             divisor=lambda input, *_: input.shape[0],
             factor=TEMPERATURE**2,
+            reference={
+                "cuda": (((8192, 32000), torch.bfloat16),),
+                "cpu": (((1024, 32000), torch.float32),),
+            },
+            small=(((256, 4096), torch.float32),),
+        ),
+        Case(
+            "jensen_shannon",
+            op="softmax_js_div",
+            make_inputs=_normal_pair,
+            expression=_jensen_shannon,
+            fused=lambda input, target: torch.ops.fused.softmax_js_div(
+                input, target, beta=BETA, temperature=TEMPERATURE
+            ),
+            options=(BATCHMEAN, BETA, TEMPERATURE, -1),  # reduction, beta, temperature, dim
+            total=lambda input, target: _jensen_shannon(input, target, "sum"),
+            divisor=lambda input, *_: input.shape[0],
             reference={
                 "cuda": (((8192, 32000), torch.bfloat16),),
                 "cpu": (((1024, 32000), torch.float32),),

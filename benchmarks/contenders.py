@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import TEMPERATURE, Case, Pass
+from benchmarks.cases import BETA, TEMPERATURE, Case, Pass
 
 Step = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -136,7 +136,7 @@ def _quack(case: Case, which: Pass) -> Step:
 
 
 def _liger(case: Case, which: Pass) -> Step:
-    if case.op not in ("cross_entropy", "kl_div", "softmax_kl_div"):
+    if case.op not in ("cross_entropy", "kl_div", "softmax_kl_div", "softmax_js_div"):
         raise UnavailableError(f"has no {case.op}")
     if not torch.cuda.is_available():
         raise UnavailableError("needs a CUDA device")
@@ -150,10 +150,15 @@ def _liger(case: Case, which: Pass) -> Step:
         q = F.softmax(teacher / TEMPERATURE, -1)
         return functional.liger_kl_div(log_p, q, reduction="batchmean") * TEMPERATURE**2
 
+    def jensen_shannon(student: Tensor, teacher: Tensor) -> Tensor:
+        log_p = F.log_softmax(student / TEMPERATURE, -1)
+        return functional.liger_jsd(log_p, F.log_softmax(teacher / TEMPERATURE, -1), beta=BETA)
+
     losses = {
         "cross_entropy": functional.liger_cross_entropy,
         "kl_div": kl_div,
         "softmax_kl_div": distillation,
+        "softmax_js_div": jensen_shannon,
     }
     return _step(losses[case.op], which)
 

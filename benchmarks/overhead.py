@@ -9,6 +9,7 @@ the samples, a ratio that of the quotients of neighbouring samples.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
 import warnings
@@ -38,6 +39,7 @@ LOSSES = (
     "cross_entropy",
     "nll_loss",
     "softmax_kl_div",
+    "softmax_js_div",
 )
 SAMPLE_S, WARM_UP = 2e-3, 3
 
@@ -78,9 +80,22 @@ def softmax_kl_div(input: Tensor, target: Tensor) -> Tensor:
     return F.kl_div(F.log_softmax(input, -1), F.softmax(target, -1), reduction="batchmean")
 
 
+def softmax_js_div(input: Tensor, target: Tensor) -> Tensor:
+    log_p, log_q = F.log_softmax(input, -1), F.log_softmax(target, -1)
+    mixture = torch.logaddexp(log_p, log_q) - math.log(2)
+    one, other = (
+        F.kl_div(mixture, log, reduction="batchmean", log_target=True) for log in (log_p, log_q)
+    )
+    return (one + other) / 2
+
+
+#: The losses that no function of torch's is alone.
+WRITTEN = {"softmax_kl_div": softmax_kl_div, "softmax_js_div": softmax_js_div}
+
+
 def functions_of(loss: str) -> list[Callable[[Tensor, Tensor], Tensor]]:
     """Torch's, the op and, if there is one, ``compile_losses.functional``'s."""
-    functions = [getattr(F, loss, softmax_kl_div), getattr(torch.ops.fused, loss)]
+    functions = [getattr(F, loss, WRITTEN.get(loss)), getattr(torch.ops.fused, loss)]
     if loss in compile_losses.functional.__all__:
         functions.append(getattr(compile_losses.functional, loss))
     return functions

@@ -223,22 +223,30 @@ def test_nll_loss_arguments(device):
         torch.testing.assert_close(fused.cross_entropy(x[0], one), F.cross_entropy(x[0], one))
 
 
-def test_softmax_kl_div_arguments(device):
+@pytest.mark.parametrize("op", [fused.softmax_kl_div, fused.softmax_js_div], ids=str)
+def test_softmax_divergence_arguments(op, device):
     x = torch.rand(3, 4, device=device)
     with pytest.raises(RuntimeError, match=r"target to have input's shape \[3, 4\], got \[3, 1\]"):
-        fused.softmax_kl_div(x, x[:, :1])
+        op(x, x[:, :1])
     with pytest.raises(RuntimeError, match="temperature to be positive, got 0"):
-        fused.softmax_kl_div(x, x, temperature=0.0)
+        op(x, x, temperature=0.0)
     with pytest.raises(RuntimeError, match="temperature to be positive, got nan"):
-        fused.softmax_kl_div(x, x, temperature=float("nan"))
+        op(x, x, temperature=float("nan"))
     with pytest.raises(IndexError, match=r"dim .*\[3, 4\], got 2"):
-        fused.softmax_kl_div(x, x, dim=2)
+        op(x, x, dim=2)
     with pytest.raises(IndexError, match="dim"):
-        fused.softmax_kl_div(x[0, 0], x[0, 0])
+        op(x[0, 0], x[0, 0])
     with pytest.raises(ValueError, match="reduction"):
-        fused.softmax_kl_div(x, x, 4)
+        op(x, x, 4)
     with pytest.raises(NotImplementedError, match=r"target.*int64"):
-        fused.softmax_kl_div(x, x.long())
+        op(x, x.long())
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0, -0.1, 1.5, float("nan")])
+def test_softmax_js_div_beta(beta, device):
+    x = torch.rand(3, 4, device=device)
+    with pytest.raises(RuntimeError, match=f"beta to be between 0 and 1, .*got {beta}"):
+        fused.softmax_js_div(x, x, beta=beta)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -324,6 +332,7 @@ def test_leaf_ops_check_for_themselves():
     row_pairs = {  # what comes before and after the statistics
         "cross_entropy_probabilities": ((None,), (1, 0.0)),
         "softmax_kl_div": ((), (1, 1.0, -1)),
+        "softmax_js_div": ((), (1, 0.5, 1.0, -1)),
     }
     for name, (weight, options) in row_pairs.items():
         forward, backward, with_grad = (
@@ -340,6 +349,8 @@ def test_leaf_ops_check_for_themselves():
             with_grad(a, a, *weight, 0, *options[1:], torch.float32)
     with pytest.raises(IndexError, match="dimension 2"):
         fused.softmax_kl_div_forward(a, a, 1, 1.0, 2, torch.float32)
+    with pytest.raises(IndexError, match="dimension 2"):
+        fused.softmax_js_div_forward(a, a, 1, 0.5, 1.0, 2, torch.float32)
 
 
 @pytest.mark.parametrize("bad", [-1, 4, 2**40, -(2**40)])

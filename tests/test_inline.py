@@ -128,6 +128,34 @@ def test_inlined_batchmean_is_the_op(shapes, graphs):
     assert "fused" not in graphs["joint"][0]
 
 
+@pytest.mark.parametrize("reduction", [0, 1, 3])
+@pytest.mark.parametrize("options", [{}, {"beta": 0.1}], ids=["kl", "js"])
+def test_inlined_softmax_divergence_is_the_op(options, reduction, graphs):
+    """Both gradients, and classes that are impossible in one row or in both."""
+    op = torch.ops.fused.softmax_js_div if options else torch.ops.fused.softmax_kl_div
+    possible = torch.rand(2, 6, 12) > 0.1
+    possible[:, 2, 3] = False
+    if not options:
+        possible[0] = True  # or its divergence were infinite
+
+    def function(a, b):
+        a, b = (
+            F.gelu(x).masked_fill(~kept, -torch.inf)
+            for x, kept in zip((a, b), possible, strict=True)
+        )
+        return op(a, b, reduction, temperature=2.0, dim=1, **options)
+
+    a, b = torch.randn(6, 12, requires_grad=True), torch.randn(6, 12, requires_grad=True)
+    compiled = torch.compile(function, backend="compile_losses")
+    results = [
+        (value, *torch.autograd.grad(value.sum(), (a, b)))
+        for value in (compiled(a, b), function(a, b))
+    ]
+    assert all(result.isfinite().all() for result in results[1])
+    torch.testing.assert_close(*results)
+    assert "fused" not in graphs["joint"][0]
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_inlined_classes_may_be_uint8(smoothing, graphs):
     def function(x, t):

@@ -65,6 +65,12 @@ WRONG = [
         replaced(4, -(2**62)),
     ),
     (
+        "another mixture",
+        SPECS["softmax_js_div"].matches[0].function,
+        pair,
+        lambda match: match.kwargs.update(beta=0.11),
+    ),
+    (
         "a far threshold",
         lambda a, b: F.huber_loss(a, b, delta=1e4),
         pair,

@@ -12,6 +12,7 @@ from compile_losses.ops import (  # noqa: F401
     nll_loss,
     scale,
     smooth_l1_loss,
+    softmax_js_div,
     softmax_kl_div,
     vocabulary_parallel,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from compile_losses.recognize.constants import constant
 from compile_losses.recognize.shadow import Shadow, compute, same_sizes
 from compile_losses.recognize.values import Size, Value, example
 
@@ -45,6 +46,18 @@ Steps = list[tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 @dataclass(frozen=True)
+class Selection:
+    """``body[mask]``, for a mask of the body's leading dimensions.
+
+    Attributes:
+        mean: whether the sum is divided by how many the mask takes.
+    """
+
+    mask: Value
+    mean: bool
+
+
+@dataclass(frozen=True)
 class NormalForm:
     """``root == constant * numerator / denominator * sum(weights * body)``.
 
@@ -55,6 +68,7 @@ class NormalForm:
         reduced: the dimensions added up and whether they are kept, for each sum or mean on the way;
             None for all dimensions.
         views: whether elements were rearranged on the way.
+        selection: what the sum was taken of, where that is not all of the body.
     """
 
     root: Value
@@ -65,6 +79,7 @@ class NormalForm:
     weights: tuple[Value, ...] = ()
     reduced: tuple[tuple[tuple[int, ...] | None, bool], ...] = ()
     views: bool = False
+    selection: Selection | None = None
 
     def scale(self, counts: dict[str, Any], sized: list[Node]) -> tuple[str, Steps] | None:
         """The reduction that makes the scale, and what then remains to be done.
@@ -94,10 +109,59 @@ class NormalForm:
         return reduction, steps + [(torch.div, (size,)) for size in divisors]
 
 
+@dataclass
+class Written:
+    """A loss found in a normal form: ``root == scale of the form * op(*args, **kwargs)``.
+
+    Attributes:
+        counts: what the op's reductions divide a sum by.
+        each: whether the root holds a number for each row, instead of their sum.
+        last: what then remains to be done to the shape.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    form: NormalForm = field(kw_only=True)
+    counts: dict[str, Any] = field(kw_only=True)
+    each: bool = field(kw_only=True, default=False)
+    last: Steps = field(kw_only=True, default_factory=list)
+
+
 def normal_forms(node: Node, shadow: Shadow) -> Iterator[NormalForm]:
     """Every form of a node, the one with the largest body first."""
     root = shadow.of(node)
-    waiting = [NormalForm(root, root)]
+    yield from _forms(NormalForm(root, root), shadow)
+
+
+def added_forms(form: NormalForm, shadow: Shadow) -> Iterator[tuple[NormalForm, NormalForm]]:
+    """Forms of both parts of a sum, where these are reduced alike: the body of the whole is the sum
+    of both bodies, each times its constant."""
+    value = form.body
+    if value.op not in (aten.add.Tensor, aten.sub.Tensor) or value.kwargs or form.weights:
+        return
+    parts = value.args[:2]
+    if not all(isinstance(p, Value) and same_sizes(p.fake.shape, value.fake.shape) for p in parts):
+        return
+    sign = 1.0 if value.op is aten.add.Tensor else -1.0
+    left = _forms(replace(form, body=parts[0]), shadow)
+    right = [*_forms(replace(form, body=parts[1], constant=form.constant * sign), shadow)]
+    for one in left:
+        for other in right:
+            if (
+                len(one.reduced) > len(form.reduced)
+                and one.reduced == other.reduced
+                and not (one.weights or other.weights)
+                and same_sizes(one.body.fake.shape, other.body.fake.shape)
+                and statically_known_true(
+                    one.numerator * other.denominator == other.numerator * one.denominator
+                )
+            ):
+                yield one, other
+
+
+def _forms(form: NormalForm, shadow: Shadow) -> Iterator[NormalForm]:
+    waiting = [form]
     while waiting:
         form = waiting.pop()
         form = replace(form, body=shadow.resolve(form.body))
@@ -105,11 +169,25 @@ def normal_forms(node: Node, shadow: Shadow) -> Iterator[NormalForm]:
         waiting += reversed(_peel(form, shadow))
 
 
+def sums_classes(form: NormalForm) -> tuple[int, ...] | None:
+    """The dimensions added up first; None if there are none or the root holds more than rows."""
+    if not form.reduced or (form.root.fake.dim() > 0 and len(form.reduced) > 1):
+        return None
+    dims, keep = form.reduced[-1]
+    if form.root.fake.dim() > 0 and (keep or dims is None or len(dims) != 1):
+        return None
+    return tuple(range(form.body.fake.dim())) if dims is None else dims
+
+
 def _peel(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
     value = form.body
     if value.op is None or value.kwargs.get("dtype") is not None:
         return []
+    if form.selection is not None:
+        return _scaling(form, shadow) if value.op in SCALINGS else []
     whole = form.root.fake.dim() == 0
+    if value.op is aten.index.Tensor:
+        return _selection(form) if whole and form.reduced and not form.weights else []
     if value.op in _SUMS or value.op in _MEANS:
         return _reduction(form, shadow) if whole or not form.reduced else []
     if value.op in _VIEWS:
@@ -158,6 +236,31 @@ def _reduction(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
     ]
 
 
+def _selection(form: NormalForm) -> list[NormalForm]:
+    """Elements, or rows, taken by a mask. How many they are only a count of the mask says."""
+    value = form.body
+    inner, indices = value.args
+    mask = indices[0]
+    if len(indices) != 1 or not isinstance(mask, Value) or mask.fake.dtype != torch.bool:
+        return []
+    masked = mask.fake.dim()
+    if masked == 0 or not same_sizes(mask.fake.shape, inner.fake.shape[:masked]):
+        return []
+    # Replayed, the number that the mask takes is another symbol.
+    count, *rest = example(value.node).shape if value.whole else value.fake.shape
+    mean = False
+    for each in {1, math.prod(rest)}:
+        if statically_known_true(form.denominator == form.numerator * each * count):
+            form, mean = replace(form, numerator=1, denominator=each), True
+            break
+    dims, keep = form.reduced[-1]
+    if dims is not None:  # the first of them stands for all of the mask's
+        others = tuple(d + masked - 1 for d in dims if d > 0)
+        dims = (*range(masked), *others) if 0 in dims else others
+    reduced = (*form.reduced[:-1], (dims, keep))
+    return [replace(form, body=inner, reduced=reduced, selection=Selection(mask, mean))]
+
+
 def _view(form: NormalForm, inner: Value) -> list[NormalForm]:
     """Weights must be viewed the other way round."""
     weights = []
@@ -201,9 +304,14 @@ def _scaling(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
         return [replace(form, body=value.args[0], constant=-form.constant)]
     left, right = value.args[:2]
     multiplies = value.op in (aten.mul.Tensor, aten.mul.Scalar)
-    if multiplies and not isinstance(left, Value):
+    if multiplies and not isinstance(_number(left, value, shadow), Value):
         left, right = right, left
+    right = _number(right, value, shadow)
+    if not isinstance(left, Value):
+        return []
     if isinstance(right, Value):
+        if form.selection is not None:
+            return []
         return _weights(form, left, right, multiplies, shadow)
     if isinstance(right, bool):
         return []
@@ -212,9 +320,15 @@ def _scaling(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
             return [replace(form, body=left, numerator=form.numerator * right)]
         return [replace(form, body=left, denominator=form.denominator * right)]
     if isinstance(right, float) and (multiplies or right != 0):
-        constant = form.constant * right if multiplies else form.constant / right
-        return [replace(form, body=left, constant=constant)]
+        changed = form.constant * right if multiplies else form.constant / right
+        return [replace(form, body=left, constant=changed)]
     return []
+
+
+def _number(factor: Any, value: Value, shadow: Shadow) -> Any:
+    """A factor as a number, if it is a tensor that certainly holds one."""
+    known = constant(factor, value.fake.dtype, shadow) if isinstance(factor, Value) else None
+    return factor if known is None else known
 
 
 def _weights(

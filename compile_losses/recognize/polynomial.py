@@ -4,6 +4,7 @@ An *atom* is a tuple: its kind, then what it is of.
 
 ``("leaf", key)``               a tensor taken as it is
 ``("log", key)``                its logarithm
+``("log_mixture", polynomial)`` that of a mixture of softmaxes, whose weights add up to 1
 ``("exp", polynomial)``         an exponential
 ``("lse", key, dim)``           logsumexp, one number for each row
 ``("sumexp", key, dim)``        the sum of exponentials of a row
@@ -13,7 +14,9 @@ An *atom* is a tuple: its kind, then what it is of.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+import math
+import sys
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 Atom = tuple[Any, ...]
@@ -48,7 +51,7 @@ class Polynomial(Mapping[Monomial, float]):
     def __add__(self, other: Polynomial) -> Polynomial:
         terms = dict(self._terms)
         for monomial, coefficient in other.items():
-            terms[monomial] = terms.get(monomial, 0.0) + coefficient
+            _add(terms, monomial, coefficient)
         return Polynomial(terms)
 
     def __sub__(self, other: Polynomial) -> Polynomial:
@@ -62,8 +65,7 @@ class Polynomial(Mapping[Monomial, float]):
         terms: dict[Monomial, float] = {}
         for m, c in self.items():
             for n, d in other.items():
-                monomial = _times(m, n)
-                terms[monomial] = terms.get(monomial, 0.0) + c * d
+                _add(terms, _times(m, n), c * d)
         return Polynomial(terms)
 
     def atoms(self) -> set[Atom]:
@@ -79,10 +81,26 @@ class Polynomial(Mapping[Monomial, float]):
 
 
 _MOST_TERMS = 64
+#: Of numbers in exponents: their exponentials are far from overflow.
+_LARGEST_SHIFT = 100.0
+#: By so much, relative to them, numbers differ through rounding alone.
+_ROUNDING = 1e-12
+
+
+def unrounded(value: float) -> float:
+    """A number of few digits in the place of one that differs from it by rounding alone."""
+    short = float(f"{value:.12g}")
+    return short if math.isclose(short, value, rel_tol=8 * sys.float_info.epsilon) else value
 
 
 class OpaqueError(Exception):
     """A Value that the algebra takes as it is."""
+
+
+def _add(terms: dict[Monomial, float], monomial: Monomial, coefficient: float) -> None:
+    """What cancels but for rounding is gone."""
+    total = terms.get(monomial, 0.0) + coefficient
+    terms[monomial] = 0.0 if abs(total) <= _ROUNDING * abs(coefficient) else total
 
 
 def _times(left: Monomial, right: Monomial) -> Monomial:
@@ -100,7 +118,21 @@ def atom(name: Atom) -> Polynomial:
     return Polynomial({frozenset({(name, 1)}): 1.0})
 
 
+def sum_of(polynomials: Sequence[Polynomial]) -> Polynomial:
+    result = Polynomial({})
+    for polynomial in polynomials:
+        result = result + polynomial
+    return result
+
+
 def exp(exponent: Polynomial) -> Polynomial:
+    """A number in the exponent is a factor."""
+    if _ONE in exponent:
+        shift = exponent[_ONE]
+        if not -_LARGEST_SHIFT < shift < _LARGEST_SHIFT:
+            raise OpaqueError
+        rest = exponent - number(shift)
+        return (exp(rest) if rest else number(1.0)) * math.exp(shift)
     if len(exponent) == 1:
         (monomial, coefficient) = next(iter(exponent.items()))
         if coefficient == 1.0 and len(monomial) == 1:
@@ -111,7 +143,9 @@ def exp(exponent: Polynomial) -> Polynomial:
 
 
 def log(argument: Polynomial) -> Polynomial:
-    """Of a product; of leaves only if there is one, or a quotient of two."""
+    """Of a product, of leaves only if there is one, or a quotient of two; of a mixture."""
+    if len(argument) > 1:
+        return log_mixture(argument)
     if len(argument) != 1 or next(iter(argument.values())) != 1.0:
         raise OpaqueError
     result = Polynomial({})
@@ -127,6 +161,30 @@ def log(argument: Polynomial) -> Polynomial:
     if not result:
         raise OpaqueError
     return result
+
+
+def log_mixture(argument: Polynomial) -> Polynomial:
+    """Of a weighted sum of softmaxes. What its weights add up to is a number beside it."""
+    if len(argument) < 2:
+        raise OpaqueError
+    for monomial, weight in argument.items():
+        if weight < 0 or len(monomial) != 1 or softmax_of(next(iter(monomial))) is None:
+            raise OpaqueError
+    total = sum(argument.values())
+    if abs(total - 1) <= _ROUNDING:
+        return atom(("log_mixture", argument))
+    return atom(("log_mixture", argument * (1 / total))) + number(math.log(total))
+
+
+def softmax_of(factor: tuple[Atom, int]) -> tuple[Hashable, int] | None:
+    """The logits and the dimension of the classes, if a power of an atom is a softmax."""
+    found, power = factor
+    if found[0] != "exp" or power != 1:
+        return None
+    for inner in found[1].atoms():
+        if inner[0] == "lse" and found[1] == log_softmax(*inner[1:]):
+            return inner[1], inner[2]
+    return None
 
 
 def log_softmax(key: Hashable, dim: int) -> Polynomial:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
 import torch
 
-from compile_losses.recognize.normal_form import NormalForm, Steps
+from compile_losses.recognize.divergence import softmax_divergences
+from compile_losses.recognize.normal_form import NormalForm, Steps, Written, sums_classes
 from compile_losses.recognize.polynomial import (
     OpaqueError,
     Polynomial,
@@ -35,30 +36,16 @@ BODIES = [
     ),
     ("cross_entropy", "sum over classes of -q log_softmax(x), where the op takes probabilities"),
     ("softmax_kl_div", "sum over classes of softmax(z) (log_softmax(z) - log_softmax(x))"),
+    (
+        "softmax_js_div",
+        "sum over classes of b q (log q - log m) + (1 - b) p (log p - log m), with p = softmax(x), "
+        "q = softmax(z) and m = (1 - b) p + b q",
+    ),
     ("kl_div", "q (log q - log p), with either argument as it is or as a logarithm"),
 ]
 
 #: Class indices of a hand-written loss have no value that is ignored.
 NOTHING_IGNORED = -(2**62)
-
-
-@dataclass
-class Written:
-    """A loss found in a normal form: ``root == scale of the form * op(*args, **kwargs)``.
-
-    Attributes:
-        counts: what the op's reductions divide a sum by.
-        each: whether the root holds a number for each row, instead of their sum.
-        last: what then remains to be done to the shape.
-    """
-
-    op: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    form: NormalForm = field(kw_only=True)
-    counts: dict[str, Any] = field(kw_only=True)
-    each: bool = field(kw_only=True, default=False)
-    last: Steps = field(kw_only=True, default_factory=list)
 
 
 def written_probabilities(form: NormalForm, terms: Terms) -> Iterator[Written]:
@@ -68,22 +55,15 @@ def written_probabilities(form: NormalForm, terms: Terms) -> Iterator[Written]:
     polynomial = terms.of(form.body)
     if not {found[0] for found in polynomial.atoms()} & {"lse", "log", "exp", "one_hot"}:
         return
+    if form.selection is not None:
+        yield from softmax_divergences(form, polynomial, terms)
+        return
     yield from _cross_entropy_of_rows(form, polynomial, terms)
     yield from _cross_entropy_of_one_hot(form, polynomial, terms)
-    if _sums_classes(form) is not None:
-        yield from _softmax_divergence(form, polynomial, terms)
+    if sums_classes(form) is not None:
+        yield from softmax_divergences(form, polynomial, terms)
         yield from _soft_cross_entropy(form, polynomial, terms)
         yield from _divergence(form, polynomial, terms)
-
-
-def _sums_classes(form: NormalForm) -> tuple[int, ...] | None:
-    """The dimensions added up first; None if there are none or the root holds more than rows."""
-    if not form.reduced or (form.root.fake.dim() > 0 and len(form.reduced) > 1):
-        return None
-    dims, keep = form.reduced[-1]
-    if form.root.fake.dim() > 0 and (keep or dims is None or len(dims) != 1):
-        return None
-    return tuple(range(form.body.fake.dim())) if dims is None else dims
 
 
 def _cross_entropy_of_rows(
@@ -110,7 +90,7 @@ def _cross_entropy_of_one_hot(
     form: NormalForm, polynomial: Polynomial, terms: Terms
 ) -> Iterator[Written]:
     """sum(one_hot(target) * (logsumexp(x) - x)) over the classes."""
-    dims = _sums_classes(form)
+    dims = sums_classes(form)
     for hot in [found for found in polynomial.atoms() if found[0] == "one_hot"]:
         if dims is None or hot[2] not in dims:
             continue
@@ -154,7 +134,7 @@ def _soft_cross_entropy(
     form: NormalForm, polynomial: Polynomial, terms: Terms
 ) -> Iterator[Written]:
     """-sum(q * log_softmax(x)) over the classes."""
-    dims = _sums_classes(form) or ()
+    dims = sums_classes(form) or ()
     for _, key, dim in [found for found in polynomial.atoms() if found[0] == "lse"]:
         x = terms.value(key, form.root.node)
         if x is None or dim not in dims or not same_sizes(x.fake.shape, form.body.fake.shape):
@@ -179,56 +159,6 @@ def _soft_cross_entropy(
                 counts={"mean": rows},
                 each=form.root.fake.dim() > 0 or form.body.fake.dim() == 1,
             )
-
-
-def _softmax_divergence(
-    form: NormalForm, polynomial: Polynomial, terms: Terms
-) -> Iterator[Written]:
-    """sum(softmax(z) * (log_softmax(z) - log_softmax(x))) over the classes."""
-    dims = _sums_classes(form) or ()
-    found = [inner for inner in polynomial.atoms() if inner[0] == "lse"]
-    for _, key, dim in found:
-        for _, other, other_dim in found:
-            if key == other or dim != other_dim or dim not in dims:
-                continue
-            log_p, log_q = log_softmax(key, dim), log_softmax(other, dim)
-            scale = polynomial.ratio(exp(log_q) * (log_q - log_p))
-            if scale is None:
-                continue
-            x, z = (terms.value(k, form.root.node) for k in (key, other))
-            if x is None or z is None:
-                continue
-            if not all(same_sizes(v.fake.shape, form.body.fake.shape) for v in (x, z)):
-                continue
-            temperature, x, z = _temperature(x, z, terms.shadow)
-            options: dict[str, Any] = {} if temperature == 1 else {"temperature": temperature}
-            if dim != form.body.fake.dim() - 1:
-                options["dim"] = dim
-            shape = form.body.fake.shape
-            yield Written(
-                "softmax_kl_div",
-                (x.argument, z.argument, "reduction"),
-                options,
-                form=replace(form, constant=form.constant * scale),
-                counts={"batchmean": shape[0], "mean": math.prod(shape)},
-                each=form.root.fake.dim() > 0 or form.body.fake.dim() == 1,
-            )
-
-
-def _temperature(x: Value, z: Value, shadow: Shadow) -> tuple[float, Value, Value]:
-    """What both tensors are divided by, and what they are before."""
-    found = []
-    for value in (x, z):
-        resolved = shadow.resolve(value)
-        factor = resolved.args[1] if resolved.op in (aten.div.Tensor, aten.mul.Tensor) else None
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
-            return 1.0, x, z
-        divides = resolved.op is aten.div.Tensor
-        found.append((float(factor) if divides else 1.0 / factor, resolved.args[0]))
-        if resolved.kwargs:
-            return 1.0, x, z
-    (one, inner_x), (other, inner_z) = found
-    return (one, inner_x, inner_z) if one == other else (1.0, x, z)
 
 
 def _divergence(form: NormalForm, polynomial: Polynomial, terms: Terms) -> Iterator[Written]:

@@ -14,17 +14,20 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from compile_losses.recognize.constants import constant
 from compile_losses.recognize.polynomial import (
     OpaqueError,
     Polynomial,
     atom,
     exp,
     log,
+    log_mixture,
     log_softmax,
     number,
     picked,
     row_dim,
     selected,
+    sum_of,
 )
 from compile_losses.recognize.rows import (
     RowIndexError,
@@ -36,7 +39,7 @@ from compile_losses.recognize.rows import (
 from compile_losses.recognize.shadow import Shadow, aten, same_sizes
 from compile_losses.recognize.values import Value
 
-_DEEPEST = 8
+_DEEPEST = 12
 
 
 class Terms:
@@ -95,7 +98,16 @@ class Terms:
             (dim,) = args[1] if len(args[1]) == 1 else (None,)
             if dim is None:
                 raise OpaqueError
-            return atom(("lse", self.leaf(args[0]), dim % args[0].rank))
+            dim = dim % args[0].rank
+            try:
+                return self._log_of_stack(args[0], dim, depth, *args[2:])
+            except OpaqueError:
+                return atom(("lse", self.leaf(args[0]), dim))
+        if packet is aten.logaddexp:
+            return log(sum_of([exp(self._operand(a, value, depth)) for a in args]))
+        if packet is aten.lerp:
+            left, right, weight = (self._operand(a, value, depth) for a in args)
+            return left + (right - left) * weight
         if packet is aten.log:
             return self.log_of(args[0], depth)
         if packet is aten.exp:
@@ -122,7 +134,25 @@ class Terms:
             return self.of(args[0], depth)
         raise OpaqueError
 
+    def _log_of_stack(
+        self, value: Value, dim: int, depth: int, keepdim: bool = False
+    ) -> Polynomial:
+        """logsumexp along the dimension of a stack adds tensors up, element by element."""
+        stack = self.shadow.resolve(value)
+        if stack.op is not aten.stack.default or keepdim:
+            raise OpaqueError
+        if (stack.args[1] if len(stack.args) > 1 else 0) % stack.rank != dim:
+            raise OpaqueError
+        return log(sum_of([exp(self.of(tensor, depth)) for tensor in stack.args[0]]))
+
     def log_of(self, value: Value, depth: int = 0) -> Polynomial:
+        resolved = self.shadow.resolve(value)
+        if resolved.op is aten.div.Tensor and not resolved.kwargs:
+            try:  # no monomial divides by a mixture, but its logarithm is known
+                one, other = (self._operand(part, resolved, depth) for part in resolved.args)
+                return log(one) - log_mixture(other)
+            except OpaqueError:
+                pass
         return log(self._argument(value, depth))
 
     def _argument(self, value: Value, depth: int) -> Polynomial:
@@ -164,6 +194,9 @@ class Terms:
             raise OpaqueError
         if not isinstance(argument, Value):
             return number(argument)
+        known = constant(argument, value.fake.dtype, self.shadow)
+        if known is not None:
+            return number(known)
         if argument.fake.dim() != value.fake.dim():
             raise OpaqueError
         resolved = self.shadow.resolve(argument)

@@ -9,13 +9,21 @@ from functools import cache
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.recognize.absorb import absorb
 from compile_losses.recognize.difference import find_difference
+from compile_losses.recognize.divergence import softmax_divergences
 from compile_losses.recognize.match import Decline, Match
-from compile_losses.recognize.normal_form import SCALINGS, NormalForm, normal_forms
-from compile_losses.recognize.probabilities import Written, written_probabilities
+from compile_losses.recognize.normal_form import (
+    SCALINGS,
+    NormalForm,
+    Written,
+    added_forms,
+    normal_forms,
+)
+from compile_losses.recognize.probabilities import written_probabilities
 from compile_losses.recognize.shadow import Shadow, aten, compute
 from compile_losses.recognize.table import (
     Arguments,
@@ -41,7 +49,10 @@ _ROWS = {
     *_TOTALS,
     *("sub", "subtract", "rsub", "add", "gather", "take_along_dim", "getitem", "squeeze", "view"),
     *("reshape", "log", "exp", "unsqueeze", "kl_div", "xlogy", "flatten", "transpose", "permute"),
+    *("stack", "logaddexp", "lerp"),
 }
+#: Losses that no function of torch's is alone; kl_div is a part of them.
+_DIVERGENCES = ("softmax_kl_div", "softmax_js_div")
 
 
 def _name(node: Node) -> str:
@@ -93,19 +104,25 @@ class Recognizer:
             return
         for form in normal_forms(node, self.shadow):
             for match in self._matches(node, form):
-                if call is not None and match.op != "softmax_kl_div":
+                if call is not None and match.op not in _DIVERGENCES:
                     continue  # the table knows more of its options
                 if match.steps and form.root.op in SCALINGS:
                     continue  # the factor stays the user's: the node inside it is a root as well
                 yield match
 
     def _matches(self, node: Node, form: NormalForm) -> Iterator[Match]:
-        if form.root.fake.dim() == 0 and form.reduced:
+        whole = form.root.fake.dim() == 0 and form.reduced and form.selection is None
+        if whole:
             yield from self._differences(node, form)
         for written in written_probabilities(form, self.terms):
             if _declared(written.op):
                 yield from self._probabilities(node, written)
-        if form.root.fake.dim() == 0 and form.reduced and not form.weights and form.body.whole:
+        for one, other in added_forms(form, self.shadow):
+            total = self.terms.of(one.body) * one.constant
+            total = total + self.terms.of(other.body) * other.constant
+            for written in softmax_divergences(replace(one, constant=1.0), total, self.terms):
+                yield from self._probabilities(node, written)
+        if whole and not form.weights and form.body.whole:
             yield from self._calls(node, form)
 
     def _differences(self, node: Node, form: NormalForm) -> Iterator[Match]:
@@ -144,7 +161,7 @@ class Recognizer:
         if written.each:
             reduction = "none"
         args = tuple(REDUCTIONS[reduction] if a == "reduction" else a for a in written.args)
-        yield self._match(node, written.op, args, written.kwargs, [*steps, *written.last])
+        yield self._match(node, written.op, args, written.kwargs, [*written.last, *steps])
 
     def _calls(self, node: Node, form: NormalForm) -> Iterator[Match]:
         """A loss that is one call, without a reduction, and then reduced."""
@@ -204,12 +221,33 @@ class Recognizer:
                     continue
                 found.add(node)
                 waiting.append(node)
+        found |= {check for node in found for check in _size_checks(node)}
         return sorted(found, reverse=True)
 
     def _looked_into(self, node: Node) -> bool:
         return node.op in ("call_function", "call_method") and (
             self.shadow.looked_at(node) or not isinstance(example(node), torch.Tensor)
         )
+
+
+_ASSERTIONS = (aten._assert_scalar.default, torch._check, torch._check_is_size)
+
+
+def _size_checks(node: Node) -> set[Node]:
+    """The assertions about a size that only the data say, where nothing else asks for it."""
+    value = example(node)
+    if not isinstance(value, torch.Tensor) or not free_unbacked_symbols(value):
+        return set()
+    found: set[Node] = set()
+    waiting = [user for user in node.users if user.target is aten.sym_size.int]
+    while waiting:
+        check = waiting.pop()
+        asserts = check.target in _ASSERTIONS
+        if not asserts and isinstance(example(check), torch.Tensor | type(None)):
+            return set()
+        found.add(check)
+        waiting += check.users
+    return found
 
 
 def _scaled(form: NormalForm, scale: float) -> NormalForm:

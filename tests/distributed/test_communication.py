@@ -139,6 +139,7 @@ MIXED = {
     "a plain input": lambda x: F.mse_loss(torch.randn(8, 12), x),
     "a plain target of nll_loss": lambda x: F.nll_loss(x, torch.zeros(8, dtype=torch.int64)),
     "a plain target of softmaxes": lambda x: fused.softmax_kl_div(x, torch.randn(8, 12)),
+    "a plain target of a mixture": lambda x: fused.softmax_js_div(x, torch.randn(8, 12)),
     "a plain weight of elements": lambda x: F.mse_loss(x, x, weight=torch.ones(8, 12)),
     "a plain class weight": lambda x: F.cross_entropy(x, x.softmax(1), torch.ones(12)),
     "a plain hidden": lambda x: F.linear_cross_entropy(
@@ -170,6 +171,10 @@ REFUSED = {
     "probabilities of sharded classes": (probabilities, "Redistribute the arguments"),
     "softmaxes of sharded classes": (
         lambda x: fused.softmax_kl_div(x, x, dim=1),
+        "Redistribute the arguments",
+    ),
+    "a mixture of sharded classes": (
+        lambda x: fused.softmax_js_div(x, x, dim=1),
         "Redistribute the arguments",
     ),
     "nll_loss of sharded classes": (

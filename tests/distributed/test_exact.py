@@ -233,14 +233,17 @@ def test_class_probabilities(layouts, reduction):
 @pytest.mark.parametrize(
     "layouts", [("0", "0"), ("0R", "R0"), ("01", "01"), ("P", "1")], ids=" ".join
 )
-def test_softmax_kl_div(layouts, reduction):
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda a, b, reduction: fused.softmax_kl_div(a, b, reduction, temperature=2.0),
+        lambda a, b, reduction: fused.softmax_js_div(a, b, reduction, beta=0.3, temperature=2.0),
+    ],
+    ids=["kl", "js"],
+)
+def test_softmax_divergence(loss, layouts, reduction):
     tensors = [rand(5, 6, 4), rand(5, 6, 4, seed=1)]
-    check(
-        lambda a, b: fused.softmax_kl_div(a, b, reduction, temperature=2.0),
-        tensors,
-        layouts,
-        (0, 1),
-    )
+    check(lambda a, b: loss(a, b, reduction), tensors, layouts, (0, 1))
 
 
 @REDUCTIONS

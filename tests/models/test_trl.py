@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import compile_losses
+from tests.accuracy import assert_accurate
 from tests.models.test_transformers import build
 from tests.models.training import check_step
 
@@ -19,26 +20,83 @@ def teacher_logits(batch):
         return model(batch["input_ids"]).logits
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("masked", [False, True])
-def test_generalized_knowledge_distillation(beta, masked):
-    """GKD's Jensen-Shannon divergence, forward and reverse divergence at its ends."""
-    from trl.experimental.gkd import GKDTrainer
-
+def distillation(trainer, beta, masked, **options):
+    """A student, and a step with the loss of one of TRL's trainers."""
     model, batch = build("Llama")
     teacher = teacher_logits(batch)
     labels = batch["labels"] if masked else None
 
     def step():
         logits = model(batch["input_ids"]).logits
-        return GKDTrainer.generalized_jsd_loss(
-            logits, teacher, labels=labels, beta=beta, temperature=2.0
+        return trainer.generalized_jsd_loss(
+            logits, teacher, labels=labels, beta=beta, temperature=2.0, **options
         )
 
-    mixture = 0 < beta < 1
-    whole_rows = not mixture and not masked  # a boolean index takes single elements
-    expected = ["kl_div", "kl_div"] if mixture else ["softmax_kl_div" if whole_rows else "kl_div"]
+    return model, step
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_generalized_knowledge_distillation(beta, masked):
+    """GKD's Jensen-Shannon divergence, forward and reverse divergence at its ends."""
+    from trl.experimental.gkd import GKDTrainer
+
+    model, step = distillation(GKDTrainer, beta, masked)
+    if not masked:
+        expected = ["softmax_js_div" if 0 < beta < 1 else "softmax_kl_div"]
+    else:  # a boolean index ends Dynamo's graph: single elements leave it
+        expected = ["kl_div", "kl_div"] if 0 < beta < 1 else ["kl_div"]
     check_step(model, step, expected)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("reduction", ["batchmean", "sum", "mean"])
+def test_distillation_of_masked_tokens_in_one_graph(beta, reduction):
+    from trl.experimental.gkd import GKDTrainer
+
+    model, step = distillation(GKDTrainer, beta, True, reduction=reduction)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        report = check_step(model, step, ["softmax_js_div" if 0 < beta < 1 else "softmax_kl_div"])
+    assert report.graph_breaks == []
+
+
+def test_distillation_by_the_number_of_tokens():
+    from trl.experimental.gkd import GKDTrainer
+
+    count = torch.tensor(7)
+    model, step = distillation(GKDTrainer, 0.3, False, num_items_in_batch=count)
+    check_step(model, step, ["softmax_js_div"])
+
+
+@pytest.mark.parametrize("name", ["gold.GOLDTrainer", "iw_opd.IWOPDTrainer"])
+def test_other_distillation(name):
+    module, _, trainer = name.partition(".")
+    module = pytest.importorskip(f"trl.experimental.{module}", reason="pip install .[models]")
+    model, step = distillation(getattr(module, trainer), 0.1, False)
+    check_step(model, step, ["softmax_js_div"])
+
+
+def test_distillation_in_bfloat16():
+    """The mixture's weights are those that were written, not their roundings."""
+    from trl.experimental.gkd import GKDTrainer
+
+    def loss(student, teacher):
+        return GKDTrainer.generalized_jsd_loss(student, teacher, beta=0.1)
+
+    x, t = (torch.randn(4, 6, 50) * 2 for _ in range(2))
+    results = []
+    compiled = torch.compile(loss, backend="compile_losses", options={"inner_backend": "eager"})
+    for function, dtype in (
+        (compiled, torch.bfloat16),
+        (loss, torch.bfloat16),
+        (loss, torch.float64),
+    ):
+        leaf = x.bfloat16().to(dtype).requires_grad_()
+        value = function(leaf, t.bfloat16().to(dtype))
+        results.append((value.detach(), torch.autograd.grad(value, leaf)[0]))
+    (ours, our_gradient), (eager, eager_gradient), (exact, exact_gradient) = results
+    assert_accurate(ours, eager, exact)
+    assert_accurate(our_gradient, eager_gradient, exact_gradient, "gradient")
 
 
 def test_supervised_fine_tuning():

@@ -13,6 +13,7 @@ from tests.specs import (
     mse_loss,
     nll_loss,
     smooth_l1_loss,
+    softmax_js_div,
     softmax_kl_div,
 )
 from tests.specs import written as written_out
@@ -31,6 +32,7 @@ SPECS: dict[str, Spec] = {
         cross_entropy_probabilities,
         nll_loss,
         softmax_kl_div,
+        softmax_js_div,
     )
 }
 

@@ -96,6 +96,10 @@ def distillation():
     return torch.randn(6, 10, requires_grad=True), torch.randn(6, 10)
 
 
+def learned_distillation():
+    return learned_pair()
+
+
 def soft_targets():
     return torch.randn(6, 10, requires_grad=True), torch.rand(6, 10).softmax(-1)
 

@@ -8,6 +8,7 @@ from tests.specs.written import (
     l1_loss,
     mse_loss,
     smooth_l1_loss,
+    softmax_js_div,
     softmax_kl_div,
 )
 
@@ -21,4 +22,5 @@ MODULES = {
     "cross_entropy": cross_entropy,
     "cross_entropy_probabilities": cross_entropy_probabilities,
     "softmax_kl_div": softmax_kl_div,
+    "softmax_js_div": softmax_js_div,
 }

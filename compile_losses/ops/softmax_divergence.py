@@ -1,0 +1,227 @@
+"""How a divergence ``X`` of two softmaxes becomes ops. Both rows are logits, over a temperature.
+
+``fused::X``             public: checks, autocast and type promotion, then ``X_forward``
+``fused::X_forward``     the loss and stats, see ``row_pair``
+``fused::X_backward``    the gradients of input and target, each empty where it is not needed
+``fused::X_with_grad``   the loss and input's gradient, see ``with_grad``
+``fused::X_with_grad_``  the same, the gradient written over input
+
+Input and target are logits of one shape, of any strides and floating dtypes. Reductions are
+``kl_div``'s: 3 (batchmean, the sum over ``input.size(0)``), 1 (mean: over all classes of all rows),
+2 (sum); with 0 (none) the loss of each row, the shape without ``dim``. Both arguments are
+differentiable. Probabilities are never stored, and one that underflows to 0 has no nan in its
+gradient.
+
+Raises:
+    RuntimeError: input and target differ in shape or device; temperature is not positive.
+    IndexError: dim is out of range.
+    ValueError: unknown reduction.
+    NotImplementedError: logits that are not floating point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compile_losses import library
+from compile_losses.distributed import mesh_of
+from compile_losses.eager import plain
+from compile_losses.ops import checks
+from compile_losses.ops.elementwise import Parameter
+from compile_losses.ops.row_pair import statistics
+from compile_losses.ops.transforms import double_backward, needs_torch
+from compile_losses.ops.with_grad import declare_with_grad
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def log_softmaxes(
+    input: Tensor, target: Tensor, temperature: float, dim: int
+) -> tuple[Tensor, Tensor]:
+    return F.log_softmax(input / temperature, dim), F.log_softmax(target / temperature, dim)
+
+
+def reduce(each: Tensor, reduction: int, dim: int) -> Tensor:
+    """From what each class adds to the loss."""
+    name = checks.reduction_name(reduction)
+    if name == "none":
+        return each.sum(dim)
+    if name == "mean":
+        return each.mean()
+    return each.sum() if name == "sum" else each.sum() / each.size(0)
+
+
+def declare(
+    name: str,
+    reference: Callable[..., Tensor],
+    parameters: Sequence[Parameter] = (),
+    *,
+    check: Callable[..., None] = lambda *_: None,
+) -> None:
+    """Declares the five ops of the loss ``name``.
+
+    Args:
+        reference: the loss in torch's own ops, with X_forward's arguments less its dtype, and in
+            logarithms: with probabilities an underflow would make a gradient nan.
+        parameters: what the loss has besides the temperature, by keyword.
+        check: raises for bad values of the parameters; called with them.
+    """
+    public_options = [
+        *(p.declaration_with_default for p in parameters),
+        "float temperature=1.0, int dim=-1, ScalarType? dtype=None",
+    ]
+    options = ", ".join(
+        ["int reduction", *(p.declaration for p in parameters), "float temperature, int dim"]
+    )
+    arguments = f"Tensor target, {options}, ScalarType dtype"
+    public = library.define(
+        f"{name}(Tensor input, Tensor target, int reduction=3, *, {', '.join(public_options)}) "
+        "-> Tensor"
+    )
+    forward = library.define(f"{name}_forward(Tensor input, {arguments}) -> (Tensor, Tensor)")
+    backward = library.define(
+        f"{name}_backward(Tensor grad_output, Tensor input, Tensor target, Tensor stats, "
+        f"{options}, bool needs_grad_input, bool needs_grad_target) -> (Tensor, Tensor)"
+    )
+    own_names = {p.name for p in parameters}
+    own_defaults = [
+        (a.name, a.default_value) for a in public._schema.arguments if a.name in own_names
+    ]
+
+    def check_all(input: Tensor, target: Tensor, *options: Any) -> None:
+        reduction, *values, temperature, dim = options
+        checks.check_reduction(name, reduction, batchmean=True)
+        checks.check_floating(name, input=input, target=target)
+        checks.check_same_device(name, input, target=target)
+        if target.shape != input.shape:
+            raise RuntimeError(
+                f"{name}: expected target to have input's shape {list(input.shape)}, "
+                f"got {list(target.shape)}"
+            )
+        if not -input.dim() <= dim < input.dim():
+            raise IndexError(
+                f"{name}: expected dim to be a dimension of input of shape {list(input.shape)}, "
+                f"got {dim}"
+            )
+        if not temperature > 0:  # nan is refused, too
+            raise RuntimeError(f"{name}: expected temperature to be positive, got {temperature}")
+        check(*values)
+
+    def public_kernel(
+        input: Tensor,
+        target: Tensor,
+        reduction: int = 3,
+        *,
+        temperature: float = 1.0,
+        dim: int = -1,
+        dtype: torch.dtype | None = None,
+        **own: Any,
+    ) -> Tensor:
+        values = [own.get(key, default) for key, default in own_defaults]
+        options: tuple[Any, ...] = (reduction, *values, temperature, dim)
+        loss: Tensor
+        if dtype is None and input.dtype == target.dtype and plain(input, target):
+            check_all(input, target, *options)
+            loss, _ = direct_forward.of_plain(input, target, *options, input.dtype)
+            return loss
+        mesh = mesh_of(name, input=input, target=target)
+        check_all(input, target, *options)
+        dtype = checks.loss_dtype(dtype, input, target)
+        if mesh is not None:
+            options = (reduction, *values, temperature, dim % input.dim())
+            return of_dtensors(mesh, input, target, options, dtype)
+        if needs_torch(input, target):
+            return reference(input.to(dtype), target.to(dtype), *options)
+        loss, _ = direct_forward(input, target, *options, dtype)
+        return loss
+
+    def of_dtensors(
+        mesh: DeviceMesh, input: Tensor, target: Tensor, options: Sequence[Any], dtype: torch.dtype
+    ) -> Tensor:
+        from compile_losses.distributed.elementwise import elementwise
+
+        reduction, *rest = options
+
+        def loss(input: Tensor, target: Tensor, reduction: int, dtype: torch.dtype) -> Tensor:
+            part: Tensor = forward(input, target, reduction, *rest, dtype)[0]
+            return part
+
+        divisors = {"mean": input.numel(), "batchmean": input.size(0)}
+        return elementwise(
+            name,
+            mesh,
+            loss,
+            {"input": input, "target": target},
+            input.shape,
+            reduction,
+            dtype,
+            divisors.get(checks.reduction_name(reduction)),
+            classes=rest[-1],
+        )
+
+    library.implement_public(public, public_kernel)
+
+    def forward_fake(input: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        *options, dtype = rest
+        check_all(input, target, *options)
+        reduction, *_, dim = options
+        rows = list(input.shape)
+        del rows[dim]
+        each = reduction == checks.REDUCTIONS["none"]
+        return input.new_empty(rows if each else (), dtype=dtype), statistics(input, target, rows)
+
+    library.register_fake(forward, forward_fake)
+
+    def backward_fake(
+        grad_output: Tensor, input: Tensor, target: Tensor, stats: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
+        *options, needs_grad_input, needs_grad_target = rest
+        check_all(input, target, *options)
+        return (
+            torch.empty_like(input) if needs_grad_input else input.new_empty(0),
+            torch.empty_like(target) if needs_grad_target else target.new_empty(0),
+        )
+
+    library.register_fake(backward, backward_fake)
+
+    declare_with_grad(name, arguments, forward_fake)
+
+    def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        input, target, *ctx.options, _ = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(input, target, output[1])
+
+    def forward_vjp(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        input, target, stats = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:2]
+        grad_input, grad_target = direct_backward(
+            grad_output, input, target, stats, *ctx.options, *needs
+        )
+        gradients = (grad_input if needs[0] else None, grad_target if needs[1] else None)
+        return (*gradients, *(None for _ in ctx.options), None)
+
+    direct_forward = library.register_autograd(forward, forward_vjp, setup_forward)
+
+    def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        grad_output, input, target, _, *ctx.options, needs_input, needs_target = inputs
+        ctx.needs = (needs_input, needs_target)
+        ctx.save_for_backward(grad_output, input, target)
+
+    def backward_vjp(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        grad_output, input, target = ctx.saved_tensors
+        dtype = grad_output.dtype
+        products = double_backward(
+            lambda x, t: reference(x.to(dtype), t.to(dtype), *ctx.options),
+            grad_output,
+            (input, target),
+            [c if needed else None for c, needed in zip(cotangents, ctx.needs, strict=True)],
+        )
+        return (*products, None, *(None for _ in ctx.options), None, None)
+
+    direct_backward = library.register_autograd(backward, backward_vjp, setup_backward)

@@ -1,0 +1,145 @@
+"""Divergences of two softmaxes: Kullback-Leibler's, and Jensen-Shannon's of their mixture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from compile_losses.recognize.constants import constant
+from compile_losses.recognize.normal_form import NormalForm, Selection, Steps, Written, sums_classes
+from compile_losses.recognize.polynomial import (
+    Atom,
+    Polynomial,
+    atom,
+    exp,
+    log_softmax,
+    softmax_of,
+    unrounded,
+)
+from compile_losses.recognize.shadow import Shadow, aten, compute, same_sizes
+from compile_losses.recognize.terms import Terms
+from compile_losses.recognize.values import Value, example
+
+
+def softmax_divergences(
+    form: NormalForm, polynomial: Polynomial, terms: Terms
+) -> Iterator[Written]:
+    """What a sum over the classes may be, which starts with what each class adds to it."""
+    for found in polynomial.atoms():
+        if found[0] == "log_mixture":
+            yield from _of_mixture(form, polynomial, found, terms)
+    rows = [found[1:] for found in polynomial.atoms() if found[0] == "lse"]
+    for x, dim in rows:
+        for z, other_dim in rows:
+            if x == z or dim != other_dim:
+                continue
+            log_p, log_q = log_softmax(x, dim), log_softmax(z, dim)
+            scale = polynomial.ratio(exp(log_q) * (log_q - log_p))
+            if scale is not None:
+                scaled = replace(form, constant=form.constant * scale)
+                yield from _of_rows("softmax_kl_div", scaled, x, z, dim, {}, terms)
+
+
+def _of_mixture(
+    form: NormalForm, polynomial: Polynomial, log_m: Atom, terms: Terms
+) -> Iterator[Written]:
+    """b q (log q - log m) + (1 - b) p (log p - log m) for a mixture m of p and q, whose weights
+    must be those of the terms."""
+    pattern = Polynomial({})
+    parts: list[tuple[Hashable, int, float]] = []
+    for monomial, weight in log_m[1].items():
+        (factor,) = monomial
+        softmax = softmax_of(factor)
+        assert softmax is not None
+        log_one = log_softmax(*softmax)
+        pattern = pattern + exp(log_one) * (log_one - atom(log_m)) * weight
+        parts.append((*softmax, unrounded(weight)))
+    scale = polynomial.ratio(pattern)
+    if len(parts) != 2 or scale is None:
+        return
+    (x, dim, _), (z, other_dim, beta) = parts
+    if dim != other_dim:
+        return
+    if not _differentiable(x, form, terms) and _differentiable(z, form, terms):
+        # The roles may be exchanged. The op's input is what its gradient can be computed with.
+        x, z, beta = z, x, parts[0][2]
+    options = {} if beta == 0.5 else {"beta": beta}
+    scaled = replace(form, constant=form.constant * unrounded(scale))
+    yield from _of_rows("softmax_js_div", scaled, x, z, dim, options, terms)
+
+
+def _differentiable(key: Hashable, form: NormalForm, terms: Terms) -> bool:
+    value = terms.value(key, form.root.node)
+    return value is not None and bool(getattr(example(value.node), "requires_grad", False))
+
+
+def _of_rows(
+    op: str,
+    form: NormalForm,
+    input: Hashable,
+    target: Hashable,
+    dim: int,
+    options: dict[str, Any],
+    terms: Terms,
+) -> Iterator[Written]:
+    """The divergence, where the form adds up all classes of both rows."""
+    x, z = (terms.value(key, form.root.node) for key in (input, target))
+    if x is None or z is None or dim not in (sums_classes(form) or ()):
+        return
+    shape = form.body.fake.shape
+    if not all(same_sizes(value.fake.shape, shape) for value in (x, z)):
+        return
+    each = form.root.fake.dim() > 0 or len(shape) == 1
+    last: Steps = []
+    if form.selection is not None:
+        each, last = True, _of_selected_rows(form.selection, len(shape) - 1)
+        if not last or dim < form.selection.mask.fake.dim():
+            return
+    temperature, x, z = _temperature(x, z, terms.shadow)
+    if temperature != 1:
+        options = {**options, "temperature": temperature}
+    if dim != len(shape) - 1:
+        options = {**options, "dim": dim}
+    yield Written(
+        op,
+        (x.argument, z.argument, "reduction"),
+        options,
+        form=form,
+        counts={"batchmean": shape[0], "mean": math.prod(shape)},
+        each=each,
+        last=last,
+    )
+
+
+def _of_selected_rows(selection: Selection, rank: int) -> Steps:
+    """From the loss of each row to the sum of those that a mask takes; none if there is no way.
+
+    The others are set to 0: their sum needs nobody to wait for the count.
+    """
+    outside = compute(aten.logical_not.default, selection.mask)
+    count = compute(aten.sum.default, selection.mask)
+    while outside is not None and outside.fake.dim() < rank:
+        outside = compute(aten.unsqueeze.default, outside, -1)
+    if outside is None or count is None:
+        return []
+    steps: Steps = [(torch.masked_fill, (outside, 0.0)), (torch.sum, ())]
+    return [*steps, (torch.div, (count,))] if selection.mean else steps
+
+
+def _temperature(x: Value, z: Value, shadow: Shadow) -> tuple[float, Value, Value]:
+    """What both tensors are divided by, and what they are before."""
+    found = []
+    for value in (x, z):
+        resolved = shadow.resolve(value)
+        if resolved.op not in (aten.div.Tensor, aten.mul.Tensor) or resolved.kwargs:
+            return 1.0, x, z
+        inner, factor = resolved.args[0], constant(resolved.args[1], value.fake.dtype, shadow)
+        if factor is None or factor <= 0 or not same_sizes(inner.fake.shape, value.fake.shape):
+            return 1.0, x, z
+        found.append((factor if resolved.op is aten.div.Tensor else 1.0 / factor, inner))
+    (one, inner_x), (other, inner_z) = found
+    return (one, inner_x, inner_z) if one == other else (1.0, x, z)
