@@ -52,10 +52,10 @@ Tensor with_grad_(const Tensor& input, const Tensor& target, int64_t reduction, 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fused, FUSED_DISPATCH_KEY, library) {
-  library.impl("softmax_kl_div_forward", TORCH_BOX(&forward));
-  library.impl("softmax_kl_div_backward", TORCH_BOX(&backward));
-  library.impl("softmax_kl_div_with_grad", TORCH_BOX(&with_grad));
-  library.impl("softmax_kl_div_with_grad_", TORCH_BOX(&with_grad_));
+  library.impl("softmax_kl_div_forward", FUSED_BOX(&forward));
+  library.impl("softmax_kl_div_backward", FUSED_BOX(&backward));
+  library.impl("softmax_kl_div_with_grad", FUSED_BOX(&with_grad));
+  library.impl("softmax_kl_div_with_grad_", FUSED_BOX(&with_grad_));
 }
 
 }  // namespace fused::binding

@@ -78,9 +78,9 @@ Tensor gradient(const Tensor& grad_output, const Tensor& input, const Tensor& ta
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fused, FUSED_DISPATCH_KEY, library) {
-  library.impl("vocabulary_parallel_parts", TORCH_BOX(&parts));
-  library.impl("vocabulary_parallel_merge", TORCH_BOX(&merge));
-  library.impl("vocabulary_parallel_gradient", TORCH_BOX(&gradient));
+  library.impl("vocabulary_parallel_parts", FUSED_BOX(&parts));
+  library.impl("vocabulary_parallel_merge", FUSED_BOX(&merge));
+  library.impl("vocabulary_parallel_gradient", FUSED_BOX(&gradient));
 }
 
 }  // namespace fused::binding
