@@ -24,7 +24,7 @@ CUDA_FILES := $(wildcard csrc/cuda/*.cu)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all conformance asan lint bench cuda-check clean
+.PHONY: help setup demo test test-all conformance asan memcheck lint bench cuda-check clean
 
 help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +72,13 @@ asan: $(STAMP)  ## the op tests on CPU kernels built with AddressSanitizer
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
 		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(ASAN_DIR) \
 		$(BIN)/pytest -p compile_losses -p no:cacheprovider $(ASAN_TESTS)
+
+# The tests that end the device's context on purpose do so in processes of their own, which are not
+# watched.
+MEMCHECK_TESTS ?= tests/conformance/test_hostile.py
+memcheck: $(STAMP)  ## the same arguments on a GPU, under compute-sanitizer
+	compute-sanitizer --tool memcheck --target-processes application-only --error-exitcode 1 \
+		$(BIN)/python -m pytest -p no:cacheprovider -m gpu $(MEMCHECK_TESTS)
 
 lint: $(STAMP)  ## ruff, mypy and clang-format
 	$(BIN)/python -m ruff check .

@@ -19,13 +19,6 @@ def check_weight(input: Tensor, weight: Tensor) -> None:
         )
 
 
-def promoted(first: Tensor, *others: Tensor) -> torch.dtype:
-    dtype = first.dtype
-    for other in others:
-        dtype = torch.promote_types(dtype, other.dtype)
-    return dtype
-
-
 def autocast_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype to which autocast takes a tensor, as an operand of a loss."""
     device = tensor.device.type

@@ -23,13 +23,12 @@ from compile_losses.arguments import (
     check_weight,
     is_integer,
     is_number,
-    promoted,
     reduction_of,
     warn,
     warn_if_broadcast,
 )
 from compile_losses.linear import linear_cross_entropy
-from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.ops.checks import REDUCTIONS, broadcast_shape, promoted_dtype, promotes
 from compile_losses.overrides import has_kernels, overridden
 
 __all__ = [
@@ -126,7 +125,9 @@ def huber_loss(
         dtype = None if input.dtype == target.dtype else autocast_dtype(input)
         return fused.huber_loss(input, target, enum, delta, dtype=dtype)
     check_weight(input, weight)
-    dtype = torch.promote_types(autocast_dtype(input), weight.dtype)
+    dtype = autocast_dtype(input)
+    if promotes(weight, broadcast_shape("huber_loss", input, target)):
+        dtype = torch.promote_types(dtype, weight.dtype)
     return fused.huber_loss(input, target, enum, delta, weight=weight, dtype=dtype)
 
 
@@ -243,9 +244,12 @@ def _weighted(
     if weight is None:
         return op(input, target, reduction)
     check_weight(input, weight)
-    dtype = None if autocasts else promoted(input, target, weight)
-    if reduction == REDUCTIONS["mean"] and input.shape != torch.broadcast_shapes(
-        input.shape, target.shape
-    ):  # torch divides by the sum of the weight before it is broadcast, the op by that after
+    shape, mean = broadcast_shape(op.__name__, input, target), reduction == REDUCTIONS["mean"]
+    dtype = None
+    if not autocasts:
+        promoting = (weight,) if mean or promotes(weight, shape) else ()
+        dtype = promoted_dtype(input, target, *promoting)
+    if mean and input.shape != shape:
+        # torch divides by the sum of the weight before it is broadcast, the op by that after
         return op(input, target, REDUCTIONS["sum"], weight=weight, dtype=dtype) / weight.sum()
     return op(input, target, reduction, weight=weight, dtype=dtype)

@@ -266,22 +266,90 @@ def test_target_out_of_range_cpu(bad, smoothing):
         fused.cross_entropy_backward(loss, x, t, None, stats, total, 1, -100, 0.0)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(3, 4), (3, 5000), (3, 4, 2)])
-@pytest.mark.parametrize("loss", ["cross_entropy", "nll_loss"])
-def test_target_out_of_range_cuda(loss, shape):
+def on_a_gpu_of_its_own(script: str) -> subprocess.CompletedProcess[str]:
     """A device-side assertion ends the process' CUDA context, so it gets a process of its own."""
-    script = f"""
-import torch, compile_losses
-x = torch.rand({shape}, device="cuda")
-t = torch.full({(shape[0], *shape[2:])}, {shape[1]}, device="cuda")
-torch.ops.fused.{loss}(x, t)
-torch.cuda.synchronize()
-"""
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    script = f"import torch, compile_losses\n{script}\ntorch.cuda.synchronize()"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+
+def assert_ended_by_target(result: subprocess.CompletedProcess[str]) -> None:
     assert result.returncode != 0
     assert "device-side assert" in result.stderr
     assert "target" in result.stderr + result.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "bad"),
+    [
+        ((3, 4), 4),
+        ((3, 4), -1),
+        ((3, 4), 2**62),
+        ((3, 4), -(2**63)),
+        ((3, 5000), 5000),
+        ((3, 4, 2), 4),
+    ],
+)
+@pytest.mark.parametrize("loss", ["cross_entropy", "nll_loss"])
+def test_target_out_of_range_cuda(loss, shape, bad):
+    result = on_a_gpu_of_its_own(f"""
+x = torch.rand({shape}, device="cuda")
+t = torch.full({(shape[0], *shape[2:])}, {bad}, device="cuda")
+torch.ops.fused.{loss}(x, t)
+""")
+    assert_ended_by_target(result)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(3, 4), (3, 5000), (3, 4, 2)])
+@pytest.mark.parametrize("loss", ["cross_entropy", "nll_loss"])
+def test_target_changes_before_backward_cuda(loss, shape):
+    """Also behind the version counter's back: the gradient is of what was saved before the change,
+    or there is none."""
+    result = on_a_gpu_of_its_own(f"""
+x = torch.rand({shape}, device="cuda", requires_grad=True)
+t = torch.zeros({(shape[0], *shape[2:])}, dtype=torch.int64, device="cuda")
+loss = torch.ops.fused.{loss}(x, t)
+t.fill_({shape[1]})
+try:
+    loss.backward()
+except RuntimeError as error:
+    assert "modified by an inplace operation" in str(error), error
+else:
+    raise SystemExit("the version counter was not asked")
+t.zero_()
+loss = torch.ops.fused.{loss}(x, t)
+torch.cuda.synchronize()
+t.data.fill_({shape[1]})
+print("before the backward", flush=True)
+loss.backward()
+assert x.grad.isfinite().all()
+""")
+    assert "before the backward" in result.stdout, result.stderr
+    if result.returncode != 0:
+        assert_ended_by_target(result)
+
+
+@pytest.mark.gpu
+def test_leaf_ops_refuse_tensors_of_other_devices():
+    """They are dispatched by one tensor, and their kernels follow the pointers of all."""
+    a, t = torch.rand(3, 4, device="cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
+    w = torch.rand(4, device="cuda")
+    loss, stats, total = fused.cross_entropy_forward(a, t, w, 1, -100, 0.0, torch.float32)
+    calls = [
+        (fused.mse_loss_forward, (a, a, a, 1, torch.float32)),
+        (fused.mse_loss_backward, (loss, a, a, a, 1, True, True, True)),
+        (fused.cross_entropy_forward, (a, t, w, 1, -100, 0.0, torch.float32)),
+        (fused.cross_entropy_backward, (loss, a, t, w, stats, total, 1, -100, 0.0)),
+        (fused.nll_loss_forward, (a, t, w, 1, -100, torch.float32)),
+    ]
+    for op, args in calls:
+        op(*args)
+        for i, argument in enumerate(args):
+            if isinstance(argument, torch.Tensor):
+                moved = (*args[:i], argument.cpu(), *args[i + 1 :])
+                with pytest.raises(RuntimeError, match="on the same device"):
+                    op(*moved)
 
 
 def test_leaf_ops_check_for_themselves():

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 import compile_losses.ops
 from compile_losses.lower.calls import Loss, fused_call, fused_op, named_arguments
-from compile_losses.ops.checks import REDUCTIONS, batch_of
+from compile_losses.ops.checks import REDUCTIONS, accumulation_type, batch_of, promoted_dtype
 
 aten = torch.ops.aten
 
@@ -124,10 +124,14 @@ def _backward(reference: Callable[..., Tensor], named: dict[str, Any], options: 
     if named["reduction"] == REDUCTIONS["batchmean"]:
         grad_output = grad_output / batch_of(named["input"])
         named = {**named, "reduction": REDUCTIONS["sum"]}
-    # The elementwise losses give their gradients before the sum over what was broadcast.
+    # The elementwise losses give their gradients before the sum over what was broadcast, unrounded.
     shape = torch.broadcast_shapes(*(named[k].shape for k in given if k != "weight"))
+    floating = [named[k] for k in ("input", "target") if named[k].is_floating_point()]
+    wide = accumulation_type(promoted_dtype(grad_output, *floating))
     leaves = {
-        name: named[name].expand(shape).detach().requires_grad_(bool(needed))
+        name: (named[name] if named[name].shape == shape else named[name].to(wide).expand(shape))
+        .detach()
+        .requires_grad_(bool(needed))
         for name, needed in given.items()
     }
     with torch.enable_grad():

@@ -146,6 +146,20 @@ def broadcast_shape(op: str, input: Tensor, target: Tensor) -> torch.Size:
         ) from error
 
 
+def promotes(tensor: Tensor, shape: torch.Size) -> bool:
+    """Whether torch, in an op whose result has this shape, asks a tensor of a floating dtype what
+    the result's is: of tensors and numbers, which have no dimensions, the tensors decide."""
+    return tensor.dim() > 0 or not shape
+
+
+def promoted_dtype(first: Tensor, *others: Tensor) -> torch.dtype:
+    dtype = first.dtype
+    for other in others:
+        if other.dtype != dtype:
+            dtype = torch.promote_types(dtype, other.dtype)
+    return dtype
+
+
 def _autocasts(device_type: str) -> bool:
     available = torch.amp.is_autocast_available(device_type)
     return available and torch.is_autocast_enabled(device_type)
@@ -159,10 +173,7 @@ def loss_dtype(dtype: torch.dtype | None, input: Tensor, *others: Tensor) -> tor
                 f"expected dtype to be float64, float32, bfloat16 or float16, got {dtype}"
             )
         return dtype
-    promoted = input.dtype
-    for other in others:
-        if other.dtype != promoted:
-            promoted = torch.promote_types(promoted, other.dtype)
+    promoted = promoted_dtype(input, *others)
     if not torch._C._is_any_autocast_enabled() or promoted == torch.float64:
         return promoted
     device = input.device.type

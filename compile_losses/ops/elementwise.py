@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import compute_elementwise_output_strides
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from compile_losses import library
 from compile_losses.distributed import mesh_of
@@ -60,7 +62,9 @@ def declare(
     check: Callable[..., None] = lambda *_: None,
     batchmean: bool = False,
     like_target: bool = False,
+    like_input: bool = False,
     exact_target: bool = False,
+    numbers_promote: bool = True,
 ) -> None:
     """Declares the five ops of the loss ``name``.
 
@@ -74,7 +78,11 @@ def declare(
         check: raises for bad values of the parameters; called with them.
         batchmean: whether ``reduction=3`` is allowed.
         like_target: whether an unreduced loss follows target's strides instead of input's.
+        like_input: whether it follows input's even where input is broadcast, and not target's.
         exact_target: whether target must have input's shape, and its dtype is the loss's.
+        numbers_promote: whether an input or target without dimensions promotes the other like any
+            tensor: torch's function expands both before it computes. Where torch composes the loss
+            of ops, it does not.
     """
     reduction_and = ["int reduction=1", *_declarations(parameters, keyword_only=False)]
     public_arguments = [
@@ -161,8 +169,9 @@ def declare(
             return reference(*cast, reduction, *values)
 
         normalizes = weights.normalize and reduction == MEAN and given[0] is not None
-        promoted = weights.promoted(input, target, given, shape, normalizes=normalizes)
-        dtype = checks.loss_dtype(dtype, *([target] if exact_target else promoted))
+        promoting = [t for t in (input, target) if numbers_promote or checks.promotes(t, shape)]
+        promoting += weights.promoting(given, shape, normalizes=normalizes)
+        dtype = checks.loss_dtype(dtype, *([target] if exact_target else promoting))
         given = weights.to_floating(given, dtype)
         if mesh is not None:
             from compile_losses.distributed.elementwise import elementwise
@@ -199,7 +208,10 @@ def declare(
         shape = check_all(input, target, rest[: tensors - 2], *options)
         if options[0] != checks.REDUCTIONS["none"]:
             return input.new_empty((), dtype=dtype)
-        return torch.empty_like((target if like_target else input).expand(shape), dtype=dtype)
+        if like_input:
+            return torch.empty_like(input.expand(shape), dtype=dtype)
+        first, second = (target, input) if like_target else (input, target)
+        return _empty_pointwise(first, second, shape, dtype, computed=like_target)
 
     library.register_fake(forward, forward_fake)
 
@@ -207,8 +219,12 @@ def declare(
         arguments, needed = rest[: -len(roots)], rest[-len(roots) :]
         input, target, *given = arguments[:tensors]
         shape = check_all(input, target, given, *arguments[tensors:])
+        # What is yet to be summed over the broadcast dimensions is not rounded before.
+        wide = checks.accumulation_type(checks.promoted_dtype(grad_output, input, target))
         return tuple(
-            torch.empty_like(tensor.expand(shape))
+            torch.empty_like(
+                tensor.expand(shape), dtype=tensor.dtype if tensor.shape == shape else wide
+            )
             if need and tensor is not None
             else (input if tensor is None else tensor).new_empty(0)
             for tensor, need in zip(arguments, needed, strict=False)
@@ -230,7 +246,7 @@ def declare(
         needs = ctx.needs_input_grad[: len(roots)]
         gradients = direct_backward(grad_output, *saved, *ctx.options, *needs)
         reduced = [
-            sum_to_shape(gradient, tensor.shape) if needed else None
+            sum_to_shape(gradient, tensor) if needed else None
             for gradient, tensor, needed in zip(gradients, saved, needs, strict=False)
         ]
         return (*reduced, *not_differentiable)
@@ -245,15 +261,17 @@ def declare(
         grad_output, *saved = ctx.saved_tensors
         count = sum(tensor is not None for tensor in saved[: len(roots)])
 
+        # A loss may be narrower than its arguments, which lose no digits here.
+        wide = checks.promoted_dtype(*(t for t in ctx.saved_tensors if t is not None))
+
         def loss(*arguments: Tensor) -> Tensor:
-            cast = [
-                None if tensor is None else tensor.to(grad_output.dtype)
-                for tensor in (*arguments, *saved[count:])
-            ]
-            if ctx.options[0] != checks.REDUCTIONS["batchmean"]:
-                return reference(*cast, *ctx.options)
-            # The arguments are expanded here.
-            return reference(*cast, SUM, *ctx.options[1:]) / checks.batch_of(saved[0])
+            cast = [None if t is None else t.to(wide) for t in (*arguments, *saved[count:])]
+            reduction, *values = ctx.options
+            if reduction == checks.REDUCTIONS["batchmean"]:  # the arguments are expanded here
+                result = reference(*cast, SUM, *values) / checks.batch_of(saved[0])
+            else:
+                result = reference(*cast, reduction, *values)
+            return result.to(grad_output.dtype)
 
         products = double_backward(
             loss,
@@ -268,8 +286,26 @@ def declare(
     direct_backward = library.register_autograd(backward, backward_vjp, setup_backward)
 
 
-def sum_to_shape(gradient: Tensor, shape: torch.Size) -> Tensor:
-    return gradient if gradient.shape == shape else gradient.sum_to_size(shape)
+def _empty_pointwise(
+    first: Tensor, second: Tensor, shape: torch.Size, dtype: torch.dtype, *, computed: bool
+) -> Tensor:
+    """As the kernels' function of this name: with the strides of torch's pointwise ops."""
+    decides = computed or not any(guard_or_false(stride == 0) for stride in first.stride())
+    if decides and first.shape == shape:
+        return torch.empty_like(first, dtype=dtype)
+    tensors = first.expand(shape), second.expand(shape)
+    strides = compute_elementwise_output_strides(*tensors)
+    if computed:
+        tensors = torch.empty_like(first).expand(shape), first.new_empty_strided(shape, strides)
+        strides = compute_elementwise_output_strides(*tensors)
+    return first.new_empty_strided(shape, strides, dtype=dtype)
+
+
+def sum_to_shape(gradient: Tensor, tensor: Tensor) -> Tensor:
+    """The gradient of a tensor that was broadcast."""
+    if gradient.shape == tensor.shape:
+        return gradient
+    return gradient.sum_to_size(tensor.shape).to(tensor.dtype)
 
 
 def _declarations(parameters: Sequence[Parameter], *, keyword_only: bool) -> list[str]:

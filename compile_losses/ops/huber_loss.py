@@ -31,4 +31,5 @@ declare(
     [Parameter("float", "delta", "1.0")],
     weights=Weights(("weight",), differentiable=True),
     check=check,
+    like_input=True,
 )

@@ -34,4 +34,5 @@ declare(
     ],
     batchmean=True,
     like_target=True,
+    numbers_promote=False,
 )

@@ -48,8 +48,13 @@ def double_backward(
     with torch.enable_grad():
         # Aliases: the same tensor given twice must not receive both arguments' gradients.
         roots = [tensor.view_as(tensor) for tensor in (grad_output, *inputs)]
-        arguments = [root if shape is None else root.expand(shape) for root in roots[1:]]
         wanted = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
+        arguments = roots[1:]
+        if shape is not None:
+            arguments = [root.expand(shape) for root in arguments]
+        for i, cotangent in enumerate(cotangents):
+            if cotangent is not None:  # wider where the gradient is yet to be summed
+                arguments[i] = arguments[i].to(cotangent.dtype)
         gradients = torch.autograd.grad(
             loss(*arguments),
             [arguments[i] for i in wanted],

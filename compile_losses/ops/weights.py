@@ -57,21 +57,14 @@ class Weights:
             if weight.requires_grad and not self.differentiable and torch.is_grad_enabled():
                 raise RuntimeError(f"{op}: expected {name} not to require grad")
 
-    def promoted(
-        self,
-        input: Tensor,
-        target: Tensor,
-        given: Sequence[Tensor | None],
-        shape: torch.Size,
-        *,
-        normalizes: bool,
+    def promoting(
+        self, given: Sequence[Tensor | None], shape: torch.Size, *, normalizes: bool
     ) -> list[Tensor]:
-        """The tensors whose dtypes promote to the loss's, as in torch: a number does not promote
-        a tensor, but the weights' sum does promote the loss that it divides."""
-        found = [input, target]
+        """The weights whose dtypes promote the loss's, as in torch: a number does not promote a
+        tensor, but the weights' sum does promote the loss that it divides."""
         if not self.differentiable or given[0] is None or not given[0].is_floating_point():
-            return found
-        return [*found, given[0]] if given[0].dim() > 0 or not shape or normalizes else found
+            return []
+        return [given[0]] if normalizes or checks.promotes(given[0], shape) else []
 
     def to_floating(
         self, given: Sequence[Tensor | None], dtype: torch.dtype

@@ -104,11 +104,11 @@ void scale(const Tensor& grad, const Tensor& factor) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fused, FUSED_DISPATCH_KEY, library) {
-  library.impl("cross_entropy_forward", TORCH_BOX(&forward));
-  library.impl("cross_entropy_backward", TORCH_BOX(&backward));
-  library.impl("cross_entropy_with_grad", TORCH_BOX(&with_grad));
-  library.impl("cross_entropy_with_grad_", TORCH_BOX(&with_grad_));
-  library.impl("scale_", TORCH_BOX(&scale));
+  library.impl("cross_entropy_forward", FUSED_BOX(&forward));
+  library.impl("cross_entropy_backward", FUSED_BOX(&backward));
+  library.impl("cross_entropy_with_grad", FUSED_BOX(&with_grad));
+  library.impl("cross_entropy_with_grad_", FUSED_BOX(&with_grad_));
+  library.impl("scale_", FUSED_BOX(&scale));
 }
 
 }  // namespace fused::binding

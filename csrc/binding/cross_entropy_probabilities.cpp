@@ -73,11 +73,11 @@ Tensor with_grad_(const Tensor& input, const Tensor& target, const std::optional
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fused, FUSED_DISPATCH_KEY, library) {
-  library.impl("cross_entropy_probabilities_forward", TORCH_BOX(&forward));
-  library.impl("cross_entropy_probabilities_backward", TORCH_BOX(&backward));
-  library.impl("cross_entropy_probabilities_weight_backward", TORCH_BOX(&weight_backward));
-  library.impl("cross_entropy_probabilities_with_grad", TORCH_BOX(&with_grad));
-  library.impl("cross_entropy_probabilities_with_grad_", TORCH_BOX(&with_grad_));
+  library.impl("cross_entropy_probabilities_forward", FUSED_BOX(&forward));
+  library.impl("cross_entropy_probabilities_backward", FUSED_BOX(&backward));
+  library.impl("cross_entropy_probabilities_weight_backward", FUSED_BOX(&weight_backward));
+  library.impl("cross_entropy_probabilities_with_grad", FUSED_BOX(&with_grad));
+  library.impl("cross_entropy_probabilities_with_grad_", FUSED_BOX(&with_grad_));
 }
 
 }  // namespace fused::binding

@@ -34,6 +34,12 @@ void lay_out(ElementwiseArgs& args, const char* op, const Sizes& shape,
     std::copy(strides[i].begin(), strides[i].end(), operands[i].operand->strides);
 }
 
+ScalarType accumulation_type(const Tensor& a, const Tensor& b, const Tensor& c) {
+  for (const Tensor* tensor : {&a, &b, &c})
+    if (tensor->scalar_type() == ScalarType::Double) return ScalarType::Double;
+  return ScalarType::Float;
+}
+
 double divisor(const Tensor& input, const Sizes& shape, int64_t reduction, const char* op) {
   switch (static_cast<Reduction>(reduction)) {
     case Reduction::kNone:
@@ -73,17 +79,21 @@ using NoWeight = Pack<>;
 using Weight = Pack<const OptionalTensor&>;
 using WeightAndPosWeight = Pack<const OptionalTensor&, const OptionalTensor&>;
 
-// kName: the loss's name as a static array, for messages. kLikeTarget: with reduction none the
-// losses follow target's strides instead of input's. Optional: the types of the loss's optional
-// tensors, in the order of Inputs. Needs: bool for each argument after input and target that has a
-// gradient.
-template <Kernel kernel, const char* kName, bool kLikeTarget, typename Optional, typename Needs,
+// Whose strides the losses follow with reduction none, as torch's do: those of input and, where it
+// is broadcast, of target; of input alone; or those that target has in memory of its own, then
+// input's.
+enum class Like { kPair, kInput, kTarget };
+
+// kName: the loss's name as a static array, for messages. Optional: the types of the loss's
+// optional tensors, in the order of Inputs. Needs: bool for each argument after input and target
+// that has a gradient.
+template <Kernel kernel, const char* kName, Like kLike, typename Optional, typename Needs,
           typename... Parameters>
 struct Elementwise;
 
-template <Kernel kernel, const char* kName, bool kLikeTarget, typename... Optional,
-          typename... Needs, typename... Parameters>
-struct Elementwise<kernel, kName, kLikeTarget, Pack<Optional...>, Pack<Needs...>, Parameters...> {
+template <Kernel kernel, const char* kName, Like kLike, typename... Optional, typename... Needs,
+          typename... Parameters>
+struct Elementwise<kernel, kName, kLike, Pack<Optional...>, Pack<Needs...>, Parameters...> {
   using Gradients = std::conditional_t<sizeof...(Needs) == 0, std::tuple<Tensor, Tensor>,
                                        std::tuple<Tensor, Tensor, Tensor>>;
 
@@ -123,7 +133,10 @@ struct Elementwise<kernel, kName, kLikeTarget, Pack<Optional...>, Pack<Needs...>
       call.launch();
       return loss;
     }
-    const Tensor losses = empty_like(kLikeTarget ? target : input, call.shape, dtype);
+    const Tensor losses = kLike == Like::kInput ? empty_like(input, call.shape, dtype)
+                          : kLike == Like::kTarget
+                              ? empty_pointwise(target, input, call.shape, dtype, true)
+                              : empty_pointwise(input, target, call.shape, dtype, false);
     call.operands.push_back({&call.args.losses, &losses, "dtype"});
     call.launch();
     return losses;
@@ -134,9 +147,12 @@ struct Elementwise<kernel, kName, kLikeTarget, Pack<Optional...>, Pack<Needs...>
                             bool needs_grad_input, bool needs_grad_target, Needs... needs) {
     Call call({input, target, &optional...}, reduction, parameters...);
     call.operands.push_back({&call.args.grad_output, &grad_output, "grad_output"});
+    // What is yet to be summed over the broadcast dimensions is not rounded before.
+    const ScalarType wide = accumulation_type(grad_output, input, target);
     const auto gradient = [&](const Tensor& tensor, bool needed) {
-      return needed ? empty_like(tensor, call.shape, tensor.scalar_type())
-                    : empty(tensor, {0}, tensor.scalar_type());
+      const ScalarType own = tensor.scalar_type();
+      return needed ? empty_like(tensor, call.shape, has_shape(tensor, call.shape) ? own : wide)
+                    : empty(tensor, {0}, own);
     };
     Tensor grad_input = gradient(input, needs_grad_input);
     Tensor grad_target = gradient(target, needs_grad_target);
@@ -207,10 +223,10 @@ struct Elementwise<kernel, kName, kLikeTarget, Pack<Optional...>, Pack<Needs...>
 
   static void implement(torch::stable::detail::StableLibrary& library) {
     const std::string name = kName;
-    library.impl((name + "_forward").c_str(), TORCH_BOX(&forward));
-    library.impl((name + "_backward").c_str(), TORCH_BOX(&backward));
-    library.impl((name + "_with_grad").c_str(), TORCH_BOX(&with_grad));
-    library.impl((name + "_with_grad_").c_str(), TORCH_BOX(&with_grad_));
+    library.impl((name + "_forward").c_str(), FUSED_BOX(&forward));
+    library.impl((name + "_backward").c_str(), FUSED_BOX(&backward));
+    library.impl((name + "_with_grad").c_str(), FUSED_BOX(&with_grad));
+    library.impl((name + "_with_grad_").c_str(), FUSED_BOX(&with_grad_));
   }
 };
 
@@ -222,18 +238,18 @@ constexpr char kKlDiv[] = "kl_div";
 constexpr char kBinaryCrossEntropyWithLogits[] = "binary_cross_entropy_with_logits";
 
 // Losses whose weight has a gradient, too.
-template <Kernel kernel, const char* kName, typename... Parameters>
-using Weighted = Elementwise<kernel, kName, false, Weight, Pack<bool>, Parameters...>;
+template <Kernel kernel, const char* kName, Like kLike, typename... Parameters>
+using Weighted = Elementwise<kernel, kName, kLike, Weight, Pack<bool>, Parameters...>;
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fused, FUSED_DISPATCH_KEY, library) {
-  Weighted<&mse_loss, kMseLoss>::implement(library);
-  Weighted<&l1_loss, kL1Loss>::implement(library);
-  Weighted<&smooth_l1_loss, kSmoothL1Loss, double>::implement(library);
-  Weighted<&huber_loss, kHuberLoss, double>::implement(library);
-  Elementwise<&kl_div, kKlDiv, true, NoWeight, Pack<>, bool, bool>::implement(library);
-  Elementwise<&binary_cross_entropy_with_logits, kBinaryCrossEntropyWithLogits, true,
+  Weighted<&mse_loss, kMseLoss, Like::kPair>::implement(library);
+  Weighted<&l1_loss, kL1Loss, Like::kPair>::implement(library);
+  Weighted<&smooth_l1_loss, kSmoothL1Loss, Like::kPair, double>::implement(library);
+  Weighted<&huber_loss, kHuberLoss, Like::kInput, double>::implement(library);
+  Elementwise<&kl_div, kKlDiv, Like::kTarget, NoWeight, Pack<>, bool, bool>::implement(library);
+  Elementwise<&binary_cross_entropy_with_logits, kBinaryCrossEntropyWithLogits, Like::kTarget,
               WeightAndPosWeight, Pack<>>::implement(library);
 }
 

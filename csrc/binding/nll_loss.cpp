@@ -28,8 +28,8 @@ Tensor backward(const Tensor& grad_output, const Tensor& input, const Tensor& ta
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fused, FUSED_DISPATCH_KEY, library) {
-  library.impl("nll_loss_forward", TORCH_BOX(&forward));
-  library.impl("nll_loss_backward", TORCH_BOX(&backward));
+  library.impl("nll_loss_forward", FUSED_BOX(&forward));
+  library.impl("nll_loss_backward", FUSED_BOX(&backward));
 }
 
 }  // namespace fused::binding

@@ -11,10 +11,10 @@ using JsDiv =
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fused, FUSED_DISPATCH_KEY, library) {
-  library.impl("softmax_js_div_forward", TORCH_BOX(&JsDiv::forward));
-  library.impl("softmax_js_div_backward", TORCH_BOX(&JsDiv::backward));
-  library.impl("softmax_js_div_with_grad", TORCH_BOX(&JsDiv::with_grad));
-  library.impl("softmax_js_div_with_grad_", TORCH_BOX(&JsDiv::with_grad_));
+  library.impl("softmax_js_div_forward", FUSED_BOX(&JsDiv::forward));
+  library.impl("softmax_js_div_backward", FUSED_BOX(&JsDiv::backward));
+  library.impl("softmax_js_div_with_grad", FUSED_BOX(&JsDiv::with_grad));
+  library.impl("softmax_js_div_with_grad_", FUSED_BOX(&JsDiv::with_grad_));
 }
 
 }  // namespace fused::binding

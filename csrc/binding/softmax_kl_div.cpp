@@ -10,10 +10,10 @@ using KlDiv = SoftmaxDivergence<kName, &softmax_kl_div_forward, &softmax_kl_div_
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fused, FUSED_DISPATCH_KEY, library) {
-  library.impl("softmax_kl_div_forward", TORCH_BOX(&KlDiv::forward));
-  library.impl("softmax_kl_div_backward", TORCH_BOX(&KlDiv::backward));
-  library.impl("softmax_kl_div_with_grad", TORCH_BOX(&KlDiv::with_grad));
-  library.impl("softmax_kl_div_with_grad_", TORCH_BOX(&KlDiv::with_grad_));
+  library.impl("softmax_kl_div_forward", FUSED_BOX(&KlDiv::forward));
+  library.impl("softmax_kl_div_backward", FUSED_BOX(&KlDiv::backward));
+  library.impl("softmax_kl_div_with_grad", FUSED_BOX(&KlDiv::with_grad));
+  library.impl("softmax_kl_div_with_grad_", FUSED_BOX(&KlDiv::with_grad_));
 }
 
 }  // namespace fused::binding

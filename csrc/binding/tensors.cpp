@@ -93,6 +93,49 @@ Tensor empty_strided(const Tensor& like, const Sizes& shape, const int64_t* stri
   return Tensor(result);
 }
 
+// In the iteration space `shape`: 0 where it is broadcast, and torch's own for dimensions of
+// size 1.
+Sizes expanded(const Sizes& sizes, const int64_t* strides, const Sizes& shape) {
+  Sizes result(shape.size(), 0);
+  const size_t offset = shape.size() - sizes.size();
+  for (size_t i = 0; i < sizes.size(); ++i)
+    if (sizes[i] == shape[offset + i]) result[offset + i] = strides[i];
+  return result;
+}
+
+// The strides of a pointwise op's result, as TensorIterator orders the dimensions. An order that
+// the strides do not decide is not transitive: it takes this very sort.
+Sizes pointwise_strides(const Sizes& shape, const std::vector<Sizes>& operands) {
+  const auto compare = [&](size_t inner, size_t outer) {
+    for (const Sizes& strides : operands) {
+      if (strides[inner] == 0 || strides[outer] == 0) continue;
+      if (strides[inner] != strides[outer]) return strides[inner] < strides[outer] ? -1 : 1;
+      if (shape[inner] > shape[outer]) return 1;
+    }
+    return 0;
+  };
+  Sizes order(shape.size());  // innermost first
+  std::iota(order.rbegin(), order.rend(), int64_t(0));
+  for (size_t i = 1; i < order.size(); ++i) {
+    size_t at = i;
+    for (size_t k = i; k-- > 0;) {
+      const int found = compare(order[k], order[at]);
+      if (found < 0) break;
+      if (found > 0) {
+        std::swap(order[k], order[at]);
+        at = k;
+      }
+    }
+  }
+  Sizes strides(shape.size());
+  int64_t step = 1;
+  for (const int64_t d : order) {
+    strides[d] = step;
+    step *= std::max(shape[d], int64_t(1));
+  }
+  return strides;
+}
+
 }  // namespace
 
 Tensor empty(const Tensor& like, const Sizes& shape, ScalarType dtype) {
@@ -119,6 +162,23 @@ Tensor empty_like(const Tensor& tensor, const Sizes& shape, ScalarType dtype) {
   for (int i = 2; i < 6; ++i) stack[i] = from(std::nullopt);
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::empty_like", "", stack, TORCH_ABI_VERSION));
   return to<Tensor>(stack[0]);
+}
+
+Tensor empty_pointwise(const Tensor& first, const Tensor& second, const Sizes& shape,
+                       ScalarType dtype, bool computed) {
+  const auto own = first.strides();
+  const bool decides = computed || std::find(own.begin(), own.end(), 0) == own.end();
+  if (decides && has_shape(first, shape)) return empty_like(first, shape, dtype);
+  const Sizes first_sizes = sizes_of(first);
+  Sizes strides =
+      pointwise_strides(shape, {expanded(first_sizes, own.data(), shape),
+                                expanded(sizes_of(second), second.strides().data(), shape)});
+  if (computed) {
+    const Sizes dense =
+        pointwise_strides(first_sizes, {Sizes(first.strides().begin(), first.strides().end())});
+    strides = pointwise_strides(shape, {expanded(first_sizes, dense.data(), shape), strides});
+  }
+  return empty_strided(first, shape, strides.data(), dtype);
 }
 
 Tensor empty_gradient(const Tensor& tensor) {

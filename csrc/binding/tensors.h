@@ -66,6 +66,11 @@ Sizes broadcast_shape(const Tensor& input, const Tensor& target, const char* op)
 Tensor empty(const Tensor& like, const Sizes& shape, ScalarType dtype);
 // aten::empty_like(tensor.expand(shape), dtype=dtype): dense, with the order of tensor's strides.
 Tensor empty_like(const Tensor& tensor, const Sizes& shape, ScalarType dtype);
+// Dense, with the strides that torch's pointwise ops give the result of two tensors: the first one
+// decides, but where it is broadcast or expanded. computed: torch first makes a tensor of its own
+// of the first one, and the result of that and of what it makes of both.
+Tensor empty_pointwise(const Tensor& first, const Tensor& second, const Sizes& shape,
+                       ScalarType dtype, bool computed);
 // Uninitialised, as empty_like gives it.
 Tensor empty_gradient(const Tensor& tensor);
 
@@ -81,5 +86,39 @@ Sizes broadcast_strides(const Tensor& tensor, const Sizes& shape, const char* op
 // size 1 and merges neighbours that every operand can walk as one. Returns sizes innermost first,
 // and replaces each operand's strides to match. With keep_order the dimensions are not reordered.
 Sizes coalesce(const Sizes& shape, const std::vector<Sizes*>& operands, bool keep_order);
+
+// An op that refuses tensors of different devices: it is dispatched by one of them alone, and the
+// kernels follow the pointers of all.
+template <auto function>
+struct OnOneDevice;
+
+template <typename Result, typename... Arguments, Result (*function)(Arguments...)>
+struct OnOneDevice<function> {
+  static Result call(Arguments... arguments) {
+    std::optional<int32_t> device;
+    (check(arguments, device), ...);
+    return function(arguments...);
+  }
+
+ private:
+  template <typename Argument>
+  static void check(const Argument& argument, std::optional<int32_t>& device) {
+    if constexpr (std::is_same_v<Argument, std::optional<Tensor>>) {
+      if (argument) check(*argument, device);
+    } else if constexpr (std::is_same_v<Argument, Tensor>) {
+      const int32_t found = argument.get_device_index();  // -1 of the CPU
+      if (device.value_or(found) != found)
+        throw std::runtime_error("expected all tensors to be on the same device, got " +
+                                 device_name(*device) + " and " + device_name(found));
+      device = found;
+    }
+  }
+
+  static std::string device_name(int32_t index) {
+    return index < 0 ? "cpu" : "cuda:" + std::to_string(index);
+  }
+};
+
+#define FUSED_BOX(function) TORCH_BOX((&OnOneDevice<function>::call))
 
 }  // namespace fused::binding

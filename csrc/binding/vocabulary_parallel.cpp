@@ -94,10 +94,10 @@ void gradient_(const Tensor& grad_output, const Tensor& input, const Tensor& tar
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fused, FUSED_DISPATCH_KEY, library) {
-  library.impl("vocabulary_parallel_parts", TORCH_BOX(&parts));
-  library.impl("vocabulary_parallel_merge", TORCH_BOX(&merge));
-  library.impl("vocabulary_parallel_gradient", TORCH_BOX(&gradient));
-  library.impl("vocabulary_parallel_gradient_", TORCH_BOX(&gradient_));
+  library.impl("vocabulary_parallel_parts", FUSED_BOX(&parts));
+  library.impl("vocabulary_parallel_merge", FUSED_BOX(&merge));
+  library.impl("vocabulary_parallel_gradient", FUSED_BOX(&gradient));
+  library.impl("vocabulary_parallel_gradient_", FUSED_BOX(&gradient_));
 }
 
 }  // namespace fused::binding

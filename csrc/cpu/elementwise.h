@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "parallel.h"
+#include "sum.h"
 
 namespace fused::cpu {
 
@@ -113,8 +114,7 @@ using OptionalTile = std::conditional_t<kPresent, Tile<acc_t>, NoTile>;
 // The loops below allow an output to be the very buffer of an input: each index is read before it
 // is written, and no other index is touched.
 template <bool kWeighted, typename acc_t, typename Loss>
-double elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t begin,
-                         int64_t end) {
+Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t begin, int64_t end) {
   constexpr bool kPosWeight = takes_pos_weight<Loss, acc_t>;
   Tile<acc_t> input(args, args.input), target(args, args.target);
   Tile<acc_t> grad_output(args, args.grad_output), losses(args, args.losses);
@@ -125,7 +125,7 @@ double elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t 
   acc_t scale = static_cast<acc_t>(1 / args.divisor);
   const bool one_grad_output = grad_output && grad_output.is_constant();
   if (one_grad_output) scale *= *grad_output.read(begin, 1);
-  double sum = 0;
+  Sum sum;
 
   for (int64_t first = begin; first < end; first += kTile) {
     const int64_t count = std::min(kTile, end - first);
@@ -151,10 +151,9 @@ double elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t 
     };
     const auto value = [loss](auto... at) { return loss.value(at...); };
     if (args.total.data) {
-      acc_t tile_sum = 0;
-#pragma omp simd reduction(+ : tile_sum)
-      for (int64_t i = 0; i < count; ++i) tile_sum += weighted(value, i);
-      sum += static_cast<double>(tile_sum);
+      for (int64_t block = 0; block < count; block += kSumBlock)
+        sum.add(sum_of<acc_t>(block, std::min(count, block + kSumBlock),
+                              [&](int64_t i) { return weighted(value, i); }));
     }
     if (losses) {
       acc_t* out = losses.write_pointer(first);
@@ -196,7 +195,7 @@ template <template <typename> class Loss, typename acc_t, bool kWeighted>
 void elementwise_as(const ElementwiseArgs& args) {
   const Loss<acc_t> loss(args.parameters);
   const int64_t chunks = (args.numel + kChunk - 1) / kChunk;
-  std::vector<double> sums(chunks);
+  std::vector<Sum> sums(chunks);
   parallel_for(0, chunks, 1, [&](int64_t first, int64_t last) {
     for (int64_t chunk = first; chunk < last; ++chunk) {
       const int64_t begin = chunk * kChunk;
@@ -205,9 +204,9 @@ void elementwise_as(const ElementwiseArgs& args) {
     }
   });
   if (args.total.data) {
-    double total = 0;
-    for (const double sum : sums) total += sum;
-    const acc_t value = static_cast<acc_t>(total / args.divisor);
+    Sum total;
+    for (const Sum& sum : sums) total.add(sum.value());
+    const acc_t value = static_cast<acc_t>(total.value() / args.divisor);
     store(args.total.data, args.total.dtype, 0, 1, 1, &value);
   }
 }

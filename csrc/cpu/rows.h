@@ -2,6 +2,7 @@
 #pragma once
 
 #include "parallel.h"
+#include "sum.h"
 
 namespace fused::cpu {
 
@@ -16,18 +17,12 @@ inline int64_t row_offset(const RowLayout& layout, int64_t row) {
   return offset;
 }
 
-// The sum of value(row) over the rows, in blocks, so that the rounding error of many rows stays
-// that of a few hundred.
+// The sum of value(row) over the rows.
 template <typename Value>
 double sum_over_rows(int64_t rows, Value&& value) {
-  constexpr int64_t kBlock = 256;
-  double total = 0;
-  for (int64_t first = 0; first < rows; first += kBlock) {
-    double sum = 0;
-    for (int64_t row = first; row < std::min(rows, first + kBlock); ++row) sum += value(row);
-    total += sum;
-  }
-  return total;
+  Sum sum;
+  for (int64_t row = 0; row < rows; ++row) sum.add(value(row));
+  return sum.value();
 }
 
 // Calls body(row, lanes) for blocks of at most `most` rows side by side; lanes is 0 where the rows

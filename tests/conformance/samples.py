@@ -69,7 +69,10 @@ def broadcasts(draw: Draw) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "broadcast target", n(3, 4, 5), p(5)
     yield "broadcast input", n(4, 1), p(2, 4, 5)
     yield "broadcast both", n(4, 1), p(1, 5)
-    yield "0-d target", n(4, 5), p()
+    yield "0-d target", n(5, 4).t(), p()
+    yield "0-d input", n(), p(5, 4).t()
+    yield "permuted and broadcast input", n(4, 1), p(5, 4, 3).permute(2, 1, 0)
+    yield "permuted and broadcast target", n(5, 4, 3).permute(2, 1, 0), p(4, 1)
     yield "empty broadcast", n(0, 5), p(1, 5)
 
 

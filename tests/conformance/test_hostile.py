@@ -1,14 +1,14 @@
 """Arguments that no caller means: the ops refuse them or compute, and never leave their buffers.
 
 What they read and write is checked by `make asan`, which runs these tests on kernels built with
-AddressSanitizer.
+AddressSanitizer, and on a GPU by `make memcheck`, which runs them under compute-sanitizer. Targets
+out of range end a GPU's context, and have processes of their own in tests/test_errors.py.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -27,9 +27,9 @@ REFUSALS = (RuntimeError, ValueError, IndexError, TypeError)
 BAD = (-1, 5, -101, 2**31, -(2**31), 2**40, 2**62, 2**63 - 1, -(2**63))
 
 
-def recorded(spec):
+def recorded(spec, device, dtype=torch.float32):
     """The leaf ops' calls that forward and backward make, and those of the passes' ops."""
-    for sample in spec.samples("cpu", torch.float32):
+    for sample in spec.samples(device, dtype):
         if sample.tensors[0].numel() > 3000:
             continue
         calls = record_leaf_calls(lambda s=sample: loss_and_gradients(spec.op, s, s.tensors))
@@ -38,6 +38,12 @@ def recorded(spec):
         if sample.options["reduction"] != 0:
             for suffix in {"with_grad", "with_grad_"} & {*spec.parts}:
                 yield spec.part(suffix), forward, {}
+
+
+def finish(device):
+    """Waits for what a GPU still has to do, to raise here what it fails with."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def mutations(argument, generator: random.Random):
@@ -50,6 +56,8 @@ def mutations(argument, generator: random.Random):
         yield argument.to(torch.float64 if argument.is_floating_point() else torch.uint8)
         yield argument.bool()
         yield argument.to("meta")
+        if argument.is_cuda:
+            yield argument.cpu()
         for dim in range(argument.dim()):
             yield argument.narrow(dim, 0, argument.shape[dim] // 2)
             yield torch.cat([argument, argument], dim)
@@ -74,27 +82,76 @@ def mutations(argument, generator: random.Random):
 RANGE = {torch.int64: range(-(2**63), 2**63), torch.uint8: range(256)}
 
 
+def copies(args, device=None):
+    """Copies of the tensors, on another device if one is given; of meta tensors there are none."""
+    return [
+        a.to(device or a.device, copy=True) if isinstance(a, Tensor) and not a.is_meta else a
+        for a in args
+    ]
+
+
+def result_or_refusal(op, args, kwargs):
+    try:
+        with torch.no_grad():
+            return op(*args, **kwargs)
+    except REFUSALS as error:
+        return error
+
+
+def is_target_out_of_range(refusal, args) -> bool:
+    """Whether the CPU refuses a target that would end a GPU's context."""
+    classes = any(isinstance(a, Tensor) and not a.is_floating_point() for a in args)
+    return isinstance(refusal, IndexError) and classes
+
+
+def assert_same_as_on_cpu(what, op, result, on_cpu) -> None:
+    """Both refuse, or both compute the same: in float64, but for statistics for a backward."""
+    assert isinstance(result, Exception) == isinstance(on_cpu, Exception), (what, result, on_cpu)
+    name = op.name()
+    if isinstance(result, Exception) or name.endswith("_"):
+        return  # what is written over a wrong input depends on the order
+    results = [r if isinstance(r, tuple) else (r,) for r in (result, on_cpu)]
+    if name.endswith("_forward"):
+        results = [r[:1] for r in results]
+    for ours, expected in zip(*results, strict=True):
+        assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype), what
+        if not ours.is_meta and ours.dtype == torch.float64:
+            torch.testing.assert_close(
+                ours.cpu(), expected, equal_nan=True, msg=lambda m: f"{what}: {m}"
+            )
+
+
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_wrong_arguments_of_every_op(spec):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_wrong_arguments_of_every_op(spec, dtype, device):
+    """Refused, or computed; what a GPU computes or refuses is what the CPU does."""
     generator, ran, refused = random.Random(0), 0, 0
-    for op, args, kwargs in recorded(spec):
-        args = [a.detach().clone() if isinstance(a, Tensor) else a for a in args]
+    for op, args, kwargs in recorded(spec, device, dtype):
+        args = copies([a.detach() if isinstance(a, Tensor) else a for a in args])
         wrong = [(i, m) for i, a in enumerate(args) for m in mutations(a, generator)]
         for i, mutation in generator.sample(wrong, min(len(wrong), 12)):
-            given = [a.clone() if isinstance(a, Tensor) else a for a in args]
+            given = copies(args)
             given[i] = mutation
+            on_cpu = None
+            if device != "cpu":
+                on_cpu = result_or_refusal(op, copies(given, "cpu"), kwargs)
+                if is_target_out_of_range(on_cpu, given):
+                    continue
             ran += 1
-            try:
-                with torch.no_grad():
-                    op(*given, **kwargs)
-            except REFUSALS:
-                refused += 1
+            result = result_or_refusal(op, given, kwargs)
+            refused += isinstance(result, Exception)
+            what = f"{op}, argument {i}: {mutation}"
+            if isinstance(mutation, Tensor) and mutation.device.type == "cpu" != device:
+                assert isinstance(result, Exception), what
+            elif device != "cpu":
+                assert_same_as_on_cpu(what, op, result, on_cpu)
+    finish(device)
     assert refused > ran // 4 > 10
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "nll_loss"])
 @pytest.mark.parametrize("bad", BAD)
-def test_targets_out_of_range(name, bad):
+def test_targets_out_of_range_cpu(name, bad):
     """In every layout, with and without weights; the threads that see no bad target finish."""
     options = [{}] if name == "nll_loss" else [{}, {"label_smoothing": 0.1}]
     shapes = ((4, 5), (5,), (3, 5, 2), (300, 5), (2, 5, 3, 40))
@@ -112,7 +169,7 @@ def test_targets_out_of_range(name, bad):
 
 @pytest.mark.parametrize("name", ["cross_entropy", "nll_loss"])
 @pytest.mark.parametrize("bad", BAD)
-def test_targets_that_change_before_backward(name, bad):
+def test_targets_that_change_before_backward_cpu(name, bad):
     """Also behind the version counter's back."""
     leaf, target = torch.randn(4, 5, requires_grad=True), torch.zeros(4, dtype=torch.int64)
     loss = getattr(functional, name)(leaf, target)
@@ -125,9 +182,9 @@ def test_targets_that_change_before_backward(name, bad):
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_operands_share_memory(spec):
+def test_operands_share_memory(spec, device):
     """Overlapping operands are read as they are."""
-    for sample in spec.samples("cpu", torch.float64):
+    for sample in spec.samples(device, torch.float64):
         input, *rest = leaves(sample)
         if input.numel() > 3000 or not input.numel():
             continue
@@ -141,18 +198,19 @@ def test_operands_share_memory(spec):
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @dtypes
-def test_every_sample_stays_in_its_buffers(spec, dtype):
-    """For the sanitizer: the samples of the other suites, results and refusals aside."""
-    for sample in spec.samples("cpu", dtype):
+def test_every_sample_stays_in_its_buffers(spec, dtype, device):
+    """For the sanitizers: the samples of the other suites, results and refusals aside."""
+    for sample in spec.samples(device, dtype):
         loss_and_gradients(spec.op, sample, sample.tensors)
     if dtype == torch.float32:
-        for op, args, kwargs in recorded(spec):
-            with torch.no_grad(), suppress(*REFUSALS):  # as of a gradient of a broadcast input
-                op(*(a.clone() if isinstance(a, Tensor) else a for a in args), **kwargs)
+        for op, args, kwargs in recorded(spec, device):
+            result_or_refusal(op, copies(args), kwargs)  # refused: gradients of broadcast inputs
+    finish(device)
 
 
 @losses
 @dtypes
-def test_every_call_stays_in_its_buffers(loss, dtype):
-    for call in samples.calls(loss, dtype, "cpu"):
+def test_every_call_stays_in_its_buffers(loss, dtype, device):
+    for call in samples.calls(loss, dtype, device):
         evaluate(call.ours, call, call.differentiable)
+    finish(device)

@@ -72,7 +72,9 @@ def summed(function):
 
 
 @losses
-@pytest.mark.parametrize("transform", ["grad", "grad of grad", "vjp", "jacrev", "jacfwd"])
+@pytest.mark.parametrize(
+    "transform", ["grad", "grad of grad", "vjp", "jacrev", "jacfwd", "jvp", "hessian"]
+)
 def test_torch_func(loss, transform, device):
     transforms = {
         "grad": lambda f: torch.func.grad(summed(f)),
@@ -82,9 +84,11 @@ def test_torch_func(loss, transform, device):
         "vjp": lambda f: lambda *t: torch.func.vjp(summed(f), *t)[0],
         "jacrev": torch.func.jacrev,
         "jacfwd": torch.func.jacfwd,
+        "jvp": lambda f: lambda *t: torch.func.jvp(f, t, tuple(noise(a, 5) for a in t)),
+        "hessian": lambda f: torch.func.hessian(summed(f)),
     }
     for call in brief(loss, device):
-        mode = "forward mode" if transform == "jacfwd" else "torch.func"
+        mode = "forward mode" if transform in ("jacfwd", "jvp", "hessian") else "torch.func"
         assert_same_transformed(call, transforms[transform], call.differentiable, mode)
 
 
@@ -189,8 +193,8 @@ def test_autocast(loss, low, weight, device):
                         return function(**arguments)
 
                 results.append(evaluate(cast, call, ("input",)))
-            exact = evaluate_exactly(call, ("input",))
             ours, theirs = results
+            exact = evaluate_exactly(call, theirs)
             assert_same_results(call, ours, theirs, exact)
             ledger.count(call, "autocast")
 
@@ -271,4 +275,45 @@ def test_threads(loss, device):
         thread.join()
     assert not errors, errors[0]
     for call in calls:
+        ledger.count(call, "gradients")
+
+
+@losses
+@pytest.mark.gpu
+def test_streams(loss):
+    """On streams of their own, all at once, calls give what each gives alone."""
+    calls = brief(loss, "cuda", torch.float32)[:8]
+    expected = [evaluate(call.ours, call, call.differentiable) for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    for _ in range(3):
+        results = []
+        for call, stream in zip(calls, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(evaluate(call.ours, call, call.differentiable))
+        torch.cuda.synchronize()
+        for result, alone in zip(results, expected, strict=True):
+            torch.testing.assert_close(
+                result.tensors, alone.tensors, rtol=0, atol=0, equal_nan=True
+            )
+    for call in calls:
+        ledger.count(call, "gradients")
+
+
+@losses
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_devices(loss):
+    """On another device than the current one, which stays the current one."""
+    for call in brief(loss, "cuda:0", torch.float32):
+        here = evaluate(call.ours, call, call.differentiable)
+        there = call.map(lambda t: t.to("cuda:1"))
+        result = evaluate(call.ours, there, call.differentiable)
+        assert torch.cuda.current_device() == 0
+        assert result.error is None, str(call)
+        for name, tensor in here.tensors.items():
+            assert result.tensors[name].device == torch.device("cuda:1"), f"{call}: {name}"
+            torch.testing.assert_close(
+                result.tensors[name].to("cuda:0"), tensor, rtol=0, atol=0, equal_nan=True
+            )
         ledger.count(call, "gradients")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.conformance import samples
-from tests.conformance.compare import DTYPES, Call, compare, dtypes, losses, patterns
+from tests.conformance.compare import DTYPES, LOSSES, Call, compare, dtypes, losses, patterns
+from tests.conformance.ledger import OPTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -59,6 +60,29 @@ def test_mixed_dtypes(loss, device):
                 compare(call)
                 tensors = {**tensors, "target": call.tensors["target"]}
             compare(call)
+
+
+@pytest.mark.parametrize("loss", [name for name in LOSSES if "broadcast" in OPTIONS[name]])
+def test_dtypes_of_numbers(loss, device):
+    """Of tensors and numbers, which have no dimensions, the tensors decide, but where torch expands
+    the numbers first; and the gradient of each has its own dtype."""
+    draw = samples.Draw(torch.float64, device)
+    options = [{"reduction": reduction} for reduction in ("none", "mean", "sum")]
+    if loss == "kl_div":
+        options += [{"reduction": "batchmean"}, {"reduction": "none", "log_target": True}]
+    for shapes in (((5,), ()), ((), (5,)), ((), ())):
+        for kinds in itertools.product(DTYPES, repeat=3 if "weight" in OPTIONS[loss] else 2):
+            input, target, *weight = (
+                draw.positive(*shape).to(dtype)
+                for shape, dtype in zip((*shapes, shapes[0]), kinds, strict=False)
+            )
+            calls = [{"input": input, "target": target}]
+            if weight:
+                calls.append({**calls[0], "weight": weight[0]})
+            for tensors, option in itertools.product(calls, options):
+                call = Call(loss, tensors, option)
+                compare(call)
+                compare(call, call.differentiable)
 
 
 @losses

@@ -45,7 +45,7 @@ def check(request, device):
             meta = evaluate(call.theirs, call.map(lambda t: t.to("meta"))).loss
             if meta is not None:
                 theirs.tensors["loss"] = theirs.loss.to(meta.dtype)
-        exact = evaluate_exactly(call, requires)
+        exact = evaluate_exactly(call, theirs)
         try:
             assert_same(call, ours, theirs, exact)
         except AssertionError:
