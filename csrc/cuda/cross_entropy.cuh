@@ -27,6 +27,14 @@ __device__ __forceinline__ float fast_exp(float x) {
 }
 __device__ __forceinline__ double fast_exp(double x) { return ::exp(x); }
 
+// 1 / x in one instruction, 1 ulp.
+__device__ __forceinline__ float fast_inverse(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+__device__ __forceinline__ double fast_inverse(double x) { return 1 / x; }
+
 // Ends in torch's "device-side assert triggered", with NDEBUG too. Out of line: printf's buffer
 // must not cost the callers registers.
 static __device__ __noinline__ void report_target(const CrossEntropyArgs& args, int64_t row) {
@@ -104,11 +112,7 @@ struct Softmax {
   __device__ __forceinline__ void add(Packet<scalar_t> (&packets)[kPackets], int count,
                                       const acc_t* weight, int col, int stride) {
     constexpr int kWidth = Packet<scalar_t>::kWidth;
-    acc_t highest = largest;
-#pragma unroll
-    for (int u = 0; u < kPackets; ++u)
-      highest = ::max(highest, packets[u].template largest<acc_t>());
-    raise(highest);
+    raise(::max(largest, Packet<scalar_t>::template largest<acc_t>(packets)));
     const acc_t origin = reference();
 #pragma unroll
     for (int u = 0; u < kPackets; ++u) {
@@ -199,6 +203,18 @@ __device__ __forceinline__ void finish_row(const CrossEntropyArgs& args, int64_t
                          softmax.weighted, static_cast<acc_t>(args.classes));
 }
 
+// grad_output, over the total weight for the mean; 0 for an ignored row. Waits for memory: called
+// before the row's logits are.
+template <typename acc_t>
+__device__ __forceinline__ acc_t row_scale(const CrossEntropyArgs& args, int64_t row,
+                                           const RowTarget<acc_t>& target) {
+  acc_t scale = 1;
+  if (args.grad_output)
+    scale = load_as<acc_t>(args.grad_output, args.grad_output_dtype, row * args.grad_output_stride);
+  if (args.reduction == Reduction::kMean) scale /= *static_cast<acc_t*>(args.total_weight);
+  return target.ignored ? acc_t(0) : scale;
+}
+
 // The gradient of one row, element by element. The softmax's 1 / sum stands in `probability`: taken
 // out of the exponent, it costs neither an instruction per logit nor the low bits of the
 // difference.
@@ -209,40 +225,45 @@ struct RowGradient {
   int target;
   const acc_t* weight;  // [cols]; null unless it takes part
 
-  __device__ __forceinline__ RowGradient(const CrossEntropyArgs& args, int64_t row,
-                                         const RowTarget<acc_t>& row_target, acc_t row_largest,
-                                         acc_t log_sum)
+  // scale: row_scale.
+  __device__ __forceinline__ RowGradient(const CrossEntropyArgs& args,
+                                         const RowTarget<acc_t>& row_target, acc_t scale,
+                                         acc_t row_largest, acc_t inverse_sum)
       : largest(row_largest), target(row_target.index) {
-    acc_t scale = 0;
-    if (!row_target.ignored) {
-      scale = 1;
-      if (args.grad_output)
-        scale =
-            load_as<acc_t>(args.grad_output, args.grad_output_dtype, row * args.grad_output_stride);
-      if (args.reduction == Reduction::kMean) scale /= *static_cast<acc_t*>(args.total_weight);
-    }
     const CrossEntropyGradient<acc_t> coefficient(
-        scale, row_target.weight, static_cast<acc_t>(args.label_smoothing), weight_sum<acc_t>(args),
-        static_cast<acc_t>(args.classes));
-    probability = coefficient.probability * math::exp(-log_sum);
-    uniform = kSmoothing ? coefficient.uniform : acc_t(0);
+        scale, row_target.weight, kSmoothing ? static_cast<acc_t>(args.label_smoothing) : acc_t(0),
+        weight_sum<acc_t>(args), static_cast<acc_t>(args.classes));
+    probability = coefficient.probability * inverse_sum;
+    uniform = coefficient.uniform;
     picked = coefficient.target;
     weight = kSmoothing && uniform != acc_t(0) ? class_weights<acc_t>(args) : nullptr;
   }
 
   __device__ __forceinline__ acc_t operator()(acc_t logit, int col) const {
+    return of_exponential(fast_exp(logit - largest), col);
+  }
+
+  // From exp(logit - largest).
+  __device__ __forceinline__ acc_t of_exponential(acc_t exponential, int col) const {
     const acc_t shift = weight ? uniform * weight[col] : uniform;
-    const acc_t gradient = probability * fast_exp(logit - largest) - shift;
+    const acc_t gradient = probability * exponential - shift;
     return col == target ? gradient - picked : gradient;
   }
 
   // A packet whose first logit is class col, replaced by its gradient.
   template <typename scalar_t>
   __device__ __forceinline__ void apply(Packet<scalar_t>& packet, int col) const {
-    constexpr int kWidth = Packet<scalar_t>::kWidth;
-    acc_t values[kWidth];
+    acc_t values[Packet<scalar_t>::kWidth];
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = fast_exp(packet.template get<acc_t>(j) - largest);
+    for (int j = 0; j < Packet<scalar_t>::kWidth; ++j)
+      values[j] = fast_exp(packet.template get<acc_t>(j) - largest);
+    of_exponentials(values, col);
+    packet.set(values);
+  }
+
+  // Neighbouring logits from class col on: their exp(logit - largest), replaced by the gradient.
+  template <int kWidth>
+  __device__ __forceinline__ void of_exponentials(acc_t (&values)[kWidth], int col) const {
     if (weight) {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j)
@@ -255,7 +276,6 @@ struct RowGradient {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) values[j] -= target == col + j ? picked : acc_t(0);
     }
-    packet.set(values);
   }
 };
 

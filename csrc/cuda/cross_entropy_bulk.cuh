@@ -100,6 +100,7 @@ __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 4 : 6)
   __syncthreads();
 
   const RowTarget<acc_t> target(args, row);
+  const acc_t scale = row_scale(args, row, target);
   const acc_t* weight = class_weights<acc_t>(args);
   const bool has_loose = rank == 0 && threadIdx.x < span.loose;
   const int loose_col = span.col_of_loose(threadIdx.x);
@@ -152,8 +153,8 @@ __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 4 : 6)
   }
   if (writes_row) finish_row(args, row, softmax, target, target_logit);
 
-  const RowGradient<acc_t, kSmoothing> gradient(args, row, target, softmax.largest,
-                                                math::log(softmax.sum));
+  const RowGradient<acc_t, kSmoothing> gradient(args, target, scale, softmax.largest,
+                                                fast_inverse(softmax.sum));
   scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row);
   for (int i = 0; i < chunks; ++i) {
     const int end = min((i + 1) * chunk, count);

@@ -95,9 +95,9 @@ __global__ void __launch_bounds__(kColumnRows* kColumnLanes)
                    target_logit);
     }
     if (args.grad_input)
-      write_gradient(
-          args, row, x,
-          RowGradient<acc_t>(args, row, target, softmax.largest, math::log(softmax.sum)));
+      write_gradient(args, row, x,
+                     RowGradient<acc_t>(args, target, row_scale(args, row, target), softmax.largest,
+                                        fast_inverse(softmax.sum)));
   }
 }
 
@@ -112,7 +112,9 @@ __global__ void __launch_bounds__(kColumnRows* kColumnLanes)
     if (threadIdx.y == 0 && is_out_of_bounds(args, row)) report_target(args, row);
     const RowTarget<acc_t> target(args, row);
     const acc_t* stats = static_cast<const acc_t*>(args.stats) + 2 * row;
-    write_gradient(args, row, x, RowGradient<acc_t>(args, row, target, stats[0], stats[1]));
+    write_gradient(args, row, x,
+                   RowGradient<acc_t>(args, target, row_scale(args, row, target), stats[0],
+                                      math::exp(-stats[1])));
   }
 }
 

@@ -33,6 +33,10 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
   constexpr int kWidth = Packet<scalar_t>::kWidth;
   constexpr int kLoose = (2 * (kWidth - 1) + kLanes - 1) / kLanes;
   constexpr int kRows = kShortRowThreads / kLanes;
+  // Of so many packets the gradient is made of the sum's exponentials: as many as the registers
+  // hold; halves take more of them on the way.
+  constexpr int kMostKept = std::is_same_v<scalar_t, __half> ? 2 : 3;
+  constexpr int kKept = kGradient && !kSmoothing && kLoose <= 2 && kPackets <= 4 ? kMostKept : 0;
   const int lane = threadIdx.x % kLanes;
   const unsigned mask =
       kLanes == kWarp ? ~0u : ((1u << (kLanes % kWarp)) - 1) << (threadIdx.x % kWarp - lane);
@@ -44,6 +48,11 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
         static_cast<const scalar_t*>(args.input) + row_offset(args.input_layout, row);
     const RowSpan<scalar_t> span(x, args.cols);
     const RowTarget<acc_t> target(args, row);
+    const acc_t scale = kGradient ? row_scale(args, row, target) : acc_t(0);
+    // Before the registers fill: it may divide.
+    scalar_t* out =
+        kGradient ? static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row)
+                  : nullptr;
 
     Packet<scalar_t> packets[kPackets];
     acc_t loose[kLoose];
@@ -66,63 +75,64 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
         lane == 0 && target.index >= 0 ? to_acc<acc_t>(x[target.index]) : acc_t(0);
 
     auto softmax = Softmax<acc_t, kSmoothing>::none();
-#pragma unroll
-    for (int u = 0; u < kPackets; ++u)
-      softmax.largest = ::max(softmax.largest, packets[u].template largest<acc_t>());
+    softmax.largest = ::max(softmax.largest, Packet<scalar_t>::template largest<acc_t>(packets));
     if (span.loose > 0)
 #pragma unroll
       for (int u = 0; u < kLoose; ++u) softmax.largest = ::max(softmax.largest, loose[u]);
     softmax.largest = group_max<kLanes>(softmax.largest, mask);
     const acc_t origin = softmax.reference();
+    acc_t exponentials[kKept + 1][kWidth];
 #pragma unroll
     for (int u = 0; u < kPackets; ++u) {
       if (u * kLanes >= span.packets) break;
       packets[u].keep_packed();
       acc_t sum = 0;
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) sum += fast_exp(packets[u].template get<acc_t>(j) - origin);
+      for (int j = 0; j < kWidth; ++j) {
+        const acc_t exponential = fast_exp(packets[u].template get<acc_t>(j) - origin);
+        if (u < kKept) exponentials[u][j] = exponential;
+        sum += exponential;
+      }
       softmax.sum += sum;
+      const int index = lane + u * kLanes;
+      if (kSmoothing && index < span.packets) {
+        const acc_t* w = weight ? weight + span.col_of_packet(index) : nullptr;
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j)
+          softmax.weighted += (w ? w[j] : acc_t(1)) * (origin - packets[u].template get<acc_t>(j));
+      }
     }
     if (span.loose > 0)
 #pragma unroll
-      for (int u = 0; u < kLoose; ++u) softmax.sum += fast_exp(loose[u] - origin);
-    softmax.sum = group_sum<kLanes>(softmax.sum, mask);
-    if constexpr (kSmoothing) {
-#pragma unroll
-      for (int u = 0; u < kPackets; ++u) {
-        const int index = lane + u * kLanes;
-        if (index >= span.packets) break;
-        packets[u].keep_packed();
-        const int col = span.col_of_packet(index);
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j)
-          softmax.weighted +=
-              (weight ? weight[col + j] : acc_t(1)) * (origin - packets[u].template get<acc_t>(j));
-      }
-#pragma unroll
       for (int u = 0; u < kLoose; ++u) {
         const int index = lane + u * kLanes;
-        if (index < span.loose)
+        if (kSmoothing && index < span.loose)
           softmax.weighted +=
               (weight ? weight[span.col_of_loose(index)] : acc_t(1)) * (origin - loose[u]);
+        loose[u] = fast_exp(loose[u] - origin);
+        softmax.sum += loose[u];
       }
-      softmax.weighted = group_sum<kLanes>(softmax.weighted, mask);
-    }
+    softmax.sum = group_sum<kLanes>(softmax.sum, mask);
+    if constexpr (kSmoothing) softmax.weighted = group_sum<kLanes>(softmax.weighted, mask);
     if (lane == 0) finish_row(args, row, softmax, target, target_logit);
     if constexpr (!kGradient) continue;
 
     __syncwarp(mask);
-    const RowGradient<acc_t, kSmoothing> gradient(args, row, target, softmax.largest,
-                                                  math::log(softmax.sum));
-    scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row);
+    const RowGradient<acc_t, kSmoothing> gradient(args, target, scale, softmax.largest,
+                                                  fast_inverse(softmax.sum));
     const bool aligned = is_aligned(out + span.head);
 #pragma unroll
     for (int u = 0; u < kPackets; ++u) {
       const int index = lane + u * kLanes;
       if (index >= span.packets) break;
-      packets[u].keep_packed();
       const int col = span.col_of_packet(index);
-      gradient.apply(packets[u], col);
+      if (u < kKept) {
+        gradient.of_exponentials(exponentials[u], col);
+        packets[u].set(exponentials[u]);
+      } else {
+        packets[u].keep_packed();
+        gradient.apply(packets[u], col);
+      }
       store_packet(packets[u], out + col, aligned);
     }
 #pragma unroll
@@ -130,7 +140,7 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
       const int index = lane + u * kLanes;
       if (index >= span.loose) break;
       const int col = span.col_of_loose(index);
-      out[col] = from_acc<scalar_t>(gradient(loose[u], col));
+      out[col] = from_acc<scalar_t>(gradient.of_exponential(loose[u], col));
     }
   }
 }
@@ -152,6 +162,7 @@ __global__ void __launch_bounds__(kLongRowThreads, 2)
         static_cast<const scalar_t*>(args.input) + row_offset(args.input_layout, row);
     const RowSpan<scalar_t> span(x, args.cols);
     const RowTarget<acc_t> target(args, row);
+    const acc_t scale = kGradient ? row_scale(args, row, target) : acc_t(0);
     const acc_t target_logit =
         threadIdx.x == 0 && target.index >= 0 ? to_acc<acc_t>(x[target.index]) : acc_t(0);
     const int loose_col = span.col_of_loose(threadIdx.x);
@@ -190,8 +201,8 @@ __global__ void __launch_bounds__(kLongRowThreads, 2)
     if (threadIdx.x == 0) finish_row(args, row, softmax, target, target_logit);
     if constexpr (!kGradient) continue;
 
-    const RowGradient<acc_t, kSmoothing> gradient(args, row, target, softmax.largest,
-                                                  math::log(softmax.sum));
+    const RowGradient<acc_t, kSmoothing> gradient(args, target, scale, softmax.largest,
+                                                  fast_inverse(softmax.sum));
     scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row);
     const bool aligned = is_aligned(out + span.head);
 #pragma unroll 2
@@ -227,7 +238,8 @@ __global__ void __launch_bounds__(kShortRowThreads)
     if (thread == 0 && is_out_of_bounds(args, row)) report_target(args, row);
     const RowTarget<acc_t> target(args, row);
     const acc_t* stats = static_cast<const acc_t*>(args.stats) + 2 * row;
-    const RowGradient<acc_t> gradient(args, row, target, stats[0], stats[1]);
+    const RowGradient<acc_t> gradient(args, target, row_scale(args, row, target), stats[0],
+                                      math::exp(-stats[1]));
 
     for (int first = thread; first < span.packets; first += kRowUnroll<scalar_t> * stride) {
       Packet<scalar_t> packets[kRowUnroll<scalar_t>];
