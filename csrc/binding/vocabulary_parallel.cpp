@@ -7,9 +7,11 @@ namespace {
 constexpr const char* kOp = "cross_entropy";
 
 Tensor parts(const Tensor& input, const Tensor& target, const std::optional<Tensor>& weight,
-             int64_t first_class, int64_t classes, int64_t ignore_index, double label_smoothing) {
+             int64_t first_class, int64_t classes, int64_t ignore_index, double label_smoothing,
+             std::optional<double> softcap) {
   ClassTargets problem(kOp, input, target, weight, 0, ignore_index, label_smoothing, first_class,
                        classes);
+  problem.set_softcap(softcap);
   problem.lay_out(input, std::nullopt);
   const Tensor result = empty(input, {problem.args.rows, label_smoothing > 0 ? 4 : 3}, problem.acc);
   problem.args.parts = result.data_ptr();
@@ -54,9 +56,11 @@ std::tuple<Tensor, Tensor, Tensor> merge(const Tensor& parts, const Tensor& targ
 
 Tensor gradient(const Tensor& grad_output, const Tensor& input, const Tensor& target,
                 const std::optional<Tensor>& weight, const Tensor& stats, int64_t first_class,
-                int64_t classes, int64_t reduction, int64_t ignore_index, double label_smoothing) {
+                int64_t classes, int64_t reduction, int64_t ignore_index, double label_smoothing,
+                std::optional<double> softcap) {
   ClassTargets problem(kOp, input, target, weight, reduction, ignore_index, label_smoothing,
                        first_class, classes);
+  problem.set_softcap(softcap);
   CrossEntropyArgs& args = problem.args;
   if (args.reduction == Reduction::kMean)
     throw std::runtime_error(

@@ -8,32 +8,12 @@
 #include "../losses/cross_entropy.h"
 #include "reduce.cuh"
 #include "row_span.cuh"
+#include "softcap.cuh"
 
 extern "C" __device__ void __assert_fail(const char* assertion, const char* file, unsigned int line,
                                          const char* function) noexcept;
 
 namespace fused::cuda {
-
-constexpr float kLog2E = 1.4426950408889634f;
-
-// e^x in two instructions, 2 ulp; 0 below the smallest normal float. x * log2(e) is rounded, which
-// is harmless as long as x is a difference of logits: callers subtract first, never fold the
-// reference into a fused multiply-add (that would lose the low bits of logits near 700, and
-// overflow where a mask fills rows with the lowest float).
-__device__ __forceinline__ float fast_exp(float x) {
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * kLog2E));
-  return result;
-}
-__device__ __forceinline__ double fast_exp(double x) { return ::exp(x); }
-
-// 1 / x in one instruction, 1 ulp.
-__device__ __forceinline__ float fast_inverse(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-__device__ __forceinline__ double fast_inverse(double x) { return 1 / x; }
 
 // Ends in torch's "device-side assert triggered", with NDEBUG too. Out of line: printf's buffer
 // must not cost the callers registers.
@@ -108,20 +88,22 @@ struct Softmax {
 
   // `count` of the packets, whose first logits are the classes col, col + stride, ..., take part;
   // the others must hold -inf. weight: [cols] or null.
-  template <typename scalar_t, int kPackets>
+  template <typename scalar_t, int kPackets, bool kCapped>
   __device__ __forceinline__ void add(Packet<scalar_t> (&packets)[kPackets], int count,
-                                      const acc_t* weight, int col, int stride) {
+                                      const acc_t* weight, int col, int stride,
+                                      const Softcap<acc_t, kCapped>& cap) {
     constexpr int kWidth = Packet<scalar_t>::kWidth;
-    raise(::max(largest, Packet<scalar_t>::template largest<acc_t>(packets)));
+    raise(::max(largest, cap(Packet<scalar_t>::template largest<acc_t>(packets))));
     const acc_t origin = reference();
 #pragma unroll
     for (int u = 0; u < kPackets; ++u) {
+      if (kCapped && u >= count) break;  // a capped -inf counts
       packets[u].keep_packed();
       acc_t even = 0, odd = 0;
 #pragma unroll
       for (int j = 0; j < kWidth; j += 2) {
-        even += fast_exp(packets[u].template get<acc_t>(j) - origin);
-        odd += fast_exp(packets[u].template get<acc_t>(j + 1) - origin);
+        even += fast_exp(cap(packets[u].template get<acc_t>(j)) - origin);
+        odd += fast_exp(cap(packets[u].template get<acc_t>(j + 1)) - origin);
       }
       sum += even + odd;
       if constexpr (kSmoothing) {
@@ -131,7 +113,7 @@ struct Softmax {
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
           const acc_t own = w ? w[j] : acc_t(1);
-          weighted += own * (origin - packets[u].template get<acc_t>(j));
+          weighted += own * (origin - cap(packets[u].template get<acc_t>(j)));
           weights += own;
         }
       }
@@ -145,6 +127,30 @@ struct Softmax {
       weighted += own_weight * (reference() - logit);
       weights += own_weight;
     }
+  }
+
+  // The first `count` of the logits, whose classes are col, col + stride, ...
+  template <int kCount>
+  __device__ __forceinline__ void add(const acc_t (&logits)[kCount], int count, const acc_t* weight,
+                                      int col, int stride) {
+    acc_t highest = largest;
+#pragma unroll
+    for (int u = 0; u < kCount; ++u)
+      if (u < count) highest = ::max(highest, logits[u]);
+    if (highest > largest) raise(highest);
+    const acc_t origin = reference();
+    acc_t total = 0;  // added up apart: sums of fewer terms round less
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      if (u >= count) break;
+      total += fast_exp(logits[u] - origin);
+      if constexpr (kSmoothing) {
+        const acc_t own = weight ? weight[col + u * stride] : acc_t(1);
+        weighted += own * (origin - logits[u]);
+        weights += own;
+      }
+    }
+    sum += total;
   }
 
   // The state of all logits of kLanes neighbouring lanes, in each of them.
@@ -218,8 +224,9 @@ __device__ __forceinline__ acc_t row_scale(const CrossEntropyArgs& args, int64_t
 // The gradient of one row, element by element. The softmax's 1 / sum stands in `probability`: taken
 // out of the exponent, it costs neither an instruction per logit nor the low bits of the
 // difference.
-template <typename acc_t, bool kSmoothing = true>
+template <typename acc_t, bool kCapped, bool kSmoothing = true>
 struct RowGradient {
+  Softcap<acc_t, kCapped> cap;
   acc_t largest;
   acc_t probability, uniform, picked;
   int target;
@@ -229,7 +236,7 @@ struct RowGradient {
   __device__ __forceinline__ RowGradient(const CrossEntropyArgs& args,
                                          const RowTarget<acc_t>& row_target, acc_t scale,
                                          acc_t row_largest, acc_t inverse_sum)
-      : largest(row_largest), target(row_target.index) {
+      : cap(args.softcap), largest(row_largest), target(row_target.index) {
     const CrossEntropyGradient<acc_t> coefficient(
         scale, row_target.weight, kSmoothing ? static_cast<acc_t>(args.label_smoothing) : acc_t(0),
         weight_sum<acc_t>(args), static_cast<acc_t>(args.classes));
@@ -240,10 +247,11 @@ struct RowGradient {
   }
 
   __device__ __forceinline__ acc_t operator()(acc_t logit, int col) const {
-    return of_exponential(fast_exp(logit - largest), col);
+    const Capped<acc_t> capped = cap.with_slope(logit);
+    return of_exponential(fast_exp(capped.logit - largest), col) * capped.slope;
   }
 
-  // From exp(logit - largest).
+  // From exp(logit - largest); by the logit after its soft-cap.
   __device__ __forceinline__ acc_t of_exponential(acc_t exponential, int col) const {
     const acc_t shift = weight ? uniform * weight[col] : uniform;
     const acc_t gradient = probability * exponential - shift;
@@ -253,15 +261,21 @@ struct RowGradient {
   // A packet whose first logit is class col, replaced by its gradient.
   template <typename scalar_t>
   __device__ __forceinline__ void apply(Packet<scalar_t>& packet, int col) const {
-    acc_t values[Packet<scalar_t>::kWidth];
+    constexpr int kWidth = Packet<scalar_t>::kWidth;
+    acc_t values[kWidth], slopes[kWidth];
 #pragma unroll
-    for (int j = 0; j < Packet<scalar_t>::kWidth; ++j)
-      values[j] = fast_exp(packet.template get<acc_t>(j) - largest);
+    for (int j = 0; j < kWidth; ++j) {
+      const Capped<acc_t> capped = cap.with_slope(packet.template get<acc_t>(j));
+      values[j] = fast_exp(capped.logit - largest);
+      slopes[j] = capped.slope;
+    }
     of_exponentials(values, col);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] *= slopes[j];
     packet.set(values);
   }
 
-  // Neighbouring logits from class col on: their exp(logit - largest), replaced by the gradient.
+  // As of_exponential, of neighbouring logits from class col on; replaces the exponentials.
   template <int kWidth>
   __device__ __forceinline__ void of_exponentials(acc_t (&values)[kWidth], int col) const {
     if (weight) {
