@@ -23,7 +23,7 @@ from compile_losses.ops import checks, vocabulary_parallel
 from compile_losses.ops.linear.chunk_size import chunk_rows
 from compile_losses.ops.linear.products import Chunk, chunks_of_logits, gradients_of
 from compile_losses.ops.linear.reference import autocast_off
-from compile_losses.ops.linear.row_losses import capped, through_softcap
+from compile_losses.ops.linear.row_losses import squares_gradient
 
 ARGUMENTS = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight"
 OPTIONS = f"{vocabulary_parallel.OPTIONS}, float? softcap"
@@ -70,8 +70,6 @@ def parts_kernel(
         _, chunks = _chunks(input, linear_weight, linear_bias, 1)
         found = [input.new_empty((0, 4 if label_smoothing > 0 else 3), dtype=_wide(input))]
         for rows, _, logits in chunks:
-            if softcap is not None:
-                logits = capped(logits, softcap)
             found.append(
                 vocabulary_parallel.parts(
                     logits,
@@ -81,6 +79,7 @@ def parts_kernel(
                     classes,
                     ignore_index,
                     label_smoothing,
+                    softcap,
                 )
             )
         return torch.cat(found)
@@ -108,23 +107,19 @@ def gradient_kernel(
     by_row = reduction == checks.REDUCTIONS["none"]
     if grad_squares is not None:
         grad_squares = grad_squares.expand(len(input))
-    buffers = 2 + (softcap is not None) + (grad_squares is not None)
-
-    def of_capped(rows: slice, logits: Tensor) -> Tensor:
-        of_logits = vocabulary_parallel.gradient(
-            grad_output[rows] if by_row else grad_output, logits, target[rows], weight, stats[rows],
-            first_class, classes, reduction, ignore_index, label_smoothing,
-        )  # fmt: skip
-        if grad_squares is not None:
-            largest, log_sum = stats[rows].split(1, 1)
-            softmax = logits.sub(largest).sub_(log_sum).exp_()
-            factor = 2 * (largest + log_sum) * grad_squares[rows].unsqueeze(1)
-            kept = (target[rows] != ignore_index).unsqueeze(1)
-            of_logits += softmax.mul_(torch.where(kept, factor, 0)).to(of_logits.dtype)
-        return of_logits
+    buffers = 2 + (grad_squares is not None)
 
     def of_logits(rows: slice, logits: Tensor) -> Tensor:
-        return through_softcap(logits, softcap, lambda capped: of_capped(rows, capped))
+        result = vocabulary_parallel.gradient(
+            grad_output[rows] if by_row else grad_output, logits, target[rows], weight, stats[rows],
+            first_class, classes, reduction, ignore_index, label_smoothing, softcap,
+        )  # fmt: skip
+        if grad_squares is not None:
+            result += squares_gradient(
+                grad_squares[rows], logits, target[rows], stats[rows], classes, ignore_index,
+                softcap,
+            )  # fmt: skip
+        return result
 
     needs = (needs_grad_input, needs_grad_linear_weight, needs_grad_linear_bias)
     with autocast_off(input):
