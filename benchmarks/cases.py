@@ -76,7 +76,7 @@ class Case:
         if self._unscaled:
             return leaf(*inputs, *self.options, inputs[0].dtype)
         scale = self._scale(inputs)
-        loss, gradient = leaf(*inputs, *self.options, inputs[0].dtype, scale)
+        loss, gradient = leaf(*inputs, *self.options, inputs[0].dtype, grad_output=scale)
         return loss * scale, gradient
 
     @property

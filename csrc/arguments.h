@@ -94,6 +94,8 @@ struct CrossEntropyArgs {
   Reduction reduction = Reduction::kMean;
   int64_t ignore_index = -100;
   double label_smoothing = 0;  // 0 when off; never negative
+  // Of the logits, before all else: they stand for softcap * tanh(logit / softcap). 0: none.
+  double softcap = 0;
   // acc_t [rows, 2]: largest logit, log(sum(exp(logit - largest))). Null where the CUDA kernels
   // need not write them.
   void* stats = nullptr;

@@ -42,7 +42,8 @@ def leaf(name):
 
     def function(input, target):
         named = {**arguments, "input": input, "target": target, "dtype": input.dtype}
-        result = forward(*(named[a.name] for a in forward._schema.arguments))
+        schema = forward._schema.arguments
+        result = forward(*(named.get(a.name, a.default_value) for a in schema))
         return result if isinstance(result, torch.Tensor) else result[0]
 
     return function

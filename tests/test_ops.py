@@ -119,7 +119,7 @@ def test_opcheck_leaves(spec, device):
             in_place = spec.part("with_grad_")
             calls.append((in_place, (detached[0].clone(), *detached[1:]), {}))
             factor = torch.full((), 0.3, device=device)
-            calls.append((with_grad, (*detached, factor), {}))
+            calls.append((with_grad, tuple(detached), {"grad_output": factor}))
             calls.append((in_place, (detached[0].clone(), *detached[1:]), {"grad_output": factor}))
         for op, args, kwargs in calls:
             seen.add(op.name().removeprefix("fused::"))
@@ -158,10 +158,12 @@ def test_with_grad(spec, factor, dtype, device):
         )
         # In the dtypes that a factor may have, and in any shape that holds one number.
         kind, shape = [(dtype, ()), (torch.float32, (1,)), (torch.float64, (1, 1, 1))][ran % 3]
-        given = () if factor is None else (grad_output.to(device, kind).reshape(shape),)
-        loss, gradient = spec.part("with_grad")(*args, *given)
+        given = {}
+        if factor is not None:
+            given["grad_output"] = grad_output.to(device, kind).reshape(shape)
+        loss, gradient = spec.part("with_grad")(*args, **given)
         overwritten = torch.empty_like(args[0]).copy_(args[0])
-        in_place = spec.part("with_grad_")(overwritten, *args[1:], *given)
+        in_place = spec.part("with_grad_")(overwritten, *args[1:], **given)
         for result in (loss, in_place):
             assert_accurate(result, eager, exact, sample.name)
         for result in (gradient, overwritten):

@@ -41,10 +41,12 @@ def fused_op(loss: str, part: str) -> OpOverload[..., Any]:
 
 
 def named_arguments(node: Node) -> dict[str, Any]:
-    """The arguments of a call of an op by the names in its schema."""
+    """The arguments of a call of an op by the names in its schema; also those that tracing left out
+    because they are the defaults."""
     schema = node.target._schema  # type: ignore[union-attr]
     names = [argument.name for argument in schema.arguments]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 @dataclass(frozen=True)

@@ -34,20 +34,21 @@ from compile_losses.ops.with_grad import declare_with_grad
 
 NAME = "cross_entropy"
 OPTIONS = "int reduction, int ignore_index, float label_smoothing"
-ARGUMENTS = f"Tensor target, Tensor? weight, {OPTIONS}, ScalarType dtype"
+ARGUMENTS = f"Tensor target, Tensor? weight, {OPTIONS}, ScalarType dtype, float? softcap=None"
 
 public = library.define(
     "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
     "int ignore_index=-100, float label_smoothing=0.0, *, ScalarType? dtype=None) -> Tensor"
 )
 #: Returns the loss; stats [rows, 2]: each row's largest logit and the logarithm of its summed
-#: exponentials relative to it; and total_weight [], what the mean divides by.
+#: exponentials relative to it; and total_weight [], what the mean divides by. With a softcap it is
+#: the loss of ``softcap * tanh(input / softcap)``, and so are the statistics.
 forward = library.define(
     f"cross_entropy_forward(Tensor input, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)"
 )
 backward = library.define(
     "cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
-    f"Tensor stats, Tensor total_weight, {OPTIONS}) -> Tensor"
+    f"Tensor stats, Tensor total_weight, {OPTIONS}, float? softcap=None) -> Tensor"
 )
 
 
@@ -58,9 +59,12 @@ def reference(
     reduction: int,
     ignore_index: int,
     label_smoothing: float,
+    softcap: float | None = None,
 ) -> Tensor:
     if target.dtype == torch.uint8:  # whose gradient torch neither traces nor differentiates
         target = target.to(torch.int64)
+    if softcap is not None:
+        input = softcap * torch.tanh(input / softcap)
     return F.cross_entropy(
         input,
         target,
@@ -77,6 +81,7 @@ def check(
     weight: Tensor | None,
     reduction: int,
     label_smoothing: float,
+    softcap: float | None = None,
 ) -> None:
     checks.check_reduction(NAME, reduction)
     checks.check_floating(NAME, input=input)
@@ -88,6 +93,8 @@ def check(
         raise RuntimeError(
             f"{NAME}: expected label_smoothing to be at most 1, got {label_smoothing}"
         )
+    if softcap is not None and not softcap > 0:
+        raise RuntimeError(f"{NAME}: expected softcap to be positive, got {softcap}")
 
 
 def public_kernel(
@@ -109,7 +116,7 @@ def public_kernel(
     ):
         checks.check_reduction(NAME, reduction)
         loss, _, _ = direct_forward.of_plain(
-            input, target, None, reduction, ignore_index, label_smoothing, input.dtype
+            input, target, None, reduction, ignore_index, label_smoothing, input.dtype, None
         )
         return loss
     mesh = mesh_of("cross_entropy", input=input, target=target, weight=weight)
@@ -131,7 +138,7 @@ def public_kernel(
         weight = None if weight is None else weight.to(result)
         return reference(input.to(result), target, weight, reduction, ignore_index, label_smoothing)
     loss, _, _ = direct_forward(
-        input, target, weight, reduction, ignore_index, label_smoothing, result
+        input, target, weight, reduction, ignore_index, label_smoothing, result, None
     )
     return loss
 
@@ -147,8 +154,9 @@ def forward_fake(
     ignore_index: int,
     label_smoothing: float,
     dtype: torch.dtype,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    check(input, target, weight, reduction, label_smoothing)
+    check(input, target, weight, reduction, label_smoothing, softcap)
     each = reduction == checks.REDUCTIONS["none"]
     loss = input.new_empty(target.shape if each else (), dtype=dtype)
     accumulation = checks.accumulation_type(input.dtype)
@@ -169,8 +177,9 @@ def backward_fake(
     reduction: int,
     ignore_index: int,
     label_smoothing: float,
+    softcap: float | None = None,
 ) -> Tensor:
-    check(input, target, weight, reduction, label_smoothing)
+    check(input, target, weight, reduction, label_smoothing, softcap)
     return torch.empty_like(input)
 
 
@@ -181,7 +190,8 @@ with_grad, with_grad_ = declare_with_grad(NAME, ARGUMENTS, forward_fake)
 
 
 def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    input, target, weight, *ctx.options, _ = inputs
+    input, target, weight, *options, _, softcap = inputs
+    ctx.options = (*options, softcap)
     _, stats, total_weight = output
     ctx.mark_non_differentiable(stats, total_weight)
     ctx.save_for_backward(input, target, weight, stats, total_weight)
@@ -192,7 +202,7 @@ def forward_vjp(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, 
     gradient = direct_backward(
         grad_output, input, target, weight, stats, total_weight, *ctx.options
     )
-    return (gradient, None, None, None, None, None, None)
+    return (gradient, *(None for _ in range(7)))
 
 
 direct_forward = library.register_autograd(forward, forward_vjp, setup_forward)

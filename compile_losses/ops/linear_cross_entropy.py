@@ -11,7 +11,7 @@ rows in the memory of linear_weight's gradient (:mod:`compile_losses.ops.linear.
 
 Additions, for what models do between the two:
 
-``softcap``: logits become ``softcap * tanh(logits / softcap)``, in the logits' own dtype.
+``softcap``: logits become ``softcap * tanh(logits / softcap)``, not rounded to their own dtype.
 ``z_loss``: ``z_loss * logsumexp(logits) ** 2`` is added to the loss of each row that is not ignored
     (PaLM, https://arxiv.org/abs/2204.02311). Reduction mean divides it by the number of such rows,
     whatever the class weights.

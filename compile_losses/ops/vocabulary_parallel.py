@@ -11,7 +11,8 @@ classes [first_class, first_class + its own number) of ``classes``; it is [C], [
 are [rows, 3]: the shard's largest logit, the sum of the exponentials relative to it, and the
 target's logit, 0 in shards that do not hold it; with label smoothing [rows, 4], the last being
 the weighted sum of (largest - logit). shard_weights [shards], needed with label smoothing, is the
-sum of each shard's class weights. Stats are those of ``cross_entropy_forward``.
+sum of each shard's class weights. Stats are those of ``cross_entropy_forward``. With a softcap
+parts and gradients are those of the loss of ``softcap * tanh(input / softcap)``.
 
 The layout of the parts follows Megatron's vocabulary-parallel cross entropy (Shoeybi et al.,
 https://arxiv.org/abs/1909.08053), with the online softmax's sum beside its maximum so that one
@@ -35,14 +36,17 @@ OPTIONS = "int ignore_index, float label_smoothing"
 SHARD = "SymInt first_class, SymInt classes"
 
 parts = library.define(
-    f"vocabulary_parallel_parts(Tensor input, Tensor target, Tensor? weight, {SHARD}, {OPTIONS}) "
-    "-> Tensor"
+    f"vocabulary_parallel_parts(Tensor input, Tensor target, Tensor? weight, {SHARD}, {OPTIONS}, "
+    "float? softcap=None) -> Tensor"
 )
 merge = library.define(
     "vocabulary_parallel_merge(Tensor parts, Tensor target, Tensor? weight, Tensor? shard_weights, "
     f"SymInt classes, int reduction, {OPTIONS}, ScalarType dtype) -> (Tensor, Tensor, Tensor)"
 )
-AFTER_INPUT = f"Tensor target, Tensor? weight, Tensor stats, {SHARD}, int reduction, {OPTIONS}"
+AFTER_INPUT = (
+    f"Tensor target, Tensor? weight, Tensor stats, {SHARD}, int reduction, {OPTIONS}, "
+    "float? softcap=None"
+)
 gradient = library.define(
     f"vocabulary_parallel_gradient(Tensor grad_output, Tensor input, {AFTER_INPUT}) -> Tensor"
 )
@@ -59,6 +63,7 @@ def parts_fake(
     classes: int,
     ignore_index: int,
     label_smoothing: float,
+    softcap: float | None = None,
 ) -> Tensor:
     columns = 4 if label_smoothing > 0 else 3
     dtype = checks.accumulation_type(input.dtype)

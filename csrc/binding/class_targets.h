@@ -80,6 +80,14 @@ struct ClassTargets {
     }
   }
 
+  void set_softcap(std::optional<double> softcap) {
+    if (!softcap) return;
+    if (!(*softcap > 0))
+      throw std::runtime_error(std::string(op) + ": expected softcap to be positive, got " +
+                               std::to_string(*softcap));
+    args.softcap = *softcap;
+  }
+
   // Rows in target's order; a gradient, when there is one, is walked together with the logits.
   void lay_out(const Tensor& input, const std::optional<Tensor>& gradient) {
     const auto split = [&](const Tensor& tensor, RowLayout& layout) {

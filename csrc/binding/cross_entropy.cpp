@@ -20,18 +20,20 @@ std::tuple<Tensor, Tensor, Tensor> run_forward(const Tensor& input, ClassTargets
 std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& input, const Tensor& target,
                                            const std::optional<Tensor>& weight, int64_t reduction,
                                            int64_t ignore_index, double label_smoothing,
-                                           ScalarType dtype) {
+                                           ScalarType dtype, std::optional<double> softcap) {
   ClassTargets problem("cross_entropy", input, target, weight, reduction, ignore_index,
                        label_smoothing);
+  problem.set_softcap(softcap);
   return run_forward(input, problem, std::nullopt, dtype);
 }
 
 Tensor backward(const Tensor& grad_output, const Tensor& input, const Tensor& target,
                 const std::optional<Tensor>& weight, const Tensor& stats,
                 const Tensor& total_weight, int64_t reduction, int64_t ignore_index,
-                double label_smoothing) {
+                double label_smoothing, std::optional<double> softcap) {
   ClassTargets problem("cross_entropy", input, target, weight, reduction, ignore_index,
                        label_smoothing);
+  problem.set_softcap(softcap);
   CrossEntropyArgs& args = problem.args;
   if (!has_shape(stats, Sizes{args.rows, 2}) || stats.scalar_type() != problem.acc ||
       !stats.is_contiguous())
@@ -49,9 +51,11 @@ Tensor backward(const Tensor& grad_output, const Tensor& input, const Tensor& ta
 Tensor loss_and_gradient(const Tensor& input, const Tensor& target,
                          const std::optional<Tensor>& weight, const Tensor& gradient,
                          int64_t reduction, int64_t ignore_index, double label_smoothing,
-                         ScalarType dtype, const std::optional<Tensor>& grad_output) {
+                         ScalarType dtype, std::optional<double> softcap,
+                         const std::optional<Tensor>& grad_output) {
   ClassTargets problem("cross_entropy", input, target, weight, reduction, ignore_index,
                        label_smoothing);
+  problem.set_softcap(softcap);
   if (grad_output) {
     check_one_number(*grad_output, input, "cross_entropy", "grad_output");
     problem.args.grad_output = grad_output->data_ptr();
@@ -65,18 +69,19 @@ Tensor loss_and_gradient(const Tensor& input, const Tensor& target,
 std::tuple<Tensor, Tensor> with_grad(const Tensor& input, const Tensor& target,
                                      const std::optional<Tensor>& weight, int64_t reduction,
                                      int64_t ignore_index, double label_smoothing, ScalarType dtype,
+                                     std::optional<double> softcap,
                                      const std::optional<Tensor>& grad_output) {
   const Tensor gradient = empty_gradient(input);
   return {loss_and_gradient(input, target, weight, gradient, reduction, ignore_index,
-                            label_smoothing, dtype, grad_output),
+                            label_smoothing, dtype, softcap, grad_output),
           gradient};
 }
 
 Tensor with_grad_(const Tensor& input, const Tensor& target, const std::optional<Tensor>& weight,
                   int64_t reduction, int64_t ignore_index, double label_smoothing, ScalarType dtype,
-                  const std::optional<Tensor>& grad_output) {
+                  std::optional<double> softcap, const std::optional<Tensor>& grad_output) {
   return loss_and_gradient(input, target, weight, input, reduction, ignore_index, label_smoothing,
-                           dtype, grad_output);
+                           dtype, softcap, grad_output);
 }
 
 // Dense in any order of its dimensions: its elements fill one span of memory.

@@ -8,9 +8,11 @@ namespace {
 constexpr const char* kOp = "cross_entropy";
 
 Tensor parts(const Tensor& input, const Tensor& target, const std::optional<Tensor>& weight,
-             int64_t first_class, int64_t classes, int64_t ignore_index, double label_smoothing) {
+             int64_t first_class, int64_t classes, int64_t ignore_index, double label_smoothing,
+             std::optional<double> softcap) {
   ClassTargets problem(kOp, input, target, weight, 0, ignore_index, label_smoothing, first_class,
                        classes);
+  problem.set_softcap(softcap);
   problem.lay_out(input, std::nullopt);
   const Tensor result = empty(input, {problem.args.rows, label_smoothing > 0 ? 4 : 3}, problem.acc);
   problem.args.parts = result.data_ptr();
@@ -56,9 +58,10 @@ std::tuple<Tensor, Tensor, Tensor> merge(const Tensor& parts, const Tensor& targ
 void write_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& target,
                     const std::optional<Tensor>& weight, const Tensor& stats, const Tensor& result,
                     int64_t first_class, int64_t classes, int64_t reduction, int64_t ignore_index,
-                    double label_smoothing) {
+                    double label_smoothing, std::optional<double> softcap) {
   ClassTargets problem(kOp, input, target, weight, reduction, ignore_index, label_smoothing,
                        first_class, classes);
+  problem.set_softcap(softcap);
   CrossEntropyArgs& args = problem.args;
   if (args.reduction == Reduction::kMean)
     throw std::runtime_error(
@@ -77,18 +80,20 @@ void write_gradient(const Tensor& grad_output, const Tensor& input, const Tensor
 
 Tensor gradient(const Tensor& grad_output, const Tensor& input, const Tensor& target,
                 const std::optional<Tensor>& weight, const Tensor& stats, int64_t first_class,
-                int64_t classes, int64_t reduction, int64_t ignore_index, double label_smoothing) {
+                int64_t classes, int64_t reduction, int64_t ignore_index, double label_smoothing,
+                std::optional<double> softcap) {
   const Tensor result = empty_gradient(input);
   write_gradient(grad_output, input, target, weight, stats, result, first_class, classes, reduction,
-                 ignore_index, label_smoothing);
+                 ignore_index, label_smoothing, softcap);
   return result;
 }
 
 void gradient_(const Tensor& grad_output, const Tensor& input, const Tensor& target,
                const std::optional<Tensor>& weight, const Tensor& stats, int64_t first_class,
-               int64_t classes, int64_t reduction, int64_t ignore_index, double label_smoothing) {
+               int64_t classes, int64_t reduction, int64_t ignore_index, double label_smoothing,
+                std::optional<double> softcap) {
   write_gradient(grad_output, input, target, weight, stats, input, first_class, classes, reduction,
-                 ignore_index, label_smoothing);
+                 ignore_index, label_smoothing, softcap);
 }
 
 }  // namespace

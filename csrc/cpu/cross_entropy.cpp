@@ -18,6 +18,8 @@ namespace fused {
 namespace cpu {
 namespace {
 
+constexpr int64_t kSumBlock = 32;  // classes of a partial sum in the column path
+
 // What a shard knows of a row, instead of its loss.
 template <typename acc_t>
 void finish_part(const CrossEntropyArgs& args, int64_t row, int64_t offset, acc_t largest,
@@ -60,7 +62,7 @@ void forward_row(const CrossEntropyArgs& args, int64_t row) {
 
   for (int64_t first = 0; first < args.cols; first += kTile) {
     const int64_t count = std::min(kTile, args.cols - first);
-    const acc_t* x = read_tile(args, offset + first * stride, stride, count, buffer);
+    const acc_t* x = read_capped(args, offset + first * stride, stride, count, buffer);
     acc_t tile_largest = largest;
 #pragma omp simd reduction(max : tile_largest)
     for (int64_t i = 0; i < count; ++i) tile_largest = x[i] > tile_largest ? x[i] : tile_largest;
@@ -92,30 +94,42 @@ void forward_row(const CrossEntropyArgs& args, int64_t row) {
 template <typename acc_t>
 void forward_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes) {
   alignas(64) acc_t buffer[kLanes], largest[kLanes], origin[kLanes];
-  alignas(64) acc_t sum[kLanes], weighted_sum[kLanes];
+  alignas(64) acc_t sum[kLanes], weighted_sum[kLanes], block_sum[kLanes];
   const int64_t offset = row_offset(args.input_layout, row);
   const acc_t* weight = class_weights<acc_t>(args);
   const auto for_each_col = [&](auto&& body) {
     for (int64_t col = 0; col < args.cols; ++col)
-      body(col, read_tile(args, offset + col * args.input_layout.col_stride, 1, lanes, buffer));
+      body(col, read_capped(args, offset + col * args.input_layout.col_stride, 1, lanes, buffer));
   };
   std::fill_n(largest, kLanes, -std::numeric_limits<acc_t>::infinity());
   std::fill_n(sum, kLanes, acc_t(0));
+  std::fill_n(block_sum, kLanes, acc_t(0));
   std::fill_n(weighted_sum, kLanes, acc_t(0));
-  for_each_col([&](int64_t /*col*/, const acc_t* x) {
+  // The largest logit is the largest after a soft-cap too.
+  for (int64_t col = 0; col < args.cols; ++col) {
+    const acc_t* x = read_tile(args, offset + col * args.input_layout.col_stride, 1, lanes, buffer);
     for (int64_t i = 0; i < lanes; ++i) largest[i] = x[i] > largest[i] ? x[i] : largest[i];
-  });
+  }
+  if (args.softcap > 0)
+    cap_logits<acc_t>(largest, lanes, static_cast<acc_t>(args.softcap), largest, nullptr);
   // As in forward_row, -inf - -inf would poison the sum of a shard that holds nothing else.
   for (int64_t i = 0; i < lanes; ++i)
     origin[i] = largest[i] > -std::numeric_limits<acc_t>::infinity() ? largest[i] : acc_t(0);
-  for_each_col([&](int64_t /*col*/, const acc_t* x) {
+  // By blocks of classes: a sum of fewer terms rounds less.
+  for_each_col([&](int64_t col, const acc_t* x) {
 #pragma omp simd
-    for (int64_t i = 0; i < lanes; ++i) sum[i] += math::exp(x[i] - origin[i]);
+    for (int64_t i = 0; i < lanes; ++i) block_sum[i] += math::exp(x[i] - origin[i]);
+    if ((col + 1) % kSumBlock != 0 && col + 1 < args.cols) return;
+    for (int64_t i = 0; i < lanes; ++i) sum[i] += block_sum[i];
+    std::fill_n(block_sum, kLanes, acc_t(0));
   });
   if (args.label_smoothing > 0)
     for_each_col([&](int64_t col, const acc_t* x) {
       const acc_t w = weight ? weight[col] : acc_t(1);
-      for (int64_t i = 0; i < lanes; ++i) weighted_sum[i] += w * (origin[i] - x[i]);
+      for (int64_t i = 0; i < lanes; ++i) block_sum[i] += w * (origin[i] - x[i]);
+      if ((col + 1) % kSumBlock != 0 && col + 1 < args.cols) return;
+      for (int64_t i = 0; i < lanes; ++i) weighted_sum[i] += block_sum[i];
+      std::fill_n(block_sum, kLanes, acc_t(0));
     });
   for (int64_t i = 0; i < lanes; ++i)
     finish_row(args, row + i, offset + i, largest[i], sum[i], weighted_sum[i]);

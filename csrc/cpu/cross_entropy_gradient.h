@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../losses/cross_entropy.h"
+#include "../losses/softcap.h"
 #include "class_targets.h"
 
 namespace fused::cpu {
@@ -18,13 +19,6 @@ acc_t weight_sum(const CrossEntropyArgs& args) {
                          : static_cast<acc_t>(args.classes);
 }
 
-template <typename acc_t>
-acc_t logit_at(const CrossEntropyArgs& args, int64_t offset, int64_t col) {
-  acc_t value;
-  load(args.input, args.dtype, offset + col * args.input_layout.col_stride, 1, 1, &value);
-  return value;
-}
-
 // A view of count logits as acc_t: in place when they already are, else converted into buffer.
 template <typename acc_t>
 const acc_t* read_tile(const CrossEntropyArgs& args, int64_t offset, int64_t stride, int64_t count,
@@ -33,6 +27,50 @@ const acc_t* read_tile(const CrossEntropyArgs& args, int64_t offset, int64_t str
     return static_cast<const acc_t*>(args.input) + offset;
   load(args.input, args.dtype, offset, stride, count, buffer);
   return buffer;
+}
+
+// The soft-cap of logits, which may lie in `capped`, and its slopes, unless they are null. Never
+// inlined: fused with the subtraction of a row's largest logit, the last product would not be 0 for
+// that logit itself, and a row of one class would not have the loss 0.
+template <typename acc_t>
+__attribute__((noinline)) void cap_logits(const acc_t* logits, int64_t count, acc_t cap,
+                                          acc_t* capped, acc_t* slopes) {
+  if (!slopes) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) capped[i] = soft_capped(logits[i], cap).logit;
+    return;
+  }
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) {
+    const Capped<acc_t> both = soft_capped(logits[i], cap);
+    capped[i] = both.logit;
+    slopes[i] = both.slope;
+  }
+}
+
+// As read_tile, of the logits after their soft-cap.
+template <typename acc_t>
+const acc_t* read_capped(const CrossEntropyArgs& args, int64_t offset, int64_t stride,
+                         int64_t count, acc_t* buffer, acc_t* slopes = nullptr) {
+  const acc_t* x = read_tile(args, offset, stride, count, buffer);
+  if (args.softcap == 0) return x;
+  cap_logits(x, count, static_cast<acc_t>(args.softcap), buffer, slopes);
+  return buffer;
+}
+
+template <typename acc_t>
+acc_t logit_at(const CrossEntropyArgs& args, int64_t offset, int64_t col) {
+  acc_t buffer;
+  return *read_capped(args, offset + col * args.input_layout.col_stride, 1, 1, &buffer);
+}
+
+// By the logits before their soft-cap, from the gradient by those after it.
+template <typename acc_t>
+void through_softcap(const CrossEntropyArgs& args, const acc_t* slopes, int64_t count,
+                     acc_t* gradient) {
+  if (args.softcap == 0) return;
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) gradient[i] *= slopes[i];
 }
 
 template <typename acc_t>
@@ -57,7 +95,7 @@ struct RowGradient {
 
 template <typename acc_t>
 void gradient_row(const CrossEntropyArgs& args, int64_t row, acc_t total_weight) {
-  alignas(64) acc_t buffer[kTile], out[kTile];
+  alignas(64) acc_t buffer[kTile], out[kTile], slopes[kTile];
   const RowGradient<acc_t> gradient(args, row, total_weight);
   const int64_t offset = row_offset(args.input_layout, row);
   const int64_t grad_offset = row_offset(args.grad_layout, row);
@@ -69,7 +107,7 @@ void gradient_row(const CrossEntropyArgs& args, int64_t row, acc_t total_weight)
 
   for (int64_t first = 0; first < args.cols; first += kTile) {
     const int64_t count = std::min(kTile, args.cols - first);
-    const acc_t* x = read_tile(args, offset + first * stride, stride, count, buffer);
+    const acc_t* x = read_capped(args, offset + first * stride, stride, count, buffer, slopes);
     const int64_t begin = grad_offset + first * grad_stride;
     acc_t* g = direct ? static_cast<acc_t*>(args.grad_input) + begin : out;
     if (weight && uniform != acc_t(0)) {
@@ -83,6 +121,7 @@ void gradient_row(const CrossEntropyArgs& args, int64_t row, acc_t total_weight)
     }
     const int64_t picked = gradient.target - first;
     if (picked >= 0 && picked < count) g[picked] -= gradient.coefficient.target;
+    through_softcap(args, slopes, count, g);
     if (!direct) store(args.grad_input, args.dtype, begin, grad_stride, count, out);
   }
 }
@@ -90,7 +129,7 @@ void gradient_row(const CrossEntropyArgs& args, int64_t row, acc_t total_weight)
 // The column path: rows [row, row + lanes) lie side by side.
 template <typename acc_t>
 void gradient_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes, acc_t total_weight) {
-  alignas(64) acc_t buffer[kLanes], out[kLanes];
+  alignas(64) acc_t buffer[kLanes], out[kLanes], slopes[kLanes];
   alignas(64) acc_t largest[kLanes], log_sum[kLanes], probability[kLanes], uniform[kLanes];
   acc_t picked[kLanes];
   int64_t targets[kLanes];
@@ -108,12 +147,14 @@ void gradient_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes, ac
   const int64_t grad_row_stride = args.grad_layout.strides[0];
   const acc_t* weight = class_weights<acc_t>(args);
   for (int64_t col = 0; col < args.cols; ++col) {
-    const acc_t* x = read_tile(args, offset + col * args.input_layout.col_stride, 1, lanes, buffer);
+    const acc_t* x =
+        read_capped(args, offset + col * args.input_layout.col_stride, 1, lanes, buffer, slopes);
     const acc_t w = weight ? weight[col] : acc_t(1);
 #pragma omp simd
     for (int64_t i = 0; i < lanes; ++i)
       out[i] = probability[i] * math::exp((x[i] - largest[i]) - log_sum[i]) - uniform[i] * w;
     for (int64_t i = 0; i < lanes; ++i) out[i] -= targets[i] == col ? picked[i] : acc_t(0);
+    through_softcap(args, slopes, lanes, out);
     store(args.grad_input, args.dtype, grad_offset + col * args.grad_layout.col_stride,
           grad_row_stride, lanes, out);
   }

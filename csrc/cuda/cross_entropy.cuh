@@ -8,13 +8,12 @@
 #include "../losses/cross_entropy.h"
 #include "reduce.cuh"
 #include "row_span.cuh"
+#include "softcap.cuh"
 
 extern "C" __device__ void __assert_fail(const char* assertion, const char* file, unsigned int line,
                                          const char* function) noexcept;
 
 namespace fused::cuda {
-
-using math::fast_exp;
 
 // Ends in torch's "device-side assert triggered", with NDEBUG too. Out of line: printf's buffer
 // must not cost the callers registers.
@@ -89,24 +88,22 @@ struct Softmax {
 
   // `count` of the packets, whose first logits are the classes col, col + stride, ..., take part;
   // the others must hold -inf. weight: [cols] or null.
-  template <typename scalar_t, int kPackets>
+  template <typename scalar_t, int kPackets, bool kCapped>
   __device__ __forceinline__ void add(Packet<scalar_t> (&packets)[kPackets], int count,
-                                      const acc_t* weight, int col, int stride) {
+                                      const acc_t* weight, int col, int stride,
+                                      const Softcap<acc_t, kCapped>& cap) {
     constexpr int kWidth = Packet<scalar_t>::kWidth;
-    acc_t highest = largest;
-#pragma unroll
-    for (int u = 0; u < kPackets; ++u)
-      highest = ::max(highest, packets[u].template largest<acc_t>());
-    raise(highest);
+    raise(::max(largest, cap(Packet<scalar_t>::template largest<acc_t>(packets))));
     const acc_t origin = reference();
 #pragma unroll
     for (int u = 0; u < kPackets; ++u) {
+      if (kCapped && u >= count) break;  // a capped -inf counts
       packets[u].keep_packed();
       acc_t even = 0, odd = 0;
 #pragma unroll
       for (int j = 0; j < kWidth; j += 2) {
-        even += fast_exp(packets[u].template get<acc_t>(j) - origin);
-        odd += fast_exp(packets[u].template get<acc_t>(j + 1) - origin);
+        even += fast_exp(cap(packets[u].template get<acc_t>(j)) - origin);
+        odd += fast_exp(cap(packets[u].template get<acc_t>(j + 1)) - origin);
       }
       sum += even + odd;
       if constexpr (kSmoothing) {
@@ -116,7 +113,7 @@ struct Softmax {
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
           const acc_t own = w ? w[j] : acc_t(1);
-          weighted += own * (origin - packets[u].template get<acc_t>(j));
+          weighted += own * (origin - cap(packets[u].template get<acc_t>(j)));
           weights += own;
         }
       }
@@ -130,6 +127,30 @@ struct Softmax {
       weighted += own_weight * (reference() - logit);
       weights += own_weight;
     }
+  }
+
+  // The first `count` of the logits, whose classes are col, col + stride, ...
+  template <int kCount>
+  __device__ __forceinline__ void add(const acc_t (&logits)[kCount], int count, const acc_t* weight,
+                                      int col, int stride) {
+    acc_t highest = largest;
+#pragma unroll
+    for (int u = 0; u < kCount; ++u)
+      if (u < count) highest = ::max(highest, logits[u]);
+    if (highest > largest) raise(highest);
+    const acc_t origin = reference();
+    acc_t total = 0;  // added up apart: sums of fewer terms round less
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      if (u >= count) break;
+      total += fast_exp(logits[u] - origin);
+      if constexpr (kSmoothing) {
+        const acc_t own = weight ? weight[col + u * stride] : acc_t(1);
+        weighted += own * (origin - logits[u]);
+        weights += own;
+      }
+    }
+    sum += total;
   }
 
   // The state of all logits of kLanes neighbouring lanes, in each of them.
@@ -188,40 +209,52 @@ __device__ __forceinline__ void finish_row(const CrossEntropyArgs& args, int64_t
                          softmax.weighted, static_cast<acc_t>(args.classes));
 }
 
+// grad_output, over the total weight for the mean; 0 for an ignored row. Waits for memory: called
+// before the row's logits are.
+template <typename acc_t>
+__device__ __forceinline__ acc_t row_scale(const CrossEntropyArgs& args, int64_t row,
+                                           const RowTarget<acc_t>& target) {
+  acc_t scale = 1;
+  if (args.grad_output)
+    scale = load_as<acc_t>(args.grad_output, args.grad_output_dtype, row * args.grad_output_stride);
+  if (args.reduction == Reduction::kMean) scale /= *static_cast<acc_t*>(args.total_weight);
+  return target.ignored ? acc_t(0) : scale;
+}
+
 // The gradient of one row, element by element. The softmax's 1 / sum stands in `probability`: taken
 // out of the exponent, it costs neither an instruction per logit nor the low bits of the
 // difference.
-template <typename acc_t, bool kSmoothing = true>
+template <typename acc_t, bool kCapped, bool kSmoothing = true>
 struct RowGradient {
+  Softcap<acc_t, kCapped> cap;
   acc_t largest;
   acc_t probability, uniform, picked;
   int target;
   const acc_t* weight;  // [cols]; null unless it takes part
 
-  __device__ __forceinline__ RowGradient(const CrossEntropyArgs& args, int64_t row,
-                                         const RowTarget<acc_t>& row_target, acc_t row_largest,
-                                         acc_t log_sum)
-      : largest(row_largest), target(row_target.index) {
-    acc_t scale = 0;
-    if (!row_target.ignored) {
-      scale = 1;
-      if (args.grad_output)
-        scale =
-            load_as<acc_t>(args.grad_output, args.grad_output_dtype, row * args.grad_output_stride);
-      if (args.reduction == Reduction::kMean) scale /= *static_cast<acc_t*>(args.total_weight);
-    }
+  // scale: row_scale.
+  __device__ __forceinline__ RowGradient(const CrossEntropyArgs& args,
+                                         const RowTarget<acc_t>& row_target, acc_t scale,
+                                         acc_t row_largest, acc_t inverse_sum)
+      : cap(args.softcap), largest(row_largest), target(row_target.index) {
     const CrossEntropyGradient<acc_t> coefficient(
-        scale, row_target.weight, static_cast<acc_t>(args.label_smoothing), weight_sum<acc_t>(args),
-        static_cast<acc_t>(args.classes));
-    probability = coefficient.probability * math::exp(-log_sum);
-    uniform = kSmoothing ? coefficient.uniform : acc_t(0);
+        scale, row_target.weight, kSmoothing ? static_cast<acc_t>(args.label_smoothing) : acc_t(0),
+        weight_sum<acc_t>(args), static_cast<acc_t>(args.classes));
+    probability = coefficient.probability * inverse_sum;
+    uniform = coefficient.uniform;
     picked = coefficient.target;
     weight = kSmoothing && uniform != acc_t(0) ? class_weights<acc_t>(args) : nullptr;
   }
 
   __device__ __forceinline__ acc_t operator()(acc_t logit, int col) const {
+    const Capped<acc_t> capped = cap.with_slope(logit);
+    return of_exponential(fast_exp(capped.logit - largest), col) * capped.slope;
+  }
+
+  // From exp(logit - largest); by the logit after its soft-cap.
+  __device__ __forceinline__ acc_t of_exponential(acc_t exponential, int col) const {
     const acc_t shift = weight ? uniform * weight[col] : uniform;
-    const acc_t gradient = probability * fast_exp(logit - largest) - shift;
+    const acc_t gradient = probability * exponential - shift;
     return col == target ? gradient - picked : gradient;
   }
 
@@ -229,9 +262,22 @@ struct RowGradient {
   template <typename scalar_t>
   __device__ __forceinline__ void apply(Packet<scalar_t>& packet, int col) const {
     constexpr int kWidth = Packet<scalar_t>::kWidth;
-    acc_t values[kWidth];
+    acc_t values[kWidth], slopes[kWidth];
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] = fast_exp(packet.template get<acc_t>(j) - largest);
+    for (int j = 0; j < kWidth; ++j) {
+      const Capped<acc_t> capped = cap.with_slope(packet.template get<acc_t>(j));
+      values[j] = fast_exp(capped.logit - largest);
+      slopes[j] = capped.slope;
+    }
+    of_exponentials(values, col);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] *= slopes[j];
+    packet.set(values);
+  }
+
+  // As of_exponential, of neighbouring logits from class col on; replaces the exponentials.
+  template <int kWidth>
+  __device__ __forceinline__ void of_exponentials(acc_t (&values)[kWidth], int col) const {
     if (weight) {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j)
@@ -244,7 +290,6 @@ struct RowGradient {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) values[j] -= target == col + j ? picked : acc_t(0);
     }
-    packet.set(values);
   }
 };
 

@@ -65,7 +65,7 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
 // `cluster` blocks a row, one row a cluster; block `rank` keeps packets [rank * slice, (rank + 1) *
 // slice) of it, in chunks of `chunk` packets, and the first block the loose logits too. Dynamic
 // shared memory: 16 * slice bytes. Input and gradient rows must be equally aligned.
-template <typename scalar_t, bool kSmoothing>
+template <typename scalar_t, bool kCapped, bool kSmoothing>
 __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 4 : 6)
     cross_entropy_bulk_kernel(const __grid_constant__ CrossEntropyArgs args, int cluster, int slice,
                               int chunk) {
@@ -100,7 +100,9 @@ __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 4 : 6)
   __syncthreads();
 
   const RowTarget<acc_t> target(args, row);
+  const acc_t scale = row_scale(args, row, target);
   const acc_t* weight = class_weights<acc_t>(args);
+  const Softcap<acc_t, kCapped> cap(args.softcap);
   const bool has_loose = rank == 0 && threadIdx.x < span.loose;
   const int loose_col = span.col_of_loose(threadIdx.x);
   const acc_t loose = has_loose ? to_acc<acc_t>(x[loose_col]) : acc_t(0);
@@ -114,26 +116,26 @@ __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 4 : 6)
       Packet<scalar_t> packets[kBulkUnroll];
 #pragma unroll
       for (int u = 0; u < kBulkUnroll; ++u) packets[u].words[0] = buffer[index + u * threads];
-      softmax.add(packets, kBulkUnroll, weight, span.col_of_packet(begin + index),
-                  threads * kWidth);
+      softmax.add(packets, kBulkUnroll, weight, span.col_of_packet(begin + index), threads * kWidth,
+                  cap);
     }
 #pragma unroll 1
     for (; index < end; index += threads) {
       Packet<scalar_t> packets[1];
       packets[0].words[0] = buffer[index];
-      softmax.add(packets, 1, weight, span.col_of_packet(begin + index), 0);
+      softmax.add(packets, 1, weight, span.col_of_packet(begin + index), 0, cap);
     }
   }
-  if (has_loose) softmax.add(loose, kSmoothing && weight ? weight[loose_col] : acc_t(1));
+  if (has_loose) softmax.add(cap(loose), kSmoothing && weight ? weight[loose_col] : acc_t(1));
 
   // The thread that holds the target's logit will write the row's outputs; for an ignored row, the
   // first thread of the first block. Read here, before the gradient overwrites it.
   const int place = target.index - span.col_of_packet(begin);
   const bool in_slice = place >= 0 && place < count * kWidth;
   bool writes_row = has_loose && loose_col == target.index;
-  acc_t target_logit = loose;
+  acc_t target_logit = cap(loose);
   if (threadIdx.x == 0 && in_slice && target.index >= 0) {
-    target_logit = to_acc<acc_t>(reinterpret_cast<const scalar_t*>(buffer)[place]);
+    target_logit = cap(to_acc<acc_t>(reinterpret_cast<const scalar_t*>(buffer)[place]));
     writes_row = true;
   }
   if (threadIdx.x == 0 && rank == 0 && target.index < 0) writes_row = true;
@@ -152,8 +154,8 @@ __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 4 : 6)
   }
   if (writes_row) finish_row(args, row, softmax, target, target_logit);
 
-  const RowGradient<acc_t, kSmoothing> gradient(args, row, target, softmax.largest,
-                                                math::log(softmax.sum));
+  const RowGradient<acc_t, kCapped, kSmoothing> gradient(args, target, scale, softmax.largest,
+                                                         fast_inverse(softmax.sum));
   scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row);
   for (int i = 0; i < chunks; ++i) {
     const int end = min((i + 1) * chunk, count);

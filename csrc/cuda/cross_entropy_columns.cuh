@@ -16,42 +16,49 @@ constexpr int kColumnRows = 32;
 constexpr int kColumnLanes = 8;
 constexpr int kColumnUnroll = 4;  // logits that a thread has in flight
 
-// Calls body(col, logit) for every kColumnLanes-th class.
+// Calls body(col, count, logits) for groups of every kColumnLanes-th class: `count` of them from
+// col on.
 template <typename scalar_t, typename Body>
-__device__ __forceinline__ void for_each_col(const CrossEntropyArgs& args, const scalar_t* x,
-                                             Body&& body) {
+__device__ __forceinline__ void for_each_group(const CrossEntropyArgs& args, const scalar_t* x,
+                                               Body&& body) {
   using acc_t = acc_type<scalar_t>;
-  for (int first = threadIdx.y; first < args.cols; first += kColumnUnroll * kColumnLanes) {
+  const int cols = static_cast<int>(args.cols);
+  for (int64_t first = threadIdx.y; first < cols; first += kColumnUnroll * kColumnLanes) {
     acc_t logits[kColumnUnroll];
 #pragma unroll
     for (int u = 0; u < kColumnUnroll; ++u) {
-      const int col = first + u * kColumnLanes;
-      if (col < args.cols) logits[u] = to_acc<acc_t>(x[col * args.input_layout.col_stride]);
+      const int64_t col = first + u * kColumnLanes;
+      if (col < cols) logits[u] = to_acc<acc_t>(x[col * args.input_layout.col_stride]);
     }
-#pragma unroll
-    for (int u = 0; u < kColumnUnroll; ++u) {
-      const int col = first + u * kColumnLanes;
-      if (col < args.cols) body(col, logits[u]);
-    }
+    const int left = (cols - static_cast<int>(first) + kColumnLanes - 1) / kColumnLanes;
+    body(static_cast<int>(first), min(left, kColumnUnroll), logits);
   }
 }
 
-template <typename scalar_t>
-__device__ __forceinline__ void write_gradient(const CrossEntropyArgs& args, int64_t row,
-                                               const scalar_t* x,
-                                               const RowGradient<acc_type<scalar_t>>& gradient) {
+template <typename scalar_t, bool kCapped>
+__device__ __forceinline__ void write_gradient(
+    const CrossEntropyArgs& args, int64_t row, const scalar_t* x,
+    const RowGradient<acc_type<scalar_t>, kCapped>& gradient) {
   scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row);
-  for_each_col(args, x, [&](int col, acc_type<scalar_t> logit) {
-    out[col * args.grad_layout.col_stride] = from_acc<scalar_t>(gradient(logit, col));
+  using acc_t = acc_type<scalar_t>;
+  for_each_group(args, x, [&](int first, int count, const acc_t(&logits)[kColumnUnroll]) {
+#pragma unroll
+    for (int u = 0; u < kColumnUnroll; ++u) {
+      if (u >= count) break;
+      const int64_t col = first + u * kColumnLanes;
+      out[col * args.grad_layout.col_stride] =
+          from_acc<scalar_t>(gradient(logits[u], static_cast<int>(col)));
+    }
   });
 }
 
-template <typename scalar_t>
+template <typename scalar_t, bool kCapped>
 __global__ void __launch_bounds__(kColumnRows* kColumnLanes)
     cross_entropy_columns_kernel(const __grid_constant__ CrossEntropyArgs args) {
   using acc_t = acc_type<scalar_t>;
   __shared__ Softmax<acc_t, true> scratch[kColumnLanes][kColumnRows];
   const acc_t* weight = class_weights<acc_t>(args);
+  const Softcap<acc_t, kCapped> cap(args.softcap);
   const bool smoothing = args.label_smoothing > 0;
 
   for (int64_t first = blockIdx.x * int64_t(kColumnRows); first < args.rows;
@@ -63,12 +70,15 @@ __global__ void __launch_bounds__(kColumnRows* kColumnLanes)
     acc_t target_logit = 0;
     if (inside) {
       x = static_cast<const scalar_t*>(args.input) + row_offset(args.input_layout, row);
-      for_each_col(args, x, [&](int col, acc_t logit) {
-        softmax.add(logit, smoothing && weight ? weight[col] : acc_t(1));
+      for_each_group(args, x, [&](int first, int count, acc_t(&logits)[kColumnUnroll]) {
+#pragma unroll
+        for (int u = 0; u < kColumnUnroll; ++u)
+          if (u < count) logits[u] = cap(logits[u]);
+        softmax.add(logits, count, smoothing ? weight : nullptr, first, kColumnLanes);
       });
       const RowTarget<acc_t> target(args, row);
       if (threadIdx.y == 0 && target.index >= 0)
-        target_logit = to_acc<acc_t>(x[target.index * args.input_layout.col_stride]);
+        target_logit = cap(to_acc<acc_t>(x[target.index * args.input_layout.col_stride]));
     }
     __syncthreads();
     scratch[threadIdx.y][threadIdx.x] = softmax;
@@ -95,13 +105,13 @@ __global__ void __launch_bounds__(kColumnRows* kColumnLanes)
                    target_logit);
     }
     if (args.grad_input)
-      write_gradient(
-          args, row, x,
-          RowGradient<acc_t>(args, row, target, softmax.largest, math::log(softmax.sum)));
+      write_gradient(args, row, x,
+                     RowGradient<acc_t, kCapped>(args, target, row_scale(args, row, target),
+                                                 softmax.largest, fast_inverse(softmax.sum)));
   }
 }
 
-template <typename scalar_t>
+template <typename scalar_t, bool kCapped>
 __global__ void __launch_bounds__(kColumnRows* kColumnLanes)
     cross_entropy_columns_gradient_kernel(const __grid_constant__ CrossEntropyArgs args) {
   using acc_t = acc_type<scalar_t>;
@@ -112,7 +122,9 @@ __global__ void __launch_bounds__(kColumnRows* kColumnLanes)
     if (threadIdx.y == 0 && is_out_of_bounds(args, row)) report_target(args, row);
     const RowTarget<acc_t> target(args, row);
     const acc_t* stats = static_cast<const acc_t*>(args.stats) + 2 * row;
-    write_gradient(args, row, x, RowGradient<acc_t>(args, row, target, stats[0], stats[1]));
+    write_gradient(args, row, x,
+                   RowGradient<acc_t, kCapped>(args, target, row_scale(args, row, target), stats[0],
+                                               math::exp(-stats[1])));
   }
 }
 

@@ -24,7 +24,8 @@ template <typename scalar_t>
 constexpr int kRowUnroll = std::is_same_v<scalar_t, double> ? 1 : 4;
 
 // kLanes lanes a row of at most kLanes * kPackets packets.
-template <typename scalar_t, int kLanes, int kPackets, bool kGradient, bool kSmoothing>
+template <typename scalar_t, int kLanes, int kPackets, bool kGradient, bool kCapped,
+          bool kSmoothing>
 __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
                                                     : kGradient  ? 4
                                                                  : 5)
@@ -33,10 +34,16 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
   constexpr int kWidth = Packet<scalar_t>::kWidth;
   constexpr int kLoose = (2 * (kWidth - 1) + kLanes - 1) / kLanes;
   constexpr int kRows = kShortRowThreads / kLanes;
+  // Of so many packets the gradient is made of the sum's exponentials: as many as the registers
+  // hold; halves take more of them on the way.
+  constexpr int kMostKept = std::is_same_v<scalar_t, __half> ? 2 : 3;
+  constexpr bool kKeeps = kGradient && !kCapped && !kSmoothing && kLoose <= 2 && kPackets <= 4;
+  constexpr int kKept = kKeeps ? kMostKept : 0;
   const int lane = threadIdx.x % kLanes;
   const unsigned mask =
       kLanes == kWarp ? ~0u : ((1u << (kLanes % kWarp)) - 1) << (threadIdx.x % kWarp - lane);
   const acc_t* weight = class_weights<acc_t>(args);
+  const Softcap<acc_t, kCapped> cap(args.softcap);
 
   for (int64_t row = blockIdx.x * int64_t(kRows) + threadIdx.x / kLanes; row < args.rows;
        row += gridDim.x * int64_t(kRows)) {
@@ -44,6 +51,11 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
         static_cast<const scalar_t*>(args.input) + row_offset(args.input_layout, row);
     const RowSpan<scalar_t> span(x, args.cols);
     const RowTarget<acc_t> target(args, row);
+    const acc_t scale = kGradient ? row_scale(args, row, target) : acc_t(0);
+    // Before the registers fill: it may divide.
+    scalar_t* out =
+        kGradient ? static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row)
+                  : nullptr;
 
     Packet<scalar_t> packets[kPackets];
     acc_t loose[kLoose];
@@ -63,66 +75,70 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
       }
     }
     const acc_t target_logit =
-        lane == 0 && target.index >= 0 ? to_acc<acc_t>(x[target.index]) : acc_t(0);
+        lane == 0 && target.index >= 0 ? cap(to_acc<acc_t>(x[target.index])) : acc_t(0);
 
     auto softmax = Softmax<acc_t, kSmoothing>::none();
-#pragma unroll
-    for (int u = 0; u < kPackets; ++u)
-      softmax.largest = ::max(softmax.largest, packets[u].template largest<acc_t>());
+    softmax.largest = ::max(softmax.largest, Packet<scalar_t>::template largest<acc_t>(packets));
     if (span.loose > 0)
 #pragma unroll
       for (int u = 0; u < kLoose; ++u) softmax.largest = ::max(softmax.largest, loose[u]);
-    softmax.largest = group_max<kLanes>(softmax.largest, mask);
+    softmax.largest = cap(group_max<kLanes>(softmax.largest, mask));
     const acc_t origin = softmax.reference();
+    acc_t exponentials[kKept + 1][kWidth];
 #pragma unroll
     for (int u = 0; u < kPackets; ++u) {
-      if (u * kLanes >= span.packets) break;
+      const int index = lane + u * kLanes;
+      // What a lane holds beyond the row adds nothing; but a capped -inf would.
+      if ((kCapped ? index : u * kLanes) >= span.packets) break;
       packets[u].keep_packed();
       acc_t sum = 0;
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) sum += fast_exp(packets[u].template get<acc_t>(j) - origin);
+      for (int j = 0; j < kWidth; ++j) {
+        const acc_t exponential = fast_exp(cap(packets[u].template get<acc_t>(j)) - origin);
+        if (u < kKept) exponentials[u][j] = exponential;
+        sum += exponential;
+      }
       softmax.sum += sum;
-    }
-    if (span.loose > 0)
-#pragma unroll
-      for (int u = 0; u < kLoose; ++u) softmax.sum += fast_exp(loose[u] - origin);
-    softmax.sum = group_sum<kLanes>(softmax.sum, mask);
-    if constexpr (kSmoothing) {
-#pragma unroll
-      for (int u = 0; u < kPackets; ++u) {
-        const int index = lane + u * kLanes;
-        if (index >= span.packets) break;
-        packets[u].keep_packed();
-        const int col = span.col_of_packet(index);
+      if (kSmoothing && index < span.packets) {
+        const acc_t* w = weight ? weight + span.col_of_packet(index) : nullptr;
 #pragma unroll
         for (int j = 0; j < kWidth; ++j)
           softmax.weighted +=
-              (weight ? weight[col + j] : acc_t(1)) * (origin - packets[u].template get<acc_t>(j));
+              (w ? w[j] : acc_t(1)) * (origin - cap(packets[u].template get<acc_t>(j)));
       }
+    }
+    if (span.loose > 0)
 #pragma unroll
       for (int u = 0; u < kLoose; ++u) {
         const int index = lane + u * kLanes;
-        if (index < span.loose)
+        if (kCapped && index >= span.loose) break;
+        const acc_t logit = cap(loose[u]);
+        if (kSmoothing && index < span.loose)
           softmax.weighted +=
-              (weight ? weight[span.col_of_loose(index)] : acc_t(1)) * (origin - loose[u]);
+              (weight ? weight[span.col_of_loose(index)] : acc_t(1)) * (origin - logit);
+        softmax.sum += fast_exp(logit - origin);
       }
-      softmax.weighted = group_sum<kLanes>(softmax.weighted, mask);
-    }
+    softmax.sum = group_sum<kLanes>(softmax.sum, mask);
+    if constexpr (kSmoothing) softmax.weighted = group_sum<kLanes>(softmax.weighted, mask);
     if (lane == 0) finish_row(args, row, softmax, target, target_logit);
     if constexpr (!kGradient) continue;
 
     __syncwarp(mask);
-    const RowGradient<acc_t, kSmoothing> gradient(args, row, target, softmax.largest,
-                                                  math::log(softmax.sum));
-    scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row);
+    const RowGradient<acc_t, kCapped, kSmoothing> gradient(args, target, scale, softmax.largest,
+                                                           fast_inverse(softmax.sum));
     const bool aligned = is_aligned(out + span.head);
 #pragma unroll
     for (int u = 0; u < kPackets; ++u) {
       const int index = lane + u * kLanes;
       if (index >= span.packets) break;
-      packets[u].keep_packed();
       const int col = span.col_of_packet(index);
-      gradient.apply(packets[u], col);
+      if (u < kKept) {
+        gradient.of_exponentials(exponentials[u], col);
+        packets[u].set(exponentials[u]);
+      } else {
+        packets[u].keep_packed();
+        gradient.apply(packets[u], col);
+      }
       store_packet(packets[u], out + col, aligned);
     }
 #pragma unroll
@@ -137,7 +153,7 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
 
 // One block a row, of at least 2 * (kWidth - 1) threads. Dynamic shared memory: the first
 // `cached_packets` packets of the row, 16 bytes each, used with the gradient only.
-template <typename scalar_t, bool kGradient, bool kSmoothing>
+template <typename scalar_t, bool kGradient, bool kCapped, bool kSmoothing>
 __global__ void __launch_bounds__(kLongRowThreads, 2)
     cross_entropy_long_rows_kernel(const __grid_constant__ CrossEntropyArgs args,
                                    int cached_packets) {
@@ -145,6 +161,7 @@ __global__ void __launch_bounds__(kLongRowThreads, 2)
   extern __shared__ uint4 cache[];
   __shared__ Softmax<acc_t, kSmoothing> scratch[kLongRowThreads / kWarp];
   const acc_t* weight = class_weights<acc_t>(args);
+  const Softcap<acc_t, kCapped> cap(args.softcap);
   const int threads = blockDim.x;
 
   for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
@@ -152,8 +169,9 @@ __global__ void __launch_bounds__(kLongRowThreads, 2)
         static_cast<const scalar_t*>(args.input) + row_offset(args.input_layout, row);
     const RowSpan<scalar_t> span(x, args.cols);
     const RowTarget<acc_t> target(args, row);
+    const acc_t scale = kGradient ? row_scale(args, row, target) : acc_t(0);
     const acc_t target_logit =
-        threadIdx.x == 0 && target.index >= 0 ? to_acc<acc_t>(x[target.index]) : acc_t(0);
+        threadIdx.x == 0 && target.index >= 0 ? cap(to_acc<acc_t>(x[target.index])) : acc_t(0);
     const int loose_col = span.col_of_loose(threadIdx.x);
     const bool has_loose = threadIdx.x < span.loose;
     const acc_t loose = has_loose ? to_acc<acc_t>(x[loose_col]) : acc_t(0);
@@ -182,16 +200,16 @@ __global__ void __launch_bounds__(kLongRowThreads, 2)
         }
       }
       softmax.add(packets, count, weight, span.col_of_packet(first),
-                  threads * Packet<scalar_t>::kWidth);
+                  threads * Packet<scalar_t>::kWidth, cap);
     }
-    if (has_loose) softmax.add(loose, kSmoothing && weight ? weight[loose_col] : acc_t(1));
+    if (has_loose) softmax.add(cap(loose), kSmoothing && weight ? weight[loose_col] : acc_t(1));
     __syncthreads();
     softmax.combine_block(scratch);
     if (threadIdx.x == 0) finish_row(args, row, softmax, target, target_logit);
     if constexpr (!kGradient) continue;
 
-    const RowGradient<acc_t, kSmoothing> gradient(args, row, target, softmax.largest,
-                                                  math::log(softmax.sum));
+    const RowGradient<acc_t, kCapped, kSmoothing> gradient(args, target, scale, softmax.largest,
+                                                           fast_inverse(softmax.sum));
     scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row);
     const bool aligned = is_aligned(out + span.head);
 #pragma unroll 2
@@ -211,7 +229,7 @@ __global__ void __launch_bounds__(kLongRowThreads, 2)
 
 // Backward from the statistics of the forward. blockDim.x threads share a row, blockDim.y rows a
 // block; gridDim.y blocks share a row where rows are few.
-template <typename scalar_t>
+template <typename scalar_t, bool kCapped>
 __global__ void __launch_bounds__(kShortRowThreads)
     cross_entropy_gradient_kernel(const __grid_constant__ CrossEntropyArgs args) {
   using acc_t = acc_type<scalar_t>;
@@ -227,7 +245,8 @@ __global__ void __launch_bounds__(kShortRowThreads)
     if (thread == 0 && is_out_of_bounds(args, row)) report_target(args, row);
     const RowTarget<acc_t> target(args, row);
     const acc_t* stats = static_cast<const acc_t*>(args.stats) + 2 * row;
-    const RowGradient<acc_t> gradient(args, row, target, stats[0], stats[1]);
+    const RowGradient<acc_t, kCapped> gradient(args, target, row_scale(args, row, target), stats[0],
+                                               math::exp(-stats[1]));
 
     for (int first = thread; first < span.packets; first += kRowUnroll<scalar_t> * stride) {
       Packet<scalar_t> packets[kRowUnroll<scalar_t>];

@@ -122,23 +122,36 @@ struct alignas(16) Packet {
 
   template <typename acc_t>
   __device__ __forceinline__ acc_t get(int i) const {
-    return to_acc<acc_t>(values[i]);
+    // Of both halves of a word at once, so that neither takes a register of its own.
+    if constexpr (std::is_same_v<scalar_t, __nv_bfloat16>) {
+      const uint32_t word = reinterpret_cast<const uint32_t*>(words)[i / 2];
+      return static_cast<acc_t>(__uint_as_float(i % 2 ? word & 0xffff0000u : word << 16));
+    } else if constexpr (std::is_same_v<scalar_t, __half>) {
+      const __half2 pair = reinterpret_cast<const __half2*>(words)[i / 2];
+      return static_cast<acc_t>(i % 2 ? __high2float(pair) : __low2float(pair));
+    } else {
+      return to_acc<acc_t>(values[i]);
+    }
   }
 
-  // The largest element; a nan is passed over. The hardware compares pairs of 16-bit floats.
-  template <typename acc_t>
-  __device__ __forceinline__ acc_t largest() const {
+  // The largest element of some packets; a nan is passed over. The hardware compares pairs of
+  // 16-bit floats.
+  template <typename acc_t, int kCount>
+  static __device__ __forceinline__ acc_t largest(const Packet (&packets)[kCount]) {
     if constexpr (sizeof(scalar_t) == 2) {
       using Pair = std::conditional_t<std::is_same_v<scalar_t, __half>, __half2, __nv_bfloat162>;
-      Pair pair = reinterpret_cast<const Pair*>(words)[0];
+      const auto pair_of = [&](int i) {
+        return reinterpret_cast<const Pair*>(packets[i / (kWidth / 2)].words)[i % (kWidth / 2)];
+      };
+      Pair pair = pair_of(0);
 #pragma unroll
-      for (int i = 1; i < kWidth / 2; ++i)
-        pair = __hmax2(pair, reinterpret_cast<const Pair*>(words)[i]);
+      for (int i = 1; i < kCount * kWidth / 2; ++i) pair = __hmax2(pair, pair_of(i));
       return ::max(to_acc<acc_t>(pair.x), to_acc<acc_t>(pair.y));
     } else {
-      acc_t result = get<acc_t>(0);
+      acc_t result = packets[0].template get<acc_t>(0);
 #pragma unroll
-      for (int i = 1; i < kWidth; ++i) result = ::max(result, get<acc_t>(i));
+      for (int i = 1; i < kCount * kWidth; ++i)
+        result = ::max(result, packets[i / kWidth].template get<acc_t>(i % kWidth));
       return result;
     }
   }

@@ -34,10 +34,12 @@ struct PairPackets {
     return targets[u].template get<acc_t>(j);
   }
   __device__ __forceinline__ acc_t largest_input(int u) const {
-    return inputs[u].template largest<acc_t>();
+    const Packet<input_t> packet[1] = {inputs[u]};
+    return Packet<input_t>::template largest<acc_t>(packet);
   }
   __device__ __forceinline__ acc_t largest_target(int u) const {
-    return targets[u].template largest<acc_t>();
+    const Packet<target_t, kWidth> packet[1] = {targets[u]};
+    return Packet<target_t, kWidth>::template largest<acc_t>(packet);
   }
   __device__ __forceinline__ int first_class(int u) const { return col + u * stride; }
 };

@@ -45,11 +45,15 @@ struct RowSpan {
 
 template <typename scalar_t>
 __device__ __forceinline__ Packet<scalar_t> lowest_packet() {
+  // By bits: the compiler would convert and pack every element at run time.
+  constexpr bool kDouble = std::is_same_v<scalar_t, double>;
+  constexpr uint32_t kHigh = kDouble                                   ? 0xfff00000
+                             : std::is_same_v<scalar_t, float>         ? 0xff800000
+                             : std::is_same_v<scalar_t, __nv_bfloat16> ? 0xff80ff80
+                                                                       : 0xfc00fc00;
+  constexpr uint32_t kLow = kDouble ? 0 : kHigh;
   Packet<scalar_t> packet;
-  acc_type<scalar_t> values[Packet<scalar_t>::kWidth];
-#pragma unroll
-  for (auto& value : values) value = -kInfinity<acc_type<scalar_t>>;
-  packet.set(values);
+  packet.words[0] = make_uint4(kLow, kHigh, kLow, kHigh);
   return packet;
 }
 

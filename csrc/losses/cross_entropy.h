@@ -71,10 +71,12 @@ struct CrossEntropyGradient {
   // gradient is still probability * p[c]: 0, or nan where the row's softmax is nan, as in torch.
   FUSED_HOST_DEVICE CrossEntropyGradient(acc_t scale, acc_t target_weight, acc_t smoothing,
                                          acc_t weight_sum, acc_t cols)
-      : probability(scale *
-                    ((acc_t(1) - smoothing) * target_weight + smoothing / cols * weight_sum)),
-        uniform(scale * smoothing / cols),
-        target(scale * (acc_t(1) - smoothing) * target_weight) {}
+      : probability(scale * target_weight), uniform(0), target(scale * target_weight) {
+    if (smoothing == acc_t(0)) return;
+    probability = scale * ((acc_t(1) - smoothing) * target_weight + smoothing / cols * weight_sum);
+    uniform = scale * smoothing / cols;
+    target = scale * (acc_t(1) - smoothing) * target_weight;
+  }
 };
 
 }  // namespace fused

@@ -19,13 +19,7 @@ from torch import Tensor
 from compile_losses.ops import vocabulary_parallel
 from compile_losses.ops.linear.block_layout import BlockLayout
 from compile_losses.ops.linear.products import Gradients, add_product, write_logits
-from compile_losses.ops.linear.row_losses import (
-    SUM,
-    RowLosses,
-    capped,
-    gradient_from_statistics,
-    through_softcap,
-)
+from compile_losses.ops.linear.row_losses import SUM, RowLosses, gradient_from_statistics
 
 
 def add_first_rows(
@@ -91,11 +85,9 @@ class _BlockLosses:
     def part(self, classes: slice, logits: Tensor) -> Tensor:
         """What a block says of each row's softmax."""
         losses = self.losses
-        if losses.softcap is not None:
-            logits = capped(logits.clone(), losses.softcap)
         return vocabulary_parallel.parts(
             logits, self.target, losses.weight, classes.start, self.layout.classes,
-            losses.ignore_index, losses.label_smoothing,
+            losses.ignore_index, losses.label_smoothing, losses.softcap,
         )  # fmt: skip
 
     def merge(self, parts: Tensor) -> None:
@@ -125,12 +117,8 @@ class _BlockLosses:
     def gradient(self, classes: slice, logits: Tensor) -> Tensor:
         """The gradient of a block's logits before the soft-cap; overwrites them."""
         losses = self.losses
-
-        def of_capped(capped: Tensor) -> Tensor:
-            return gradient_from_statistics(
-                capped, self.target, losses.weight, self.statistics, self.factor,
-                losses.z_loss * self.z_factor if losses.z_loss != 0 else None, classes.start,
-                self.layout.classes, SUM, losses.ignore_index, losses.label_smoothing,
-            )  # fmt: skip
-
-        return through_softcap(logits, losses.softcap, of_capped)
+        return gradient_from_statistics(
+            logits, self.target, losses.weight, self.statistics, self.factor,
+            losses.z_loss * self.z_factor if losses.z_loss != 0 else None, classes.start,
+            self.layout.classes, SUM, losses.ignore_index, losses.label_smoothing, losses.softcap,
+        )  # fmt: skip

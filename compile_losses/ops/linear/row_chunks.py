@@ -81,7 +81,7 @@ class Problem:
         return plan(
             *self.sizes,
             buffers=buffers,
-            block_buffers=self.losses.block_buffers(self.input.dtype),
+            block_buffers=self.losses.block_buffers(),
             needs_input=needs_input,
             gathered=self.kept is not None,
         )

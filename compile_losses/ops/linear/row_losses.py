@@ -2,71 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from compile_losses.ops import cross_entropy, vocabulary_parallel
 from compile_losses.ops.checks import REDUCTIONS
 
-aten = torch.ops.aten
 NONE, MEAN, SUM = (REDUCTIONS[name] for name in ("none", "mean", "sum"))
-
-
-def capped(logits: Tensor, softcap: float) -> Tensor:
-    """The logits after the soft-cap, written over them; rounds where torch's three ops do."""
-    return logits.div_(softcap).tanh_().mul_(softcap)
-
-
-def through_softcap(
-    logits: Tensor, softcap: float | None, gradient: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """The gradient of the logits before the soft-cap, from a function of those after it.
-
-    Overwrites the logits, and what the function returns: the gradient of its argument, over which
-    it may lie. Rounds where torch's three ops do.
-    """
-    if softcap is None:
-        return gradient(logits)
-    tanh = logits.div_(softcap).tanh_()
-    result = gradient(tanh * softcap)
-    aten.tanh_backward.grad_input(result, tanh, grad_input=result)
-    return result
-
-
-def gradient_from_statistics(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    statistics: Tensor,
-    grad_output: Tensor,
-    grad_squares: Tensor | None,
-    first_class: int,
-    classes: int,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
-) -> Tensor:
-    """Logits of some of the classes, overwritten with their gradient.
-
-    Args:
-        weight, statistics: of all classes.
-        grad_squares: of each row's squared logsumexp, one number or one for each row.
-    """
-    of_squares = None
-    if grad_squares is not None:
-        largest, log_sum = statistics.split(1, 1)
-        of_squares = logits.sub(largest).sub_(log_sum).exp_()
-        factors = 2 * (largest + log_sum) * grad_squares.reshape(-1, 1)
-        of_squares *= torch.where((target != ignore_index).unsqueeze(1), factors, 0)
-    vocabulary_parallel.gradient_(
-        grad_output, logits, target, weight, statistics, first_class, classes, reduction,
-        ignore_index, label_smoothing,
-    )  # fmt: skip
-    if of_squares is not None:
-        logits += of_squares
-    return logits
 
 
 def divisors(
@@ -81,6 +23,62 @@ def divisors(
     classes = target.to(torch.int64).clamp(0, len(weight) - 1)
     weights = weight.to(dtype).index_select(0, classes)
     return torch.where(kept, weights, 0).sum(dtype=torch.float64).to(dtype), count
+
+
+def squares_gradient(
+    factor: Tensor | float,
+    logits: Tensor,
+    target: Tensor,
+    stats: Tensor,
+    classes: int,
+    ignore_index: int,
+    softcap: float | None,
+) -> Tensor:
+    """The gradient of factor * logsumexp^2 of each row: 2 factor logsumexp * softmax.
+
+    That is cross entropy's in a shard of the classes that holds no target.
+
+    Args:
+        classes: what targets are below.
+    """
+    return vocabulary_parallel.gradient(
+        2 * factor * stats.sum(1), logits, target, None, stats, classes,
+        classes + logits.shape[1], NONE, ignore_index, 0.0, softcap,
+    )  # fmt: skip
+
+
+def gradient_from_statistics(
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    stats: Tensor,
+    grad_output: Tensor,
+    grad_squares: Tensor | None,
+    first_class: int,
+    classes: int,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+) -> Tensor:
+    """Logits of some of the classes, before the soft-cap, overwritten with their gradient.
+
+    Args:
+        weight, stats: of all classes.
+        grad_squares: of each row's squared logsumexp, one number or one for each row.
+    """
+    of_squares = None
+    if grad_squares is not None:
+        of_squares = squares_gradient(
+            grad_squares, logits, target, stats, classes, ignore_index, softcap
+        )
+    vocabulary_parallel.gradient_(
+        grad_output, logits, target, weight, stats, first_class, classes, reduction, ignore_index,
+        label_smoothing, softcap,
+    )  # fmt: skip
+    if of_squares is not None:
+        logits += of_squares
+    return logits
 
 
 class RowLosses:
@@ -121,18 +119,14 @@ class RowLosses:
 
     def buffers(self, *, gradient: bool) -> int:
         """How many tensors of a chunk's size there are at a time, the logits included."""
-        capped = self.softcap is not None
-        return 1 + (capped + self.by_row + (self.z_loss != 0)) * gradient
+        return 1 + (self.by_row + (self.z_loss != 0)) * gradient
 
-    def block_buffers(self, logits: torch.dtype) -> int:
+    def block_buffers(self) -> int:
         """How many tensors of the size of a block of classes the gradient takes besides it."""
-        squares = self.dtype.itemsize // logits.itemsize if self.z_loss != 0 else 0
-        return (self.softcap is not None) + squares
+        return int(self.z_loss != 0)
 
     def value(self, rows: slice, logits: Tensor) -> Tensor:
-        """The loss of each row; overwrites the logits."""
-        if self.softcap is not None:
-            logits = capped(logits, self.softcap)
+        """The loss of each row."""
         losses, stats, _ = self._each(rows, logits)
         self.sums.append(losses.sum())
         if self.z_loss == 0:
@@ -146,30 +140,33 @@ class RowLosses:
 
         It lies over them where grad_output is one number.
         """
-        return through_softcap(logits, self.softcap, lambda capped: self._gradient(rows, capped))
-
-    def _gradient(self, rows: slice, logits: Tensor) -> Tensor:
-        """That of the logits after the soft-cap."""
-        squares_gradient = None
+        of_squares = None
         if self.by_row or self.z_loss != 0:
             _, stats, total = self._each(rows, logits)
             if self.z_loss != 0:
                 self.square_sums.append(self.squares(rows, stats).sum())
-                squares_gradient = self._squares_gradient(rows, logits, stats)
+                factor: Tensor | float = self.z_loss
+                if self.z_factor is not None:
+                    of_rows = self.z_factor[rows] if self.by_row else self.z_factor
+                    factor = self.z_loss * of_rows.to(self.dtype)
+                of_squares = squares_gradient(
+                    factor, logits, self.target[rows], stats, logits.shape[1], self.ignore_index,
+                    self.softcap,
+                )  # fmt: skip
         if self.by_row:
             assert self.factor is not None
             logits = cross_entropy.backward(
                 self.factor[rows], logits, self.target[rows], self.weight, stats, total, NONE,
-                self.ignore_index, self.label_smoothing,
+                self.ignore_index, self.label_smoothing, self.softcap,
             )  # fmt: skip
         else:
             loss = cross_entropy.with_grad_(
                 logits, self.target[rows], self.weight, SUM, self.ignore_index,
-                self.label_smoothing, self.dtype, self.factor,
+                self.label_smoothing, self.dtype, self.softcap, self.factor,
             )  # fmt: skip
             self.sums.append(loss)
-        if squares_gradient is not None:
-            logits += squares_gradient
+        if of_squares is not None:
+            logits += of_squares
         return logits
 
     def reduced(self) -> Tensor:
@@ -185,17 +182,9 @@ class RowLosses:
         """Cross entropy of each row, its statistics, and the total weight."""
         return cross_entropy.forward(
             logits, self.target[rows], self.weight, NONE, self.ignore_index, self.label_smoothing,
-            self.dtype,
+            self.dtype, self.softcap,
         )  # fmt: skip
 
     def squares(self, rows: slice, stats: Tensor) -> Tensor:
         """The square of each row's logsumexp, 0 where the row is ignored."""
         return torch.where(self.target[rows] != self.ignore_index, stats.sum(1).square(), 0)
-
-    def _squares_gradient(self, rows: slice, logits: Tensor, stats: Tensor) -> Tensor:
-        """The gradient of z_loss * logsumexp^2: 2 z_loss logsumexp * softmax."""
-        factors = 2 * self.z_loss * stats.sum(1)
-        if self.z_factor is not None:
-            factors = factors * (self.z_factor[rows] if self.by_row else self.z_factor)
-        factors = torch.where(self.target[rows] != self.ignore_index, factors, 0)
-        return torch.softmax(logits, 1).mul_(factors.to(logits.dtype).unsqueeze(1))

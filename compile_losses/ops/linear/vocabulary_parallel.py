@@ -23,11 +23,7 @@ from compile_losses.ops import checks, vocabulary_parallel
 from compile_losses.ops.linear.chunk_size import chunk_rows, sums_in_float32
 from compile_losses.ops.linear.products import Chunk, Gradients, add_chunks, chunks_of_logits
 from compile_losses.ops.linear.reference import autocast_off
-from compile_losses.ops.linear.row_losses import (
-    capped,
-    gradient_from_statistics,
-    through_softcap,
-)
+from compile_losses.ops.linear.row_losses import gradient_from_statistics
 
 ARGUMENTS = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight"
 OPTIONS = f"{vocabulary_parallel.OPTIONS}, float? softcap"
@@ -74,8 +70,6 @@ def parts_kernel(
         _, chunks = _chunks(input, linear_weight, linear_bias, 1)
         found = [input.new_empty((0, 4 if label_smoothing > 0 else 3), dtype=_wide(input))]
         for rows, _, logits in chunks:
-            if softcap is not None:
-                logits = capped(logits, softcap)
             found.append(
                 vocabulary_parallel.parts(
                     logits,
@@ -85,6 +79,7 @@ def parts_kernel(
                     classes,
                     ignore_index,
                     label_smoothing,
+                    softcap,
                 )
             )
         return torch.cat(found)
@@ -112,19 +107,14 @@ def gradient_kernel(
     by_row = reduction == checks.REDUCTIONS["none"]
     if grad_squares is not None:
         grad_squares = grad_squares.expand(len(input))
-    wide = _wide(input)
-    squares = 0 if grad_squares is None else wide.itemsize // input.dtype.itemsize
-    buffers = 1 + (softcap is not None) + squares
+    buffers = 1 + (grad_squares is not None)
 
-    def of_capped(rows: slice, logits: Tensor) -> Tensor:
+    def of_logits(rows: slice, logits: Tensor) -> Tensor:
         return gradient_from_statistics(
             logits, target[rows], weight, stats[rows], grad_output[rows] if by_row else grad_output,
             None if grad_squares is None else grad_squares[rows], first_class, classes, reduction,
-            ignore_index, label_smoothing,
+            ignore_index, label_smoothing, softcap,
         )  # fmt: skip
-
-    def of_logits(rows: slice, logits: Tensor) -> Tensor:
-        return through_softcap(logits, softcap, lambda capped: of_capped(rows, capped))
 
     needs = (needs_grad_input, needs_grad_linear_weight, needs_grad_linear_bias)
     with autocast_off(input):
@@ -132,7 +122,7 @@ def gradient_kernel(
             input, linear_weight, linear_bias, buffers, sums_weight=needs_grad_linear_weight
         )
         gradients = Gradients(
-            linear_weight, len(input), needs, wide,
+            linear_weight, len(input), needs, _wide(input),
             wide=sums_in_float32(len(input), chunk, input.dtype),
         )  # fmt: skip
         add_chunks(gradients, chunks, of_logits)

@@ -1,0 +1,225 @@
+// Cross entropy on CUDA: which kernel a shape gets, with a soft-cap of the logits or without.
+#pragma once
+
+#include <bit>
+
+#include "cross_entropy_bulk.cuh"
+#include "cross_entropy_columns.cuh"
+#include "cross_entropy_rows.cuh"
+#include "row_threads.cuh"
+
+namespace fused::cuda {
+
+enum class Path { kColumns, kShortRows, kBlock, kBulk };
+
+struct Launch {
+  Path path;
+  // kShortRows: as many as a row's lanes hold; kBlock: kept in shared memory; kBulk: of a block's
+  // slice.
+  int64_t packets = 0;
+  int threads = 0;  // of a block, where it varies
+  int cluster = 1;  // kBulk: blocks that share a row
+};
+
+// Whether each row of the gradient lies on 16-byte boundaries where its logits do.
+inline bool equally_aligned(const CrossEntropyArgs& args) {
+  const int64_t size = element_size(args.dtype);
+  const auto differ = [&](int64_t a, int64_t b) { return (a - b) * size % 16 != 0; };
+  if ((reinterpret_cast<uintptr_t>(args.input) - reinterpret_cast<uintptr_t>(args.grad_input)) % 16)
+    return false;
+  if (args.input_layout.ndim != args.grad_layout.ndim) return false;
+  for (int d = 0; d < args.input_layout.ndim; ++d) {
+    if (args.input_layout.sizes[d] != args.grad_layout.sizes[d] ||
+        differ(args.input_layout.strides[d], args.grad_layout.strides[d]))
+      return false;
+  }
+  return true;
+}
+
+// The one place where a shape is given its kernel. Limits are in 16-byte packets of a row.
+inline Launch choose_forward(const CrossEntropyArgs& args, const Device& device) {
+  const bool gradient = args.grad_input;
+  const int64_t packets = args.cols * element_size(args.dtype) / 16;
+  if (args.cols > 1 &&
+      (args.input_layout.col_stride != 1 || (gradient && args.grad_layout.col_stride != 1)))
+    return {Path::kColumns};
+  // double's exp takes too many registers to keep a row in the others.
+  const bool is_double = args.dtype == DType::kFloat64;
+  if (is_double && packets <= 128) return {Path::kColumns};
+  const bool bulk = gradient && !is_double && device.arch >= 900 && compiled_for(900, device) &&
+                    equally_aligned(args) && args.rows <= INT32_MAX / kMaxCluster;
+  if (!is_double && packets <= (bulk ? 128 : 256))
+    return {Path::kShortRows, std::max<int64_t>(std::bit_ceil(static_cast<uint64_t>(packets)), 4)};
+
+  if (!gradient)
+    return {Path::kBlock, 0,
+            independent_row_threads(args.rows, packets, device.multiprocessors, kLongRowThreads)};
+
+  if (bulk) {
+    // Three blocks a multiprocessor: one row's copies run under the arithmetic of two others. The
+    // kernel's static shared memory stays below 512 bytes.
+    const int64_t third =
+        (device.shared_per_multiprocessor / 3 - device.shared_reserved - 512) / 16;
+    const int64_t most = (device.shared_per_block - 512) / 16;
+    for (const int cluster : {1, 2, 4, 8}) {
+      const int64_t slice = divide_up(packets, cluster);
+      if (slice <= third || (cluster == kMaxCluster && slice <= most))
+        return {Path::kBulk, slice, row_threads(slice, 8, kWarp, kBulkThreads), cluster};
+    }
+  }
+  // Half of a multiprocessor's shared memory, so that two rows are under way.
+  const int64_t half = (device.shared_per_multiprocessor / 2 - device.shared_reserved - 512) / 16;
+  return {Path::kBlock, std::min(packets, half), row_threads(packets, 4, 64, kLongRowThreads)};
+}
+
+inline unsigned blocks_for(int64_t rows, int64_t rows_per_block) {
+  return static_cast<unsigned>(std::min<int64_t>(divide_up(rows, rows_per_block), INT32_MAX));
+}
+
+template <typename Kernel>
+void allow_shared(Kernel* kernel, size_t bytes) {
+  if (bytes > 48 * 1024 - 1024)
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(bytes)),
+          "cudaFuncSetAttribute");
+}
+
+template <typename scalar_t, bool kCapped, bool kGradient, int kLanes, int kPackets>
+void launch_lanes(const CrossEntropyArgs& args, cudaStream_t stream) {
+  const auto kernel =
+      args.label_smoothing > 0
+          ? cross_entropy_short_rows_kernel<scalar_t, kLanes, kPackets, kGradient, kCapped, true>
+          : cross_entropy_short_rows_kernel<scalar_t, kLanes, kPackets, kGradient, kCapped, false>;
+  const unsigned blocks = blocks_for(args.rows, kShortRowThreads / kLanes);
+  kernel<<<blocks, kShortRowThreads, 0, stream>>>(args);
+  check_launch("cross_entropy_short_rows_kernel");
+}
+
+// As few lanes a row as hold it in their registers: what is done once a row costs a warp the same
+// for one row as for many.
+template <typename scalar_t, bool kCapped, bool kGradient>
+void launch_short_rows(const CrossEntropyArgs& args, int64_t packets, cudaStream_t stream) {
+  constexpr int kPackets = kGradient ? 4 : 8;
+  switch (packets) {
+    case 4: return launch_lanes<scalar_t, kCapped, kGradient, 1, 4>(args, stream);
+    case 8: return launch_lanes<scalar_t, kCapped, kGradient, 2, 4>(args, stream);
+    case 16:
+      return launch_lanes<scalar_t, kCapped, kGradient, 16 / kPackets, kPackets>(args, stream);
+    case 32:
+      return launch_lanes<scalar_t, kCapped, kGradient, 32 / kPackets, kPackets>(args, stream);
+    case 64:
+      return launch_lanes<scalar_t, kCapped, kGradient, 64 / kPackets, kPackets>(args, stream);
+    case 128:
+      return launch_lanes<scalar_t, kCapped, kGradient, 128 / kPackets, kPackets>(args, stream);
+    default: return launch_lanes<scalar_t, kCapped, kGradient, kWarp, 8>(args, stream);
+  }
+}
+
+template <typename scalar_t, bool kCapped, bool kSmoothing>
+void launch_bulk(const CrossEntropyArgs& args, const Launch& launch, cudaStream_t stream) {
+  const auto kernel = cross_entropy_bulk_kernel<scalar_t, kCapped, kSmoothing>;
+  const int slice = static_cast<int>(launch.packets);
+  // Chunks that suit the unrolled loop of all threads, so that only the last one has a remainder.
+  const int step = kBulkUnroll * launch.threads;
+  const int chunk = static_cast<int>(divide_up(divide_up(slice, kBulkChunks), step)) * step;
+  const size_t shared = size_t(16) * slice;
+  allow_shared(kernel, shared);
+
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(args.rows * launch.cluster));
+  config.blockDim = dim3(launch.threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = launch.cluster > 1 ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, args, launch.cluster, slice, chunk),
+        "cross_entropy_bulk_kernel");
+}
+
+template <typename scalar_t, bool kGradient, bool kCapped, bool kSmoothing>
+void launch_long_rows(const CrossEntropyArgs& args, const Launch& launch, cudaStream_t stream) {
+  const auto kernel = cross_entropy_long_rows_kernel<scalar_t, kGradient, kCapped, kSmoothing>;
+  const size_t shared = size_t(16) * launch.packets;
+  allow_shared(kernel, shared);
+  kernel<<<blocks_for(args.rows, 1), launch.threads, shared, stream>>>(
+      args, static_cast<int>(launch.packets));
+  check_launch("cross_entropy_long_rows_kernel");
+}
+
+template <typename scalar_t, bool kCapped, bool kSmoothing>
+void launch_blocks(const CrossEntropyArgs& args, const Launch& launch, cudaStream_t stream) {
+  if constexpr (!std::is_same_v<scalar_t, double>) {
+    if (launch.path == Path::kBulk)
+      return launch_bulk<scalar_t, kCapped, kSmoothing>(args, launch, stream);
+  }
+  if (args.grad_input)
+    return launch_long_rows<scalar_t, true, kCapped, kSmoothing>(args, launch, stream);
+  launch_long_rows<scalar_t, false, kCapped, kSmoothing>(args, launch, stream);
+}
+
+template <typename scalar_t, bool kCapped>
+void launch_forward(const CrossEntropyArgs& args, cudaStream_t stream) {
+  const Launch launch = choose_forward(args, current_device());
+  switch (launch.path) {
+    case Path::kColumns:
+      cross_entropy_columns_kernel<scalar_t, kCapped>
+          <<<blocks_for(args.rows, kColumnRows), dim3(kColumnRows, kColumnLanes), 0, stream>>>(
+              args);
+      return check_launch("cross_entropy_columns_kernel");
+    case Path::kShortRows:
+      if constexpr (!std::is_same_v<scalar_t, double>) {  // as chosen by choose_forward
+        args.grad_input ? launch_short_rows<scalar_t, kCapped, true>(args, launch.packets, stream)
+                        : launch_short_rows<scalar_t, kCapped, false>(args, launch.packets, stream);
+      }
+      return;
+    default:
+      if (args.label_smoothing > 0)
+        return launch_blocks<scalar_t, kCapped, true>(args, launch, stream);
+      return launch_blocks<scalar_t, kCapped, false>(args, launch, stream);
+  }
+}
+
+template <typename scalar_t, bool kCapped>
+void launch_backward(const CrossEntropyArgs& args, cudaStream_t stream) {
+  if (args.cols > 1 && (args.input_layout.col_stride != 1 || args.grad_layout.col_stride != 1)) {
+    cross_entropy_columns_gradient_kernel<scalar_t, kCapped>
+        <<<blocks_for(args.rows, kColumnRows), dim3(kColumnRows, kColumnLanes), 0, stream>>>(args);
+    return check_launch("cross_entropy_columns_gradient_kernel");
+  }
+  // Threads along a row: a power of two, for about four packets each. Where that leaves too few
+  // blocks for the device, several blocks share a row.
+  const int64_t packets = args.cols / Packet<scalar_t>::kWidth;
+  int threads = 8;
+  while (threads < kShortRowThreads && threads * kRowUnroll<float> < packets) threads *= 2;
+  const int rows_per_block = kShortRowThreads / threads;
+  const unsigned blocks = blocks_for(args.rows, rows_per_block);
+  const int64_t wanted = divide_up(8 * current_device().multiprocessors, blocks);
+  const int64_t shares = divide_up(packets + 1, int64_t(threads) * kRowUnroll<float>);
+  const dim3 grid(blocks, static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, shares)));
+  cross_entropy_gradient_kernel<scalar_t, kCapped>
+      <<<grid, dim3(threads, rows_per_block), 0, stream>>>(args);
+  check_launch("cross_entropy_gradient_kernel");
+}
+
+// Both are compiled for a soft-cap in cross_entropy_softcap.cu, else in cross_entropy.cu.
+template <bool kCapped>
+void forward_rows(const CrossEntropyArgs& args, cudaStream_t stream) {
+  visit(args.dtype, [&](auto* type) {
+    launch_forward<std::remove_pointer_t<decltype(type)>, kCapped>(args, stream);
+  });
+}
+
+template <bool kCapped>
+void backward_rows(const CrossEntropyArgs& args, cudaStream_t stream) {
+  visit(args.dtype, [&](auto* type) {
+    launch_backward<std::remove_pointer_t<decltype(type)>, kCapped>(args, stream);
+  });
+}
+
+extern template void forward_rows<true>(const CrossEntropyArgs& args, cudaStream_t stream);
+extern template void backward_rows<true>(const CrossEntropyArgs& args, cudaStream_t stream);
+
+}  // namespace fused::cuda

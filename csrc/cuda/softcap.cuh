@@ -1,0 +1,60 @@
+// The soft-cap of logits on the device, or none: the kernels without it lose nothing to it.
+//
+// The last product is rounded on its own. Fused with the subtraction of a row's largest logit it
+// would not be 0 for that logit itself, and a row of one class would not have the loss 0.
+#pragma once
+
+#include <type_traits>
+
+#include "../losses/softcap.h"
+#include "fast_math.cuh"
+
+namespace fused::cuda {
+
+// What the kernels see of a logit, and what the derivative by the logit has as its last factor.
+template <typename acc_t, bool kCapped>
+struct Softcap {
+  __device__ __forceinline__ explicit Softcap(double /*cap*/) {}
+  __device__ __forceinline__ acc_t operator()(acc_t logit) const { return logit; }
+  __device__ __forceinline__ Capped<acc_t> with_slope(acc_t logit) const {
+    return {logit, acc_t(1)};
+  }
+};
+
+template <>
+struct Softcap<float, true> {
+  float cap, inverse;
+
+  // Not infinite: 0 times it would be a nan.
+  __device__ __forceinline__ explicit Softcap(double cap)
+      : cap(static_cast<float>(cap)), inverse(fminf(1 / this->cap, -math::kLowest<float>)) {}
+
+  __device__ __forceinline__ float operator()(float logit) const { return with_slope(logit).logit; }
+
+  // As soft_capped, the exponential and the division in one instruction each.
+  __device__ __forceinline__ Capped<float> with_slope(float logit) const {
+    const float x = logit * inverse;
+    const float u = fast_exp(-2 * fabsf(x));
+    const float factor = fast_inverse(1 + u);
+    const float far = copysignf(__fmaf_rn(-u, factor, factor), x);
+    const float tanh = fabsf(x) < kTanhNear<float> ? tanh_near(x) : far;
+    return {__fmul_rn(cap, tanh),
+            fabsf(x) < kTanhNear<float> ? 1 - tanh * tanh : 4 * u * factor * factor};
+  }
+};
+
+template <>
+struct Softcap<double, true> {
+  double cap;
+
+  __device__ __forceinline__ explicit Softcap(double cap) : cap(cap) {}
+  __device__ __forceinline__ double operator()(double logit) const {
+    return __dmul_rn(cap, ::tanh(logit / cap));
+  }
+  __device__ __forceinline__ Capped<double> with_slope(double logit) const {
+    const double tanh = ::tanh(logit / cap);
+    return {__dmul_rn(cap, tanh), 1 - tanh * tanh};
+  }
+};
+
+}  // namespace fused::cuda
