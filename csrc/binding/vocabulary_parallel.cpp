@@ -91,7 +91,7 @@ Tensor gradient(const Tensor& grad_output, const Tensor& input, const Tensor& ta
 void gradient_(const Tensor& grad_output, const Tensor& input, const Tensor& target,
                const std::optional<Tensor>& weight, const Tensor& stats, int64_t first_class,
                int64_t classes, int64_t reduction, int64_t ignore_index, double label_smoothing,
-                std::optional<double> softcap) {
+               std::optional<double> softcap) {
   write_gradient(grad_output, input, target, weight, stats, input, first_class, classes, reduction,
                  ignore_index, label_smoothing, softcap);
 }

@@ -209,16 +209,25 @@ __device__ __forceinline__ void finish_row(const CrossEntropyArgs& args, int64_t
                          softmax.weighted, static_cast<acc_t>(args.classes));
 }
 
-// grad_output, over the total weight for the mean; 0 for an ignored row. Waits for memory: called
-// before the row's logits are.
+// What all rows' gradients are multiplied with: one grad_output, over the total weight for the
+// mean. Waits for memory: called once, before the first row.
+template <typename acc_t>
+__device__ __forceinline__ acc_t common_scale(const CrossEntropyArgs& args) {
+  acc_t scale = 1;
+  if (args.grad_output && !args.grad_output_stride)
+    scale = load_as<acc_t>(args.grad_output, args.grad_output_dtype, 0);
+  if (args.reduction == Reduction::kMean) scale /= *static_cast<acc_t*>(args.total_weight);
+  return scale;
+}
+
+// The same with a grad_output for each row; 0 for an ignored row.
 template <typename acc_t>
 __device__ __forceinline__ acc_t row_scale(const CrossEntropyArgs& args, int64_t row,
-                                           const RowTarget<acc_t>& target) {
-  acc_t scale = 1;
-  if (args.grad_output)
-    scale = load_as<acc_t>(args.grad_output, args.grad_output_dtype, row * args.grad_output_stride);
-  if (args.reduction == Reduction::kMean) scale /= *static_cast<acc_t*>(args.total_weight);
-  return target.ignored ? acc_t(0) : scale;
+                                           const RowTarget<acc_t>& target, acc_t common) {
+  if (args.grad_output_stride)
+    common *=
+        load_as<acc_t>(args.grad_output, args.grad_output_dtype, row * args.grad_output_stride);
+  return target.ignored ? acc_t(0) : common;
 }
 
 // The gradient of one row, element by element. The softmax's 1 / sum stands in `probability`: taken
@@ -248,14 +257,9 @@ struct RowGradient {
 
   __device__ __forceinline__ acc_t operator()(acc_t logit, int col) const {
     const Capped<acc_t> capped = cap.with_slope(logit);
-    return of_exponential(fast_exp(capped.logit - largest), col) * capped.slope;
-  }
-
-  // From exp(logit - largest); by the logit after its soft-cap.
-  __device__ __forceinline__ acc_t of_exponential(acc_t exponential, int col) const {
     const acc_t shift = weight ? uniform * weight[col] : uniform;
-    const acc_t gradient = probability * exponential - shift;
-    return col == target ? gradient - picked : gradient;
+    const acc_t gradient = probability * fast_exp(capped.logit - largest) - shift;
+    return (col == target ? gradient - picked : gradient) * capped.slope;
   }
 
   // A packet whose first logit is class col, replaced by its gradient.
@@ -269,15 +273,6 @@ struct RowGradient {
       values[j] = fast_exp(capped.logit - largest);
       slopes[j] = capped.slope;
     }
-    of_exponentials(values, col);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[j] *= slopes[j];
-    packet.set(values);
-  }
-
-  // As of_exponential, of neighbouring logits from class col on; replaces the exponentials.
-  template <int kWidth>
-  __device__ __forceinline__ void of_exponentials(acc_t (&values)[kWidth], int col) const {
     if (weight) {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j)
@@ -290,6 +285,9 @@ struct RowGradient {
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) values[j] -= target == col + j ? picked : acc_t(0);
     }
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[j] *= slopes[j];
+    packet.set(values);
   }
 };
 

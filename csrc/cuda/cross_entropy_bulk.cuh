@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 4 : 6)
   __syncthreads();
 
   const RowTarget<acc_t> target(args, row);
-  const acc_t scale = row_scale(args, row, target);
+  const acc_t scale = row_scale(args, row, target, common_scale<acc_t>(args));
   const acc_t* weight = class_weights<acc_t>(args);
   const Softcap<acc_t, kCapped> cap(args.softcap);
   const bool has_loose = rank == 0 && threadIdx.x < span.loose;

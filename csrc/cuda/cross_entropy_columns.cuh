@@ -60,6 +60,7 @@ __global__ void __launch_bounds__(kColumnRows* kColumnLanes)
   const acc_t* weight = class_weights<acc_t>(args);
   const Softcap<acc_t, kCapped> cap(args.softcap);
   const bool smoothing = args.label_smoothing > 0;
+  const acc_t common = args.grad_input ? common_scale<acc_t>(args) : acc_t(0);
 
   for (int64_t first = blockIdx.x * int64_t(kColumnRows); first < args.rows;
        first += gridDim.x * int64_t(kColumnRows)) {
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(kColumnRows* kColumnLanes)
     }
     if (args.grad_input)
       write_gradient(args, row, x,
-                     RowGradient<acc_t, kCapped>(args, target, row_scale(args, row, target),
+                     RowGradient<acc_t, kCapped>(args, target, row_scale(args, row, target, common),
                                                  softmax.largest, fast_inverse(softmax.sum)));
   }
 }
@@ -115,6 +116,7 @@ template <typename scalar_t, bool kCapped>
 __global__ void __launch_bounds__(kColumnRows* kColumnLanes)
     cross_entropy_columns_gradient_kernel(const __grid_constant__ CrossEntropyArgs args) {
   using acc_t = acc_type<scalar_t>;
+  const acc_t common = common_scale<acc_t>(args);
   for (int64_t row = blockIdx.x * int64_t(kColumnRows) + threadIdx.x; row < args.rows;
        row += gridDim.x * int64_t(kColumnRows)) {
     const scalar_t* x =
@@ -123,8 +125,8 @@ __global__ void __launch_bounds__(kColumnRows* kColumnLanes)
     const RowTarget<acc_t> target(args, row);
     const acc_t* stats = static_cast<const acc_t*>(args.stats) + 2 * row;
     write_gradient(args, row, x,
-                   RowGradient<acc_t, kCapped>(args, target, row_scale(args, row, target), stats[0],
-                                               math::exp(-stats[1])));
+                   RowGradient<acc_t, kCapped>(args, target, row_scale(args, row, target, common),
+                                               stats[0], math::exp(-stats[1])));
   }
 }
 

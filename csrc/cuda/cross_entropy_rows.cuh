@@ -34,16 +34,12 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
   constexpr int kWidth = Packet<scalar_t>::kWidth;
   constexpr int kLoose = (2 * (kWidth - 1) + kLanes - 1) / kLanes;
   constexpr int kRows = kShortRowThreads / kLanes;
-  // Of so many packets the gradient is made of the sum's exponentials: as many as the registers
-  // hold; halves take more of them on the way.
-  constexpr int kMostKept = std::is_same_v<scalar_t, __half> ? 2 : 3;
-  constexpr bool kKeeps = kGradient && !kCapped && !kSmoothing && kLoose <= 2 && kPackets <= 4;
-  constexpr int kKept = kKeeps ? kMostKept : 0;
   const int lane = threadIdx.x % kLanes;
   const unsigned mask =
       kLanes == kWarp ? ~0u : ((1u << (kLanes % kWarp)) - 1) << (threadIdx.x % kWarp - lane);
   const acc_t* weight = class_weights<acc_t>(args);
   const Softcap<acc_t, kCapped> cap(args.softcap);
+  const acc_t common = kGradient ? common_scale<acc_t>(args) : acc_t(0);
 
   for (int64_t row = blockIdx.x * int64_t(kRows) + threadIdx.x / kLanes; row < args.rows;
        row += gridDim.x * int64_t(kRows)) {
@@ -51,7 +47,7 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
         static_cast<const scalar_t*>(args.input) + row_offset(args.input_layout, row);
     const RowSpan<scalar_t> span(x, args.cols);
     const RowTarget<acc_t> target(args, row);
-    const acc_t scale = kGradient ? row_scale(args, row, target) : acc_t(0);
+    const acc_t scale = kGradient ? row_scale(args, row, target, common) : acc_t(0);
     // Before the registers fill: it may divide.
     scalar_t* out =
         kGradient ? static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row)
@@ -84,7 +80,6 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
       for (int u = 0; u < kLoose; ++u) softmax.largest = ::max(softmax.largest, loose[u]);
     softmax.largest = cap(group_max<kLanes>(softmax.largest, mask));
     const acc_t origin = softmax.reference();
-    acc_t exponentials[kKept + 1][kWidth];
 #pragma unroll
     for (int u = 0; u < kPackets; ++u) {
       const int index = lane + u * kLanes;
@@ -93,11 +88,8 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
       packets[u].keep_packed();
       acc_t sum = 0;
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        const acc_t exponential = fast_exp(cap(packets[u].template get<acc_t>(j)) - origin);
-        if (u < kKept) exponentials[u][j] = exponential;
-        sum += exponential;
-      }
+      for (int j = 0; j < kWidth; ++j)
+        sum += fast_exp(cap(packets[u].template get<acc_t>(j)) - origin);
       softmax.sum += sum;
       if (kSmoothing && index < span.packets) {
         const acc_t* w = weight ? weight + span.col_of_packet(index) : nullptr;
@@ -132,13 +124,8 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
       const int index = lane + u * kLanes;
       if (index >= span.packets) break;
       const int col = span.col_of_packet(index);
-      if (u < kKept) {
-        gradient.of_exponentials(exponentials[u], col);
-        packets[u].set(exponentials[u]);
-      } else {
-        packets[u].keep_packed();
-        gradient.apply(packets[u], col);
-      }
+      packets[u].keep_packed();
+      gradient.apply(packets[u], col);
       store_packet(packets[u], out + col, aligned);
     }
 #pragma unroll
@@ -162,6 +149,7 @@ __global__ void __launch_bounds__(kLongRowThreads, 2)
   __shared__ Softmax<acc_t, kSmoothing> scratch[kLongRowThreads / kWarp];
   const acc_t* weight = class_weights<acc_t>(args);
   const Softcap<acc_t, kCapped> cap(args.softcap);
+  const acc_t common = kGradient ? common_scale<acc_t>(args) : acc_t(0);
   const int threads = blockDim.x;
 
   for (int64_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
@@ -169,7 +157,7 @@ __global__ void __launch_bounds__(kLongRowThreads, 2)
         static_cast<const scalar_t*>(args.input) + row_offset(args.input_layout, row);
     const RowSpan<scalar_t> span(x, args.cols);
     const RowTarget<acc_t> target(args, row);
-    const acc_t scale = kGradient ? row_scale(args, row, target) : acc_t(0);
+    const acc_t scale = kGradient ? row_scale(args, row, target, common) : acc_t(0);
     const acc_t target_logit =
         threadIdx.x == 0 && target.index >= 0 ? cap(to_acc<acc_t>(x[target.index])) : acc_t(0);
     const int loose_col = span.col_of_loose(threadIdx.x);
@@ -235,6 +223,7 @@ __global__ void __launch_bounds__(kShortRowThreads)
   using acc_t = acc_type<scalar_t>;
   const int stride = blockDim.x * gridDim.y;
   const int thread = blockIdx.y * blockDim.x + threadIdx.x;
+  const acc_t common = common_scale<acc_t>(args);
   for (int64_t row = blockIdx.x * int64_t(blockDim.y) + threadIdx.y; row < args.rows;
        row += gridDim.x * int64_t(blockDim.y)) {
     const scalar_t* x =
@@ -245,8 +234,8 @@ __global__ void __launch_bounds__(kShortRowThreads)
     if (thread == 0 && is_out_of_bounds(args, row)) report_target(args, row);
     const RowTarget<acc_t> target(args, row);
     const acc_t* stats = static_cast<const acc_t*>(args.stats) + 2 * row;
-    const RowGradient<acc_t, kCapped> gradient(args, target, row_scale(args, row, target), stats[0],
-                                               math::exp(-stats[1]));
+    const RowGradient<acc_t, kCapped> gradient(args, target, row_scale(args, row, target, common),
+                                               stats[0], math::exp(-stats[1]));
 
     for (int first = thread; first < span.packets; first += kRowUnroll<scalar_t> * stride) {
       Packet<scalar_t> packets[kRowUnroll<scalar_t>];
