@@ -106,6 +106,8 @@ struct OnOneDevice<function> {
     if constexpr (std::is_same_v<Argument, std::optional<Tensor>>) {
       if (argument) check(*argument, device);
     } else if constexpr (std::is_same_v<Argument, Tensor>) {
+      // An undefined tensor is what a None becomes, where the schema has no `?`.
+      if (!argument.defined()) throw std::runtime_error("expected a tensor, got None");
       const int32_t found = argument.get_device_index();  // -1 of the CPU
       if (device.value_or(found) != found)
         throw std::runtime_error("expected all tensors to be on the same device, got " +
