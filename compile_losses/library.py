@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,21 @@ def define(schema: str) -> torch._ops.OpOverload[..., Any]:
 
 
 def register_fake(op: torch._ops.OpOverload[..., Any], fake: Callable[..., Any]) -> None:
-    torch.library.register_fake(op.name(), fake, lib=LIBRARY)
+    """Registers what tracing and meta tensors see of an op, which refuses tensors of different
+    devices as its kernels do: beside a meta tensor a fake would return uninitialised memory."""
+
+    @wraps(fake)
+    def on_one_device(*args: Any, **kwargs: Any) -> Any:
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        for tensor in tensors[1:]:
+            if tensor.device != tensors[0].device:
+                raise RuntimeError(
+                    f"{op.name()}: expected all tensors to be on the same device, got "
+                    f"{tensors[0].device} and {tensor.device}"
+                )
+        return fake(*args, **kwargs)
+
+    torch.library.register_fake(op.name(), on_one_device, lib=LIBRARY)
 
 
 def register_autograd(

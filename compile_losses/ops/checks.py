@@ -51,11 +51,10 @@ def check_same_device(op: str, input: Tensor, **others: Tensor | None) -> None:
 
 
 def check_grad_output(op: str, input: Tensor, grad_output: Tensor | None) -> None:
-    """For the gradient that comes with a loss: one number on input's device, or None for 1."""
+    """For the gradient that comes with a loss: one number, or None for 1."""
     if grad_output is None:
         return
     check_floating(op, grad_output=grad_output)
-    check_same_device(op, input, grad_output=grad_output)
     if grad_output.numel() != 1:
         raise RuntimeError(
             f"{op}: expected grad_output to hold one number, got {describe(grad_output)}"

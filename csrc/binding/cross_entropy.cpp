@@ -57,7 +57,7 @@ Tensor loss_and_gradient(const Tensor& input, const Tensor& target,
                        label_smoothing);
   problem.set_softcap(softcap);
   if (grad_output) {
-    check_one_number(*grad_output, input, "cross_entropy", "grad_output");
+    check_one_number(*grad_output, "cross_entropy", "grad_output");
     problem.args.grad_output = grad_output->data_ptr();
     problem.args.grad_output_dtype = dtype_of(*grad_output, "cross_entropy", "grad_output");
   }
@@ -94,7 +94,7 @@ bool is_dense(const Tensor& tensor) {
 void scale(const Tensor& grad, const Tensor& factor) {
   const DType dtype = dtype_of(grad, "scale_", "grad");
   const DType factor_dtype = dtype_of(factor, "scale_", "factor");
-  check_one_number(factor, grad, "scale_", "factor");
+  check_one_number(factor, "scale_", "factor");
   if (!is_dense(grad)) {
     StableIValue stack[2] = {torch::stable::detail::from(grad),
                              torch::stable::detail::from(factor)};

@@ -165,6 +165,7 @@ struct Elementwise<kernel, kName, kLike, Pack<Optional...>, Pack<Needs...>, Para
     } else {
       const OptionalTensor& weight = *call.inputs.weight;
       const bool needs_grad_weight = (needs && ...) && weight.has_value();
+      if (needs_grad_weight) broadcast_strides(*weight, call.shape, kName, "weight");  // or throws
       Tensor grad_weight = gradient(weight ? *weight : input, needs_grad_weight);
       if (needs_grad_weight)
         call.operands.push_back({&call.args.grad_weight, &grad_weight, "weight"});
@@ -211,7 +212,7 @@ struct Elementwise<kernel, kName, kLike, Pack<Optional...>, Pack<Needs...>, Para
 
   // A factor on the device, read by the kernel: its strides stay 0.
   static void bind_one(Operand& operand, const Tensor& factor, const Tensor& input) {
-    check_one_number(factor, input, kName, "grad_output");
+    check_one_number(factor, kName, "grad_output");
     operand.data = factor.data_ptr();
     operand.dtype = dtype_of(factor, kName, "grad_output");
   }

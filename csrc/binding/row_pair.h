@@ -52,7 +52,7 @@ struct RowPair {
 
   void set_one_grad_output(const Tensor& input, const std::optional<Tensor>& grad_output) {
     if (!grad_output) return;
-    check_one_number(*grad_output, input, op, "grad_output");
+    check_one_number(*grad_output, op, "grad_output");
     args.grad_output = grad_output->data_ptr();
     args.grad_output_dtype = dtype_of(*grad_output, op, "grad_output");
   }

@@ -48,14 +48,10 @@ DType dtype_of(const Tensor& tensor, const char* op, const char* argument) {
   }
 }
 
-void check_one_number(const Tensor& tensor, const Tensor& like, const char* op,
-                      const char* argument) {
+void check_one_number(const Tensor& tensor, const char* op, const char* argument) {
   if (tensor.numel() != 1)
     throw std::runtime_error(std::string(op) + ": expected " + argument +
                              " to hold one number, got shape " + to_string(sizes_of(tensor)));
-  if (tensor.get_device_index() != like.get_device_index())
-    throw std::runtime_error(std::string(op) + ": expected " + argument +
-                             " to be on the device of the other arguments");
 }
 
 ScalarType accumulation_type(ScalarType dtype) {

@@ -54,9 +54,8 @@ Sizes strides_of(const Tensor& tensor);
 
 // The kernels' name of a floating dtype; throws for any other.
 DType dtype_of(const Tensor& tensor, const char* op, const char* argument);
-// Throws unless the tensor has one element, on the device of `like`.
-void check_one_number(const Tensor& tensor, const Tensor& like, const char* op,
-                      const char* argument);
+// Throws unless the tensor has one element.
+void check_one_number(const Tensor& tensor, const char* op, const char* argument);
 ScalarType accumulation_type(ScalarType dtype);
 
 // The shape that input and target broadcast to; throws where they don't.
