@@ -83,11 +83,20 @@ RANGE = {torch.int64: range(-(2**63), 2**63), torch.uint8: range(256)}
 
 
 def copies(args, device=None):
-    """Copies of the tensors, on another device if one is given; of meta tensors there are none."""
+    """Copies of the tensors, on another device if one is given; of meta tensors there are none.
+
+    Their strides stay, those of expanded ones too.
+    """
     return [
-        a.to(device or a.device, copy=True) if isinstance(a, Tensor) and not a.is_meta else a
+        copy_of(a, device or a.device) if isinstance(a, Tensor) and not a.is_meta else a
         for a in args
     ]
+
+
+def copy_of(tensor, device):
+    memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    copy = memory.to(device, copy=True)
+    return copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def result_or_refusal(op, args, kwargs):
