@@ -25,6 +25,53 @@ def test_rewriting_keeps_in_place_operations():
     torch.testing.assert_close((actual, buffers[1]), (expected, buffers[0]))
 
 
+def _doubled(tensors):
+    torch._foreach_mul_(tensors, 2.0)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        _doubled,
+        lambda tensors: _doubled([tensor.view(-1) for tensor in tensors]),
+        lambda tensors: torch.ops.aten._foreach_mul_(tensors, 2.0),
+        lambda tensors: torch.ops.aten._foreach_mul_.Scalar(tensors, 2.0),
+        lambda tensors: torch.split_copy(torch.ones(4, 7), 7, dim=1, out=tensors),
+    ],
+    ids=["foreach", "views", "packet", "overload", "out"],
+)
+def test_tensors_written_in_lists(write):
+    """Tracing bumps no versions of these: a difference, what a cast read, and a weight's number."""
+
+    def difference(a, b):
+        d = a - b
+        write([d])
+        return (d**2).mean()
+
+    def cast(a, b):
+        half = a.bfloat16()
+        wide = half.float()
+        write([half])
+        return F.mse_loss(wide, b)
+
+    def constant(a, b):
+        beta = torch.tensor(0.2)
+        torch._foreach_mul_([beta], 2.0)
+        log_p, log_q = a.log_softmax(-1), b.log_softmax(-1)
+        log_m = torch.logaddexp(log_p + torch.log1p(-beta), log_q + torch.log(beta))
+        of_q = F.kl_div(log_m, log_q, reduction="none", log_target=True)
+        of_p = F.kl_div(log_m, log_p, reduction="none", log_target=True)
+        return (beta * of_q + (1 - beta) * of_p).sum()
+
+    for function in (difference, cast, constant):
+        torch._dynamo.reset()
+        inputs = (torch.randn(4, 7, requires_grad=True), torch.randn(4, 7))
+        with torch.no_grad():
+            expected = function(*inputs)
+            actual = compile_with(function, "aot_eager", False)(*inputs)
+        torch.testing.assert_close(actual, expected)
+
+
 def test_autocast_region():
     """Inside torch.autocast losses run in float32; the rewritten op says so itself."""
 

@@ -11,6 +11,7 @@ from torch.fx import Node
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.shadow import aten, compute
 from compile_losses.recognize.values import Value
+from compile_losses.recognize.writes import is_written
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -137,5 +138,5 @@ def _absorbable(match: Match, node: Node, argument: Any) -> bool:
         and value.device == source.device
         and value.requires_grad == source.requires_grad
         and not (value.is_inference() or source.is_inference())  # they have no version
-        and value._version == source._version == 0
+        and not (is_written(value, node.graph) or is_written(source, node.graph))
     )

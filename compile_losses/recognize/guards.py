@@ -16,6 +16,7 @@ from compile_losses import library
 from compile_losses.distributed import are_dtensors
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.values import Value, examples, fake_mode
+from compile_losses.recognize.writes import is_written
 
 
 def _tensors(match: Match) -> list[Tensor]:
@@ -71,7 +72,7 @@ def no_kernels(match: Match) -> str | None:
 
 
 def mutated(match: Match) -> str | None:
-    """Tracing bumps the version of whatever the graph writes to, through any view of it.
+    """Values that are not those that the nodes had where they stand.
 
     A match that is one node computes in its own place, so writes elsewhere can't come between.
     """
@@ -83,7 +84,7 @@ def mutated(match: Match) -> str | None:
             continue
         if value.is_inference():
             return "tensors of inference mode keep no record of being changed in place"
-        if value._version > 0:
+        if is_written(value, node.graph):
             return f"{node.name} is changed in place in this graph"
     return None
 
