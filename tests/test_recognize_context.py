@@ -37,11 +37,12 @@ def _doubled(tensors):
         lambda tensors: torch.ops.aten._foreach_mul_(tensors, 2.0),
         lambda tensors: torch.ops.aten._foreach_mul_.Scalar(tensors, 2.0),
         lambda tensors: torch.split_copy(torch.ones(4, 7), 7, dim=1, out=tensors),
+        lambda tensors: tensors[0].data.mul_(2.0),
     ],
-    ids=["foreach", "views", "packet", "overload", "out"],
+    ids=["foreach", "views", "packet", "overload", "out", "data"],
 )
-def test_tensors_written_in_lists(write):
-    """Tracing bumps no versions of these: a difference, what a cast read, and a weight's number."""
+def test_writes_without_a_version(write):
+    """To a difference, to what a cast read, and to a weight's number."""
 
     def difference(a, b):
         d = a - b
@@ -56,7 +57,7 @@ def test_tensors_written_in_lists(write):
 
     def constant(a, b):
         beta = torch.tensor(0.2)
-        torch._foreach_mul_([beta], 2.0)
+        _doubled([beta])
         log_p, log_q = a.log_softmax(-1), b.log_softmax(-1)
         log_m = torch.logaddexp(log_p + torch.log1p(-beta), log_q + torch.log(beta))
         of_q = F.kl_div(log_m, log_q, reduction="none", log_target=True)

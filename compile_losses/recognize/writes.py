@@ -13,25 +13,27 @@ from torch.utils._pytree import tree_leaves
 
 from compile_losses.recognize.values import example
 
-_in_lists: WeakKeyDictionary[Graph, frozenset[int]] = WeakKeyDictionary()
+_written: WeakKeyDictionary[Graph, frozenset[int]] = WeakKeyDictionary()
 
 
 def is_written(value: Tensor, graph: Graph) -> bool:
     """Whether the graph writes to this example value, through any view of it.
 
-    Tracing bumps the version of what is written to, but not of tensors that an op takes in a list,
-    as ``torch._foreach_mul_`` does.
+    Tracing bumps the version of what is written to. But ``tensor.data`` has a version of its own,
+    and what an op takes in a list, as ``torch._foreach_mul_`` does, keeps its version.
     """
     if value._version > 0:
         return True
-    if graph not in _in_lists:
-        _in_lists[graph] = frozenset(
-            storage
-            for node in graph.nodes
-            for tensor in tree_leaves(_written_lists(node))
-            if (storage := _storage(example(tensor))) is not None
-        )
-    return _storage(value) in _in_lists[graph]
+    if graph not in _written:
+        found = [node for node in graph.nodes if _has_new_version(example(node))]
+        lists = [tree_leaves(_written_lists(node)) for node in graph.nodes]
+        storages = map(_storage, map(example, (*found, *(one for many in lists for one in many))))
+        _written[graph] = frozenset(storage for storage in storages if storage is not None)
+    return _storage(value) in _written[graph]
+
+
+def _has_new_version(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_inference() and value._version > 0
 
 
 def _written_lists(node: Node) -> list[Any]:
