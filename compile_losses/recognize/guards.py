@@ -72,7 +72,7 @@ def no_kernels(match: Match) -> str | None:
 
 
 def mutated(match: Match) -> str | None:
-    """Values that are not those that the nodes had where they stand.
+    """The graph writes to what the loss is made of, which the op would read later than it did.
 
     A match that is one node computes in its own place, so writes elsewhere can't come between.
     """
