@@ -29,11 +29,7 @@ from tests.linear_problems import (
 fused = torch.ops.fused
 
 
-@pytest.mark.parametrize("reduction", [0, 1, 2])
-@pytest.mark.parametrize("ignored", [0, 5, 2])
-@dtypes
-def test_accuracy(dtype, reduction, ignored, chunks, device):
-    """Six chunks, the last one short; with every second row ignored those are left out."""
+def assert_accurate_with_all_options(dtype, reduction, ignored, device):
     input, linear_weight, target, bias, weight = problem(device, ignored=ignored)
     for options, b, w in itertools.product(OPTIONS, (None, bias), (None, weight)):
         assert_like_torch(
@@ -43,6 +39,14 @@ def test_accuracy(dtype, reduction, ignored, chunks, device):
             reduction=reduction,
             **options,
         )
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("ignored", [0, 5, 2])
+@dtypes
+def test_accuracy(dtype, reduction, ignored, chunks, device):
+    """Six chunks, the last one short; with every second row ignored those are left out."""
+    assert_accurate_with_all_options(dtype, reduction, ignored, device)
 
 
 @pytest.mark.parametrize("reduction", [1, 2])
@@ -50,15 +54,7 @@ def test_accuracy(dtype, reduction, ignored, chunks, device):
 @dtypes
 def test_accuracy_of_blocks(dtype, reduction, ignored, blocks, device):
     """The logits of the first rows in the weight's gradient, those of the others in chunks."""
-    input, linear_weight, target, bias, weight = problem(device, ignored=ignored)
-    for options, b, w in itertools.product(OPTIONS, (None, bias), (None, weight)):
-        assert_like_torch(
-            (input, linear_weight, target, b, w),
-            dtype,
-            f"{options}, bias {b is not None}, weight {w is not None}",
-            reduction=reduction,
-            **options,
-        )
+    assert_accurate_with_all_options(dtype, reduction, ignored, device)
     assert all(plan.first_rows == HIDDEN for plan in blocks)
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from compile_losses.recognize.values import example
 
-_written: WeakKeyDictionary[Graph, frozenset[int]] = WeakKeyDictionary()
+_written: WeakKeyDictionary[Graph, frozenset[int | None]] = WeakKeyDictionary()
 
 
 def is_written(value: Tensor, graph: Graph) -> bool:
@@ -25,10 +25,10 @@ def is_written(value: Tensor, graph: Graph) -> bool:
     if value._version > 0:
         return True
     if graph not in _written:
-        found = [node for node in graph.nodes if _has_new_version(example(node))]
-        lists = [tree_leaves(_written_lists(node)) for node in graph.nodes]
-        storages = map(_storage, map(example, (*found, *(one for many in lists for one in many))))
-        _written[graph] = frozenset(storage for storage in storages if storage is not None)
+        written = [example(node) for node in graph.nodes if _has_new_version(example(node))]
+        for node in graph.nodes:
+            written += map(example, tree_leaves(_written_lists(node)))
+        _written[graph] = frozenset(map(_storage, written)) - {None}
     return _storage(value) in _written[graph]
 
 
