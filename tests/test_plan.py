@@ -17,8 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import compile_losses
+from compile_losses.lower.calls import find_losses
 from compile_losses.lower.cost import Feed, Gradient, inline_cost, kernel_cost, megabytes
 from compile_losses.lower.plan import plan
+from compile_losses.lower.slow_paths import slow_path
 from compile_losses.report import Report, Site
 from tests.graphs import Head, classes, distributions, real
 
@@ -56,7 +58,6 @@ def heads():
     embedding = nn.Embedding(12, 16)
     linear = nn.Linear(16, 12)
     hoisted = ("kernel", "hoisted", "in place", "scale in place")
-    own_buffer = ("kernel", "hoisted", "not in place", "scale in place")
     cross_entropy, mse = F.cross_entropy, F.mse_loss
     return {
         "linear": (lambda x, t: mse(linear(x), t), real(), hoisted),
@@ -69,7 +70,7 @@ def heads():
         "tied": (lambda x, t: cross_entropy(embedding(t) @ embedding.weight.t(), t),
                  classes(), hoisted),
         "conv": (lambda x, t: mse(conv(x), t), (torch.randn(2, 3, 4, 4), torch.randn(2, 12, 4, 4)),
-                 own_buffer),
+                 ("inlined",)),
         "gelu": (lambda x, t: cross_entropy(F.gelu(linear(x)), t), classes(), ("inlined",)),
         "layer norm": (lambda x, t: F.kl_div(F.layer_norm(linear(x), (12,)), t), distributions(),
                        ("inlined",)),
@@ -133,20 +134,99 @@ def test_reasons():
     assert "bytes / stock" in text
 
 
-@pytest.mark.parametrize(
-    ("device", "classes", "choice"),
-    [("cuda", 8, "inlined"), ("cuda", 10, "kernel"), ("cpu", 8, "kernel")],
-)
-def test_short_rows(device, classes, choice):
-    """On a GPU, a row of less than 20 bytes is left to torch's own ops."""
+def _strided(*shape, order=None, gap=0, dtype=torch.float32):
+    """Of a shape, its dimensions laid out in this order, outermost first, with a gap at the end."""
+    order = order or range(len(shape))
+    last = order[-1]
+    padded = torch.empty([shape[d] + (gap if d == last else 0) for d in order], dtype=dtype)
+    inverse = [list(order).index(d) for d in range(len(shape))]
+    return padded.permute(inverse).narrow(last, 0, shape[last])
+
+
+_ELEMENTWISE = {
+    "alike": ((_strided(64, 8), _strided(64, 8)), True),
+    "alike, transposed": ((_strided(64, 8, order=(1, 0)),) * 2, True),
+    "one row": ((_strided(1, 8), _strided(1, 8, gap=3)), True),
+    "wide target": ((_strided(64, 8, dtype=torch.bfloat16), _strided(64, 8)), True),
+    "narrow target": ((_strided(64, 8), _strided(64, 8, dtype=torch.bfloat16)), False),
+    "transposed": ((_strided(64, 8, order=(1, 0)), _strided(64, 8)), False),
+    "gaps": ((_strided(64, 8, gap=3), _strided(64, 8)), False),
+    "gaps in both": ((_strided(64, 8, gap=3),) * 2, False),
+    "broadcast": ((_strided(64, 8), _strided(64, 1)), False),
+    "float64": ((_strided(64, 8, dtype=torch.float64),) * 2, False),
+    "weight alike": ((_strided(64, 8),) * 3, True),
+    "weights of rows": ((_strided(64, 8), _strided(64, 8), _strided(64, 1)), False),
+}  # fmt: skip
+
+
+def _reason(op, device, tensors, *options):
+    """Why a kernel would be slow for a call in inference, on a device that need not be there."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        input = torch.empty(64, classes, dtype=torch.bfloat16, device=device)
-        target = torch.empty(64, dtype=torch.int64, device=device)
+        fakes = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in tensors
+        ]
+        graph = make_fx(lambda *inputs: op(*inputs, *options))(*fakes).graph
+    (loss,) = find_losses(graph)
+    slow = slow_path(loss)
+    return "" if slow is None else slow.reason
+
+
+@pytest.mark.parametrize("case", _ELEMENTWISE)
+def test_slow_elementwise_losses(case):
+    """A GPU's kernel reads packets of arguments that are laid out alike; a CPU's may have gaps."""
+    tensors, is_fast = _ELEMENTWISE[case]
+    weight = () if len(tensors) == 3 else (None,)
+    options = (*weight, 1, torch.float32)
+    reason = _reason(torch.ops.fused.mse_loss_forward, "cuda", tensors, *options)
+    assert ("not laid out alike" not in reason) == is_fast
+    on_cpu = _reason(torch.ops.fused.mse_loss_forward, "cpu", tensors, *options)
+    assert ("in different orders" in on_cpu) == (case == "transposed")
+
+
+@pytest.mark.parametrize(
+    ("device", "input", "reason"),
+    [
+        ("cuda", _strided(64, 10, dtype=torch.bfloat16), ""),
+        ("cuda", _strided(64, 10, gap=3, dtype=torch.bfloat16), ""),
+        ("cuda", _strided(64, 8, dtype=torch.bfloat16), "its rows are short"),
+        ("cpu", _strided(64, 8, dtype=torch.bfloat16), ""),
+        ("cuda", _strided(64, 10, order=(1, 0)), "its classes are not neighbours in memory"),
+        ("cuda", _strided(64, 1, order=(1, 0), dtype=torch.float64), "its rows are short"),
+        ("cpu", _strided(64, 10, order=(1, 0)), ""),
+    ],
+)
+def test_slow_rows(device, input, reason):
+    options = (None, 1, -100, 0.0, torch.float32)
+    tensors = (input, torch.empty(64, dtype=torch.int64))
+    assert _reason(torch.ops.fused.cross_entropy_forward, device, tensors, *options) == reason
+
+
+def test_short_rows_are_inlined():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        input = torch.empty(64, 8, dtype=torch.bfloat16, device="cuda")
+        target = torch.empty(64, dtype=torch.int64, device="cuda")
         forward = torch.ops.fused.cross_entropy_forward
         graph = make_fx(lambda x, t: forward(x, t, None, 1, -100, 0.0, x.dtype)[0])(input, target)
     (decision,) = plan(graph.graph)
-    assert decision.choice == choice
-    assert ("its rows are short" in decision.reason) == (choice == "inlined")
+    assert decision.choice == "inlined"
+    assert "its rows are short" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "otherwise"),
+    [
+        ("softmax_kl_div", (1, 1.0, 1, torch.float32), ""),
+        ("softmax_kl_div", (1, 1.0, -1, torch.float32), ""),
+        ("cross_entropy_probabilities", (None, 1, 0.0, torch.float32), "its forward alone"),
+    ],
+)
+def test_slow_pairs_of_rows(name, options, otherwise):
+    """One of the two across the memory is enough."""
+    op = getattr(torch.ops.fused, f"{name}_forward")
+    along, across = _strided(64, 32), _strided(64, 32, order=(1, 0))
+    assert _reason(op, "cuda", (along, along), *options).startswith(otherwise)
+    for pair in ((along, across), (across, along)):
+        assert "not neighbours" in _reason(op, "cuda", pair, *options)
 
 
 def test_dynamic_shapes_are_planned():

@@ -36,6 +36,11 @@ def has_part(loss: str, part: str) -> bool:
     return hasattr(torch.ops.fused, f"{loss}_{part}")
 
 
+def is_elementwise(loss: str) -> bool:
+    """Whether a loss's forward returns nothing that its backward needs."""
+    return len(fused_op(loss, "forward")._schema.returns) == 1
+
+
 def fused_op(loss: str, part: str) -> OpOverload[..., Any]:
     return getattr(torch.ops.fused, f"{loss}_{part}").default
 
@@ -66,6 +71,11 @@ class Loss:
     @property
     def arguments(self) -> dict[str, Any]:
         return named_arguments(self.forward)
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each element has a loss of its own, without statistics of its row."""
+        return is_elementwise(self.name)
 
     @property
     def input(self) -> Node:

@@ -126,6 +126,10 @@ def feed_of(argument: Node, ops: OpTypes) -> Feed:
     kind = _kind(producer, ops)
     if argument is not producer:
         kind = f"view of a {kind}"
+    if producer.target is aten.convolution.default:
+        # Inductor lays its result out as suits it, and on a GPU adds the bias in generated code: a
+        # kernel's argument is one more buffer.
+        return Feed(f"{kind}'s bias or layout", nbytes, nbytes, nbytes, True)
     if producer.op != "call_function" or not ops.is_fusible(producer):
         return Feed(kind, nbytes, None, nbytes, producer.op == "call_function")
     buffer = nbytes_of(producer.meta["val"]) or nbytes

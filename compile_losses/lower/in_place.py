@@ -1,9 +1,13 @@
-"""Gradients over dead buffers.
+"""Gradients over dead buffers, in graphs of a forward or a backward alone.
 
 In a forward graph, ``X_with_grad`` may write its gradient over its input when nothing else reads
 it; in a backward graph, ``scale`` may work on the unit gradient itself, and then returns at once
 when its factor is 1. Where both happen, peak memory is that of a stock graph, which keeps the input
 for the backward.
+
+Gradients of elementwise losses that were not hoisted are written out in torch's own ops: a kernel
+moves as many bytes, and Inductor fuses those ops with what stands around them. In a joint graph
+they would be cut in two, and the forward would write a difference for the backward to read.
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from compile_losses.lower.aliases import graph_outputs, is_fused_into_readers, storage_of
-from compile_losses.lower.calls import fused_call, fused_op, has_part
+from compile_losses.lower.calls import fused_call, fused_op, has_part, is_elementwise
 from compile_losses.lower.decision import Decision, log, site_of
+from compile_losses.lower.inline import inline_backward
 
 aten = torch.ops.aten
 fused = torch.ops.fused
@@ -54,6 +59,8 @@ def in_place(graph: Graph) -> list[Decision]:
             decisions.append(_scale(node))
         elif part == "with_grad" and has_part(loss, "with_grad_"):
             decisions.append(_gradient_over_input(node, loss))
+        elif part == "backward" and has_part(loss, "with_grad_") and is_elementwise(loss):
+            inline_backward(node)
     for decision in decisions:
         log.debug("%s", decision)
     return decisions

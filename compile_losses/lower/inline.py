@@ -165,3 +165,6 @@ def _splice(graph: Graph, node: Node, replacement: Graph) -> None:
                 item.replace_all_uses_with(each[item.args[1]])  # type: ignore[index]
             graph.erase_node(item)
     graph.erase_node(node)
+    for copy in reversed([copies[n] for n in replacement.nodes if n.op == "call_function"]):
+        if not copy.users:  # the place of a gradient that is not needed
+            graph.erase_node(copy)

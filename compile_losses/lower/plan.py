@@ -9,7 +9,6 @@ torch's ops.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +23,8 @@ from compile_losses.lower.cost import (
     Feed,
     Gradient,
     feed_of,
-    hint_of,
     inline_cost,
     kernel_cost,
-    laid_out_alike,
     nbytes_of,
 )
 from compile_losses.lower.decision import Decision, log, site_of
@@ -35,20 +32,13 @@ from compile_losses.lower.hoist import hoist, overwrites_buffers, refusal
 from compile_losses.lower.in_place import overwritable
 from compile_losses.lower.inline import inline, inline_backward
 from compile_losses.lower.linear import plan_linear
+from compile_losses.lower.slow_paths import slow_path
 from compile_losses.ops.checks import REDUCTIONS
 
 aten = torch.ops.aten
 
 #: A kernel may cost this much more by the estimate, which is not so exact.
 _MARGIN = 1.05
-#: What reading an argument across its rows costs a kernel on the CPU, in reads along them.
-_CROSSING = 4
-#: What its arithmetic costs a GPU kernel that reads logits and probabilities, in reads of both, as
-#: long as no gradient is written as well: an H200 took 1.22 times what Inductor did.
-_PAIRED = 1.2
-#: A GPU kernel does more once a row than with so few bytes of logits: for 8 classes in bfloat16 an
-#: H200 took 1.3 times what Inductor did. Such a kernel counts twice.
-_NARROW_ROW = 20
 
 
 def plan(graph: Graph) -> list[Decision]:
@@ -65,24 +55,27 @@ def plan(graph: Graph) -> list[Decision]:
         if decision.choice == "inlined" and not inline(loss):
             decision = Decision(decision.site, loss.name, "kernel", "it can't be inlined")
         decisions.append(decision)
-    for node in list(graph.nodes):
-        name, part = fused_call(node) or ("", "")
-        if part == "backward" and has_part(name, "with_grad_") and _is_stray(node, losses):
-            feeds = [feed_of(n, ops) for n in node.all_input_nodes[1:3] if _is_tensor(n)]
-            if any(feed.source is not None for feed in feeds):
-                inline_backward(node)
+    _inline_strays(graph, ops)
     decisions = [*decisions, *hoist(graph), *plan_linear(graph)]
     for decision in decisions:
         log.debug("%s", decision)
     return decisions
 
 
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor)
+def _inline_strays(graph: Graph, ops: OpTypes) -> None:
+    """Writes out gradients whose loss is not in the graph, if Inductor would fuse what feeds them.
 
-
-def _is_stray(node: Node, losses: Sequence[Loss]) -> bool:
-    return not any(node in loss.backwards for loss in losses)
+    Those of elementwise losses all are, once the backward is a graph of its own (see ``in_place``).
+    """
+    losses = find_losses(graph)
+    paired = {backward for loss in losses for backward in loss.backwards}
+    for node in list(graph.nodes):
+        name, part = fused_call(node) or ("", "")
+        if part != "backward" or node in paired or not has_part(name, "with_grad_"):
+            continue
+        tensors = [n for n in node.all_input_nodes[1:3] if isinstance(n.meta.get("val"), Tensor)]
+        if any(feed_of(n, ops).source is not None for n in tensors):
+            inline_backward(node)
 
 
 def _choose(loss: Loss, ops: OpTypes, overwrites: bool) -> Decision:
@@ -98,12 +91,8 @@ def _choose(loss: Loss, ops: OpTypes, overwrites: bool) -> Decision:
         reason = f"{fused[0]} is computed in the same kernel"
     elif loss.arguments["reduction"] == REDUCTIONS["none"]:
         reason = "an unreduced loss is fused with what reads it"
-    elif _crosses_layouts(loss, feeds):
-        reason = "its arguments are laid out in different orders"
-    elif _is_narrow(loss):
-        reason = "its rows are short"
-    elif not loss.backwards:
-        reason = "its forward alone is faster so"
+    elif (slow := slow_path(loss)) is not None:
+        reason = slow.reason
     else:
         reason = "the gradient is fused with what reads it"
     return Decision(site, loss.name, "inlined", f"{reason}; as a kernel {kernel}", stock, stock)
@@ -136,23 +125,10 @@ def costs(loss: Loss, feeds: Sequence[Feed], hoisted: bool) -> tuple[Cost, Cost]
     weight = loss.arguments.get("weight")
     if isinstance(weight, Node) and weight.op == "placeholder" and _is_summed(weight):
         kernel = Cost(kernel.moved + nbytes_of(weight.meta["val"]), kernel.held)
-    if _crosses_layouts(loss, feeds):
-        slower = (_CROSSING - 1) * sum(feed.nbytes for feed in feeds[1:])
-        kernel = Cost(kernel.moved + slower, kernel.held)
-    on_gpu = loss.input.meta["val"].device.type != "cpu"
-    if loss.name == "cross_entropy_probabilities" and on_gpu and not gradients:
-        kernel = Cost(int(_PAIRED * kernel.moved), kernel.held)
-    if _is_narrow(loss):
-        kernel = Cost(2 * kernel.moved, kernel.held)
+    slow = slow_path(loss)
+    if slow is not None:
+        kernel = Cost(int(slow.factor * kernel.moved), kernel.held)
     return kernel, inline_cost(feeds, gradients, _forward_passes(loss))
-
-
-def _is_narrow(loss: Loss) -> bool:
-    """Whether a GPU kernel would spend its time on what it does once a row."""
-    input = loss.input.meta["val"]
-    if loss.name != "cross_entropy" or input.device.type == "cpu":
-        return False
-    return hint_of(input.shape[min(input.dim() - 1, 1)]) * input.element_size() < _NARROW_ROW
 
 
 def _is_summed(node: Node) -> bool:
@@ -164,19 +140,7 @@ def _is_summed(node: Node) -> bool:
     )
 
 
-def _crosses_layouts(loss: Loss, feeds: Sequence[Feed]) -> bool:
-    """Whether a CPU kernel goes across one of its arguments, where Inductor goes in tiles."""
-    input = loss.input.meta["val"]
-    if len(feeds) < 2 or input.device.type != "cpu":
-        return False
-    values = (node.meta["val"] for node in loss.forward.all_input_nodes[1:])
-    return not all(
-        laid_out_alike(input, v) for v in values if isinstance(v, Tensor) and v.dim() == input.dim()
-    )
-
-
 def _forward_passes(loss: Loss) -> int:
     """How often torch's ops read the input: a softmax on the CPU, for its maximum and its sum."""
     device: torch.device = loss.input.meta["val"].device
-    returns: Any = loss.forward.target._schema.returns  # type: ignore[union-attr]
-    return 2 if len(returns) > 1 and device.type == "cpu" else 1
+    return 2 if not loss.is_elementwise and device.type == "cpu" else 1

@@ -1,0 +1,88 @@
+"""Losses whose kernels don't move their bytes at the memory's bandwidth.
+
+Costs are in bytes moved. A kernel that takes a slower path through its arguments counts as one that
+moves more bytes, as many times more as it took longer when it was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compile_losses.lower.calls import Loss
+from compile_losses.lower.cost import hint_of, laid_out_alike
+
+#: On a GPU, in bytes of logits: a row with so few takes less time than what is done once a row.
+NARROW_ROW = 20
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class SlowPath:
+    """Why a kernel is slower, and how many times."""
+
+    reason: str
+    factor: float
+
+
+def slow_path(loss: Loss) -> SlowPath | None:
+    """The slow path that a loss's kernel takes; None where it reads as fast as memory allows."""
+    input: Tensor = loss.input.meta["val"]
+    others = [n.meta["val"] for n in loss.forward.all_input_nodes if n is not loss.input]
+    tensors = [value for value in others if isinstance(value, Tensor)]
+    if input.device.type == "cpu":
+        # Inductor goes through both in tiles.
+        if all(laid_out_alike(input, t) for t in tensors if t.dim() == input.dim()):
+            return None
+        return SlowPath("its arguments are laid out in different orders", 2.5)
+    if loss.is_elementwise:
+        if _are_read_in_packets(input, loss.arguments.get("pos_weight"), tensors):
+            return None
+        return SlowPath("its arguments are not laid out alike, without gaps, in one dtype", 9)
+    return _slow_rows(loss, input, tensors)
+
+
+def _slow_rows(loss: Loss, input: Tensor, others: Sequence[Tensor]) -> SlowPath | None:
+    """Of a kernel for a GPU that goes through rows of logits."""
+    dim = loss.arguments.get("dim", min(input.dim() - 1, 1))
+    pairs = [t for t in others if t.dim() == input.dim() and t.is_floating_point()]
+    if hint_of(input.shape[dim]) > 1 and any(hint_of(t.stride(dim)) != 1 for t in (input, *pairs)):
+        return SlowPath("its classes are not neighbours in memory", 4.5)
+    if loss.name == "cross_entropy":
+        if hint_of(input.shape[dim]) * input.element_size() < NARROW_ROW:
+            return SlowPath("its rows are short", 2)
+    elif loss.name == "cross_entropy_probabilities" and not loss.backwards:
+        # Its arithmetic is hidden only where a gradient is written as well.
+        return SlowPath("its forward alone is faster so", 1.2)
+    return None
+
+
+def _are_read_in_packets(input: Tensor, pos_weight: object, others: Sequence[Tensor]) -> bool:
+    """Whether a GPU kernel reads 16 bytes at a time: see csrc/cuda/elementwise.cuh."""
+    if pos_weight is not None or not _is_dense(input):
+        return False
+    if input.dtype not in (*_NARROW, torch.float32):
+        return False
+    dtypes = {t.dtype for t in others}  # of target, and of a weight
+    if dtypes - {input.dtype} and (dtypes != {torch.float32} or input.dtype not in _NARROW):
+        return False
+    return all(_layout(input) == _layout(t) for t in others)
+
+
+def _layout(value: Tensor) -> list[tuple[int, int]]:
+    """Sizes and strides, less those of dimensions of one element."""
+    pairs = zip(value.shape, value.stride(), strict=True)
+    return [(hint_of(size), hint_of(stride)) for size, stride in pairs if hint_of(size) != 1]
+
+
+def _is_dense(value: Tensor) -> bool:
+    """Whether a tensor's elements fill its memory, in whatever order of dimensions."""
+    expected = 1
+    for size, stride in sorted(_layout(value), key=lambda pair: pair[1]):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
