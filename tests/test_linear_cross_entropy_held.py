@@ -297,6 +297,7 @@ def test_ignored_rows_in_a_cuda_graph(chunks, monkeypatch):
 def test_only_leaf_ops_in_compiled_graphs(chunks):
     """The gradients are made in the forward graph, and scaled in the backward graph."""
     from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
 
     texts = []
 
@@ -304,7 +305,7 @@ def test_only_leaf_ops_in_compiled_graphs(chunks):
         texts.append(gm.print_readable(print_output=False))
         return make_boxed_func(gm.forward)
 
-    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=record, bw_compiler=record)
+    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
     (x, w, _), target = leaves("cpu")
     torch.compile(op, backend=backend)(x, w, target).backward()
     forward, backward = texts

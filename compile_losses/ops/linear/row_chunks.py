@@ -10,8 +10,8 @@ the others have is decided in :mod:`compile_losses.ops.linear.chunk_size`.
 
 Ignored rows are left out before the first product where they are at least an eighth of the rows. A
 GPU's host has to wait for their number: it does so where the products take far longer than that,
-and never while a CUDA graph is captured. Elsewhere ignored rows are computed like the others, to
-gradients of 0. Sums have a fixed order.
+as the last thing before the first of them, and never while a CUDA graph is captured. Elsewhere
+ignored rows are computed like the others, to gradients of 0. Sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -52,16 +52,15 @@ class Problem:
         target = target.to(torch.int64)
         self.all_rows = len(target)
         operations = 6 * self.linear_weight.numel() * self.all_rows
-        self.kept = kept_rows(target, ignore_index, operations)
-        if self.kept is not None:
-            target = target[self.kept]
-            if grad_output is not None and self.reduction == NONE:
-                grad_output = grad_output[self.kept]
-        self.rows = len(target)
+        count = KeptRows(target, ignore_index) if is_worth_waiting(target, operations) else None
         self.losses = RowLosses(
             target, weight, self.reduction, ignore_index, label_smoothing, softcap, z_loss,
             accumulation_type(self.input.dtype), grad_output,
         )  # fmt: skip
+        self.kept = None if count is None else count.indices()
+        if self.kept is not None:
+            self.losses.keep(self.kept)
+        self.rows = self.all_rows if self.kept is None else len(self.kept)
 
     def logits(self, chunk: int, start: int = 0) -> Iterator[Chunk]:
         return chunks_of_logits(
@@ -94,14 +93,30 @@ class Problem:
         return result.index_copy_(0, self.kept, computed)
 
 
-def kept_rows(target: Tensor, ignore_index: int, operations: int) -> Tensor | None:
-    """The rows that are computed; None for all of them. See the module's docstring."""
-    if target.device.type != "cpu":
-        capturing = torch.cuda.is_current_stream_capturing()
-        if operations < WORTH_WAITING or capturing:
+def is_worth_waiting(target: Tensor, operations: int) -> bool:
+    """Whether the host may ask how many rows are ignored. See the module's docstring."""
+    if target.device.type == "cpu":
+        return True
+    return operations >= WORTH_WAITING and not torch.cuda.is_current_stream_capturing()
+
+
+class KeptRows:
+    """The rows that are not ignored; a device counts them while the host goes on."""
+
+    def __init__(self, target: Tensor, ignore_index: int) -> None:
+        self.mask = target != ignore_index
+        self.count = self.mask.sum().to("cpu", non_blocking=True)
+        self.counted: torch.cuda.Event | None = None
+        if target.device.type != "cpu":
+            self.counted = torch.cuda.current_stream(target.device).record_event()
+
+    def indices(self) -> Tensor | None:
+        """Waits for the device; None where too few are ignored to leave them out."""
+        if self.counted is not None:
+            self.counted.synchronize()
+        if int(self.count) * IGNORED > len(self.mask) * (IGNORED - 1):
             return None
-    kept = (target != ignore_index).nonzero().squeeze(1)
-    return kept if len(kept) * IGNORED <= len(target) * (IGNORED - 1) else None
+        return self.mask.nonzero().squeeze(1)
 
 
 def forward(*arguments: Any) -> Tensor:

@@ -113,6 +113,12 @@ class RowLosses:
             one = self.count.new_ones(()) if self.factor is None else self.factor
             self.factor, self.z_factor = one / self.total_weight, one / self.count
 
+    def keep(self, rows: Tensor) -> None:
+        """Leaves out all rows but these, int64 [kept]: ignored ones, of which no sum knows."""
+        self.target = self.target[rows]
+        if self.by_row and self.factor is not None:
+            self.factor = self.z_factor = self.factor[rows]
+
     @property
     def by_row(self) -> bool:
         return self.reduction == NONE
