@@ -215,6 +215,21 @@ def test_mixed_dtypes_and_dtype_argument(spec, device):
     torch.testing.assert_close(torch.autograd.grad(ours, leaf), torch.autograd.grad(torchs, cast))
 
 
+@specs
+def test_float64_for_narrower_arguments(spec, device):
+    """Asked for in float64 a loss is computed in it, whatever its arguments are in."""
+    input, target = (t.to(device) for t in spec.operands(16, 24, dtype=torch.float32))
+    cast = target.double() if target.is_floating_point() else target
+    leaf = input.clone().requires_grad_()
+    for reduction in (0, 1, 2):
+        ours = spec.op(leaf, target, reduction=reduction, dtype=torch.float64)
+        expected = spec.op(input.double(), cast, reduction=reduction)
+        torch.testing.assert_close(ours, expected)
+        (gradient,) = torch.autograd.grad(ours.sum(), leaf)
+        assert gradient.dtype == torch.float32
+        assert gradient.isfinite().all()
+
+
 def test_more_than_2_to_the_31_elements(device):
     """Indices beyond 32 bits, without the memory: both operands are expanded."""
     if device == "cpu":

@@ -164,6 +164,14 @@ def _autocasts(device_type: str) -> bool:
     return available and torch.is_autocast_enabled(device_type)
 
 
+def widened(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """An argument of rows of logits in float64 where the loss is asked for in that.
+
+    The kernels of rows compute in float32 what is not in float64.
+    """
+    return tensor.to(dtype) if dtype == torch.float64 else tensor
+
+
 def loss_dtype(dtype: torch.dtype | None, input: Tensor, *others: Tensor) -> torch.dtype:
     """The dtype of a loss: ``dtype`` if given; else the promoted one, or float32 under autocast."""
     if dtype is not None:

@@ -126,6 +126,7 @@ def public_kernel(
         )
     target = checks.class_indices(input, target)
     check(input, target, weight, reduction, label_smoothing)
+    input = checks.widened(input, dtype)
     result = checks.loss_dtype(dtype, input)
     checks.check_weight_dtype(NAME, input, weight, result, dtype)
     label_smoothing = max(0.0, label_smoothing)  # in this order nan is 0, as in torch

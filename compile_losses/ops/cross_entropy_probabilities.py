@@ -102,6 +102,7 @@ def loss(
     check(input, target, weight, reduction, label_smoothing, ignore_index)
     others = (target,) if weight is None else (target, weight)
     result = checks.loss_dtype(dtype, input, *others)
+    input, target = checks.widened(input, dtype), checks.widened(target, dtype)
     label_smoothing = max(0.0, label_smoothing)  # in this order nan is 0, as in torch
     if mesh is not None:
         return _of_dtensors(mesh, input, target, weight, reduction, label_smoothing, result)

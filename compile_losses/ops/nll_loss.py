@@ -92,6 +92,7 @@ def public_kernel(
     mesh = mesh_of(NAME, input=input, target=target, weight=weight)
     target = checks.class_indices(input, target)
     check(input, target, weight, reduction)
+    input = checks.widened(input, dtype)
     result = checks.loss_dtype(dtype, input)
     checks.check_weight_dtype(NAME, input, weight, result, dtype)
     if mesh is not None:

@@ -132,6 +132,7 @@ def declare(
             return loss
         mesh = mesh_of(name, input=input, target=target)
         check_all(input, target, *options)
+        input, target = checks.widened(input, dtype), checks.widened(target, dtype)
         dtype = checks.loss_dtype(dtype, input, target)
         if mesh is not None:
             options = (reduction, *values, temperature, dim % input.dim())

@@ -66,7 +66,7 @@ struct ClassTargets {
                                ("(sum), got " + std::to_string(reduction)));
     args.reduction = static_cast<Reduction>(reduction);
     args.ignore_index = ignore_index;
-    args.label_smoothing = label_smoothing;
+    args.label_smoothing = label_smoothing > 0 ? label_smoothing : 0;  // 0 for nan, as in torch
     if (!weight_tensor) return;
     if (!has_shape(*weight_tensor, Sizes{args.classes}))
       throw std::runtime_error(std::string(op) + ": expected weight of shape " +

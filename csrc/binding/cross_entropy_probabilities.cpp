@@ -11,7 +11,7 @@ RowPair prepare(const Tensor& input, const Tensor& target, const std::optional<T
   RowPair problem("cross_entropy_probabilities", input, target, input.dim() > 1 ? 1 : 0, reduction);
   problem.set_weight(weight);
   RowPairArgs& args = problem.args;
-  args.parameters[0] = label_smoothing;
+  args.parameters[0] = label_smoothing > 0 ? label_smoothing : 0;  // 0 for nan, as in torch
   args.parameters[1] = static_cast<double>(args.cols);
   if (static_cast<Reduction>(reduction) == Reduction::kMean)
     args.divisor = args.cols > 0 ? static_cast<double>(args.rows) : 0;

@@ -113,8 +113,11 @@ def is_target_out_of_range(refusal, args) -> bool:
     return isinstance(refusal, IndexError) and classes
 
 
-def assert_same_as_on_cpu(what, op, result, on_cpu) -> None:
-    """Both refuse, or both compute the same: in float64, but for statistics for a backward."""
+def assert_same_as_on_cpu(what, op, result, on_cpu, *, exact) -> None:
+    """Both refuse, or both compute the same, statistics for a backward excepted.
+
+    Values are compared where both compute in float64.
+    """
     assert isinstance(result, Exception) == isinstance(on_cpu, Exception), (what, result, on_cpu)
     name = op.name()
     if isinstance(result, Exception) or name.endswith("_"):
@@ -124,7 +127,7 @@ def assert_same_as_on_cpu(what, op, result, on_cpu) -> None:
         results = [r[:1] for r in results]
     for ours, expected in zip(*results, strict=True):
         assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype), what
-        if not ours.is_meta and ours.dtype == torch.float64:
+        if exact and not ours.is_meta and ours.dtype == torch.float64:
             torch.testing.assert_close(
                 ours.cpu(), expected, equal_nan=True, msg=lambda m: f"{what}: {m}"
             )
@@ -153,7 +156,7 @@ def test_wrong_arguments_of_every_op(spec, dtype, device):
             if isinstance(mutation, Tensor) and mutation.device.type == "cpu" != device:
                 assert isinstance(result, Exception), what
             elif device != "cpu":
-                assert_same_as_on_cpu(what, op, result, on_cpu)
+                assert_same_as_on_cpu(what, op, result, on_cpu, exact=dtype == torch.float64)
     finish(device)
     assert refused > ran // 4 > 10
 
