@@ -64,6 +64,9 @@ def test_hoisted(loss, graphs, device):
     function, inputs = LOSSES[loss]
     compare(Head(function).to(device), [t.to(device) for t in inputs()])
     (joint,) = graphs["joint"]
+    if loss == "weighted binary" and device != "cpu":  # a GPU's kernel is slow where weights differ
+        assert "fused" not in joint
+        return
     assert "_with_grad" in joint
     assert "fused.scale" in joint
     assert "_backward.default" not in re.sub(r"aten\.\w+", "", joint)

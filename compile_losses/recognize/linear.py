@@ -45,7 +45,10 @@ def through_linear(match: Match, shadow: Shadow) -> Match:
 
 
 def _check_gain(match: Match, logits: Logits) -> None:
-    """Linear layer and loss together pay where the logits are more than one chunk of rows."""
+    """Linear layer and loss together pay where a chunk is at most half of the logits.
+
+    They take more launches than a kernel over the logits of one large product.
+    """
     target, output = example(match.args[1]), example(logits.linear)
     if not isinstance(target, Tensor) or target.is_floating_point():
         raise NotAbsorbedError("the target is not class indices")
@@ -61,9 +64,13 @@ def _check_gain(match: Match, logits: Logits) -> None:
     hint = rows if isinstance(rows, int) else rows.node.hint
     if not isinstance(hidden, int) or not isinstance(classes, int) or hint is None:
         raise NotAbsorbedError("its sizes are not known")
-    if chunk_rows(hint, hidden, classes, output.dtype) >= hint:
+    chunk = chunk_rows(hint, hidden, classes, output.dtype)
+    if 2 * chunk > hint:
         size = hint * classes * output.dtype.itemsize / 2**20
-        raise NotAbsorbedError(f"its {size:.1f} MiB of logits are one chunk: nothing is saved")
+        told = f"its {size:.1f} MiB of logits are one chunk: nothing is saved"
+        if chunk < hint:
+            told = f"chunks of its {size:.1f} MiB of logits would save less than half of them"
+        raise NotAbsorbedError(told)
 
 
 def _match(match: Match, logits: Logits) -> Match:
