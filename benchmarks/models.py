@@ -214,7 +214,7 @@ def _diffusers_unet(size: Size) -> nn.Module:
     )
 
 
-_SMALL = Size(batch=9, length=128, width=32, layers=1, classes=50_304)
+_SMALL = Size(batch=17, length=128, width=32, layers=1, classes=50_304)
 _IMAGES = Size(batch=64, length=128, width=64, layers=2, classes=3)
 _SMALL_IMAGES = Size(batch=8, length=16, width=16, layers=1, classes=3)
 

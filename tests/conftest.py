@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -13,6 +15,13 @@ from tests.linear_problems import blocks, chunks, either_way, exact_plan  # noqa
 
 def has_cuda_kernels() -> bool:
     return torch.cuda.is_available() and not isinstance(library.kernels["cuda"], str)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The workers of a run share the cores: two threads each, and as many for their children."""
+    if hasattr(config, "workerinput"):
+        os.environ.setdefault("OMP_NUM_THREADS", "2")
+        torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

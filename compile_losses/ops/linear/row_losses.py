@@ -178,11 +178,12 @@ class RowLosses:
     def reduced(self) -> Tensor:
         """The loss of the rows seen so far."""
         total = torch.stack(self.sums).sum(dtype=torch.float64)
+        if self.reduction == MEAN:
+            total = total / self.total_weight
+        if self.z_loss == 0:
+            return total
         squares = self.z_loss * torch.stack(self.square_sums).sum(dtype=torch.float64)
-        if self.reduction != MEAN:
-            return total + squares
-        total = total / self.total_weight
-        return total if self.z_loss == 0 else total + squares / self.count
+        return total + (squares / self.count if self.reduction == MEAN else squares)
 
     def _each(self, rows: slice, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Cross entropy of each row, its statistics, and the total weight."""
