@@ -14,10 +14,10 @@ from torch import Tensor
 
 from compile_losses.lower.calls import Loss
 from compile_losses.lower.cost import hint_of, laid_out_alike
+from compile_losses.ops.checks import NARROW
 
 #: On a GPU, in bytes of logits: a row with so few takes less time than what is done once a row.
-NARROW_ROW = 20
-_NARROW = (torch.bfloat16, torch.float16)
+SHORT_ROW = 20
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def _slow_rows(loss: Loss, input: Tensor, others: Sequence[Tensor]) -> SlowPath 
     if hint_of(input.shape[dim]) > 1 and any(hint_of(t.stride(dim)) != 1 for t in (input, *pairs)):
         return SlowPath("its classes are not neighbours in memory", 4.5)
     if loss.name == "cross_entropy":
-        if hint_of(input.shape[dim]) * input.element_size() < NARROW_ROW:
+        if hint_of(input.shape[dim]) * input.element_size() < SHORT_ROW:
             return SlowPath("its rows are short", 2)
     elif loss.name == "cross_entropy_probabilities" and not loss.backwards:
         # Its arithmetic is hidden only where a gradient is written as well.
@@ -64,10 +64,10 @@ def _are_read_in_packets(input: Tensor, pos_weight: object, others: Sequence[Ten
     """Whether a GPU kernel reads 16 bytes at a time: see csrc/cuda/elementwise.cuh."""
     if pos_weight is not None or not _is_dense(input):
         return False
-    if input.dtype not in (*_NARROW, torch.float32):
+    if input.dtype not in (*NARROW, torch.float32):
         return False
     dtypes = {t.dtype for t in others}  # of target, and of a weight
-    if dtypes - {input.dtype} and (dtypes != {torch.float32} or input.dtype not in _NARROW):
+    if dtypes - {input.dtype} and (dtypes != {torch.float32} or input.dtype not in NARROW):
         return False
     return all(_layout(input) == _layout(t) for t in others)
 

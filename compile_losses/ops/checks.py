@@ -9,7 +9,8 @@ from torch import Tensor
 #: Values of the ``reduction`` argument, as in ``torch.nn.functional``'s own enumeration.
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2, "batchmean": 3}
 
-FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+NARROW = (torch.bfloat16, torch.float16)
+FLOATING = (torch.float64, torch.float32, *NARROW)
 
 
 def describe(tensor: Tensor) -> str:

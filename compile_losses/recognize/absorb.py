@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from compile_losses.ops.checks import NARROW
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.shadow import aten, compute
 from compile_losses.recognize.values import Value
 from compile_losses.recognize.writes import is_written
-
-_NARROW = (torch.float16, torch.bfloat16)
 
 
 def absorb(match: Match) -> None:
@@ -29,7 +28,7 @@ def absorb(match: Match) -> None:
     # not do so with one that is written out.
     result = example(match.root).dtype
     dtypes = [argument.dtype for argument in _floating_arguments(match)]
-    if any(dtype in _NARROW for dtype in dtypes) and (result == torch.float32 or match.interior):
+    if any(dtype in NARROW for dtype in dtypes) and (result == torch.float32 or match.interior):
         match.kwargs.setdefault("dtype", result)
 
 
@@ -79,7 +78,7 @@ def _absorb_cast(match: Match, index: int) -> None:
         return
     source, cast = found
     to, origin = example(match.args[index]).dtype, example(source).dtype
-    if (to, origin) not in {(torch.float32, narrow) for narrow in _NARROW}:
+    if (to, origin) not in {(torch.float32, narrow) for narrow in NARROW}:
         return
     arguments = list(match.args)
     arguments[index] = source

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from compile_losses.ops.checks import NARROW
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.shadow import Shadow
 from compile_losses.recognize.values import Value, fake_mode
@@ -28,7 +29,6 @@ _FACTORS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
 #: The same values in another layout or dtype.
 _COPIES = (aten.clone.default, aten._to_copy.default, aten.alias.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-_NARROW = (torch.bfloat16, torch.float16)
 
 
 class NotAbsorbedError(Exception):
@@ -176,7 +176,7 @@ class _Walk:
             raise NotAbsorbedError("the logits go to another device")
         if before == after:
             return
-        if (before, after) not in {(narrow, torch.float32) for narrow in _NARROW} or self.tanh:
+        if (before, after) not in {(narrow, torch.float32) for narrow in NARROW} or self.tanh:
             raise NotAbsorbedError(f"a cast of the logits from {before} to {after}")
         self._end_factor()
         self.logits.cast = after

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from compile_losses.ops.checks import NARROW
 from compile_losses.ops.linear.block_layout import BlockLayout, smallest_scratch
 
 #: What the logits of a chunk may take, unless LEAST_ROWS rows take more.
@@ -31,8 +32,6 @@ LEAST_CLASSES = 4096
 #: The part of the budget that the buffers of the first rows may take. The rest is for what is not
 #: counted: statistics, the gathered rows' indices, what the allocator rounds up.
 COUNTED = 7 / 8
-
-NARROW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
