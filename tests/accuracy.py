@@ -6,6 +6,19 @@ import torch
 from torch import Tensor
 
 ULPS = 4
+#: Torch's own error in one call says little where terms cancel: that of so many like it does.
+SIMILAR = 8
+#: Of the roundings of float64 and float32. What torch computes in float64 may be the reference:
+#: there its error in float32 counts, times this.
+RATIO = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+
+
+def similar(tensor: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """The tensor with each number a few per cent larger or smaller, in another dtype."""
+    if not tensor.is_floating_point():
+        return tensor
+    by = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) / 16
+    return (tensor.double() * (by + 31 / 32).to(tensor.device)).to(dtype)
 
 
 def assert_accurate(

@@ -232,6 +232,10 @@ def test_softmax_divergence_arguments(op, device):
         op(x, x, temperature=0.0)
     with pytest.raises(RuntimeError, match="temperature to be positive, got nan"):
         op(x, x, temperature=float("nan"))
+    own = [0.5] if op is fused.softmax_js_div else []
+    forward = getattr(fused, f"{op.__name__}_forward")  # which compiled graphs call
+    with pytest.raises(RuntimeError, match="temperature to be positive, got -1"):
+        forward(x, x, 1, *own, -1.0, -1, torch.float32)
     with pytest.raises(IndexError, match=r"dim .*\[3, 4\], got 2"):
         op(x, x, dim=2)
     with pytest.raises(IndexError, match="dim"):

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 from compile_losses import backend
@@ -309,6 +310,24 @@ def test_over_a_product_with_gaps(graphs, kernels_at_any_cost):
         (torch.randn(8, 16), torch.randint(10, (8,))),
     )
     assert "_with_grad_." in graphs["post"][0]
+
+
+@pytest.mark.parametrize(("bias", "stride"), [(True, 1100), (False, 1120)])
+def test_products_with_a_bias_are_not_padded(bias, stride, graphs):
+    """Inductor pads a product of which a slice is read, but on a GPU that slows the bias down."""
+    linear = nn.Linear(16, 1100, bias=bias)
+    compiled = torch.compile(
+        lambda x, t: F.cross_entropy(linear(x)[:, :1000], t),
+        backend="compile_losses",
+        options={"disable_padding_cpu": False},
+    )
+    x, t = torch.randn(8, 16), torch.randint(1000, (8,))
+    with torch.no_grad():
+        loss, (code,) = run_and_get_code(compiled, x, t)
+    torch.testing.assert_close(loss, F.cross_entropy(linear(x)[:, :1000], t))
+    assert (
+        f"cross_entropy_forward.default(reinterpret_tensor(buf0, (8, 1000), ({stride}, 1)" in code
+    )
 
 
 def test_create_graph_is_stock():

@@ -55,6 +55,7 @@ def in_place(graph: Graph) -> list[Decision]:
         loss, part = fused_call(node) or ("", "")
         if part or node.target is fused.scale.default:
             _accept_layouts(node)
+            _leave_unpadded(node)
         if node.target is fused.scale.default:
             decisions.append(_scale(node))
         elif part == "with_grad" and has_part(loss, "with_grad_"):
@@ -94,6 +95,21 @@ def _has_rows(node: Node) -> bool:
     while node.target in _ROW_VIEWS:
         node = node.args[0]  # type: ignore[assignment]
     return node.op == "placeholder" or node.target in _PRODUCERS
+
+
+def _leave_unpadded(node: Node) -> None:
+    """Has Inductor lay out products with a bias, of which a call reads a slice, without gaps.
+
+    Where rows are padded, a GPU's library does not add the bias as it writes the product, but
+    copies it over all of the result first, which takes as long as the loss itself.
+    """
+    for look in node.all_input_nodes:
+        looks = [look]
+        while looks[-1].target in _ROW_VIEWS:
+            looks.append(looks[-1].args[0])  # type: ignore[arg-type]
+        if looks[-1].target is aten.addmm.default:
+            for each in looks:
+                each.meta["dislike_padding"] = True  # which Inductor asks for
 
 
 def _gradient_over_input(node: Node, name: str) -> Decision:

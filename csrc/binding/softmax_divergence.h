@@ -16,6 +16,10 @@ struct SoftmaxDivergence {
     RowPairArgs& args = problem.args;
     int i = 0;
     ((args.parameters[i++] = numbers), ...);
+    const double temperature = args.parameters[i - 1];
+    if (!(temperature > 0))  // nan is refused, too
+      throw std::runtime_error(std::string(kName) + ": expected temperature to be positive, got " +
+                               std::to_string(temperature));
     if (static_cast<Reduction>(reduction) == Reduction::kMean)
       args.divisor = static_cast<double>(args.rows) * static_cast<double>(args.cols);
     if (static_cast<Reduction>(reduction) == Reduction::kBatchMean)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import functional
-from tests.accuracy import assert_accurate
+from tests.accuracy import RATIO, SIMILAR, assert_accurate, similar
 from tests.conformance import ledger
 
 #: linear_cross_entropy has a weight more, and tests of its own.
@@ -201,21 +201,10 @@ def evaluate_exactly(call: Call, theirs: Result) -> Result:
     return evaluate(function, exact, theirs.requires, second=theirs.second, rounded=theirs)
 
 
-#: Calls like one, of which torch's error is taken where one alone does not tell.
-SIMILAR = 8
-
-
-def similar(call: Call, seed: int, cast: Callable[[torch.dtype], torch.dtype]) -> Call:
-    """The call with each number a few per cent larger or smaller, and in other dtypes."""
+def similar_call(call: Call, seed: int, cast: Callable[[torch.dtype], torch.dtype]) -> Call:
+    """The call with operands like its own, in other dtypes."""
     generator = torch.Generator().manual_seed(seed)
-
-    def moved(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        by = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) / 16
-        return (tensor.double() * (by + 31 / 32).to(tensor.device)).to(cast(tensor.dtype))
-
-    return call.map(moved)
+    return call.map(lambda t: similar(t, generator, cast(t.dtype)))
 
 
 def worst_error(call: Call, theirs: Result, name: str) -> float:
@@ -226,23 +215,22 @@ def worst_error(call: Call, theirs: Result, name: str) -> float:
 
     - It may be none by luck, as for equal logits; and of one number it is one sample.
     - Of what torch computes in float64 it is none at all, since that is the reference. There its
-      error in float32 counts, too, times the ratio of the roundings.
+      error in float32 counts, too.
     - What a second derivative is the sum of reaches a leaf from several sides, and is added up in
       the leaf's dtype. Where torch composes a loss of ops, those sides meet before, in the
       promoted dtype: of mixed dtypes its error counts, too, for operands of the leaf's.
     """
     kinds = {t.dtype for t in call.tensors.values() if t.is_floating_point()}
     own = theirs.tensors[name].dtype
-    ratio = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     variants: list[tuple[Callable[[torch.dtype], torch.dtype], float]] = [(lambda kind: kind, 1.0)]
     if torch.float64 in kinds:
         low = {torch.float64: torch.float32}
-        variants.append((lambda kind: low.get(kind, kind), ratio))
+        variants.append((lambda kind: low.get(kind, kind), RATIO))
     if name.startswith("second") and len(kinds) > 1:
         variants.append((lambda _: own, 1.0))
     worst = 0.0
     for seed, (cast, scale) in itertools.product(range(SIMILAR), variants):
-        other = similar(call, seed, cast)
+        other = similar_call(call, seed, cast)
         found = evaluate(theirs.function, other, theirs.requires, second=theirs.second)
         exact = evaluate_exactly(other, found)
         if found.tensors.get(name) is None or exact.tensors.get(name) is None:
