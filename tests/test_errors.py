@@ -236,6 +236,9 @@ def test_softmax_divergence_arguments(op, device):
     forward = getattr(fused, f"{op.__name__}_forward")  # which compiled graphs call
     with pytest.raises(RuntimeError, match="temperature to be positive, got -1"):
         forward(x, x, 1, *own, -1.0, -1, torch.float32)
+    for beta in (-1.0, 0.0, 1.0, float("nan")) if own else ():
+        with pytest.raises(RuntimeError, match="beta to be between 0 and 1"):
+            forward(x, x, 1, beta, 1.0, -1, torch.float32)
     with pytest.raises(IndexError, match=r"dim .*\[3, 4\], got 2"):
         op(x, x, dim=2)
     with pytest.raises(IndexError, match="dim"):

@@ -158,3 +158,17 @@ def test_kl_div_special_values(value, dtype, device):
             exact = spec.torch_loss(input.double(), target.double(), reduction=0, **options)
             same_kind = torch.isfinite(eager) == torch.isfinite(exact)
             assert_accurate(ours[same_kind], eager[same_kind], exact[same_kind], str(options))
+
+
+@pytest.mark.parametrize("op", ["softmax_kl_div", "softmax_js_div"])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_softmax_divergence_at_infinite_temperature(op, layout, device):
+    """Both softmaxes are uniform then, whatever the logits."""
+    x, t = torch.randn(4, 33, device=device), torch.randn(4, 33, device=device) * 9
+    if layout == "columns":
+        x, t = (tensor.t().contiguous().t() for tensor in (x, t))
+    leaf = x.requires_grad_()
+    loss = getattr(torch.ops.fused, op)(leaf, t, 0, temperature=torch.inf)
+    (gradient,) = torch.autograd.grad(loss.sum(), leaf)
+    torch.testing.assert_close(loss, torch.zeros_like(loss))
+    torch.testing.assert_close(gradient, torch.zeros_like(gradient))

@@ -5,8 +5,19 @@ namespace fused::binding {
 namespace {
 
 constexpr char kName[] = "softmax_js_div";
-using JsDiv =
-    SoftmaxDivergence<kName, &softmax_js_div_forward, &softmax_js_div_backward, double, double>;
+
+template <RowPairKernel kKernel>
+void checked(const RowPairArgs& args, void* stream) {
+  const double beta = args.parameters[0];
+  if (!(beta > 0 && beta < 1))  // nan is refused, too
+    throw std::runtime_error(
+        "softmax_js_div: expected beta to be between 0 and 1, without these, got " +
+        std::to_string(beta));
+  kKernel(args, stream);
+}
+
+using JsDiv = SoftmaxDivergence<kName, &checked<&softmax_js_div_forward>,
+                                &checked<&softmax_js_div_backward>, double, double>;
 
 }  // namespace
 

@@ -61,6 +61,12 @@ FUSED_HOST_DEVICE T larger(T x, T y) {
 #endif
 }
 
+// A positive number that stays one where T cannot hold it, as a factor of infinities must.
+template <typename T>
+FUSED_HOST_DEVICE T positive(double value) {
+  return larger(static_cast<T>(value), kSmallestNormal<T>);
+}
+
 namespace host {
 
 // e^x - 1 for |x| <= log(2) / 2.

@@ -20,16 +20,11 @@ struct SoftmaxJsDiv {
   static constexpr bool kWeighted = false;
   acc_t beta, rest, inverse_temperature;
 
-  // A weight that underflows stays positive, and with it every m.
-  static FUSED_HOST_DEVICE acc_t weight(double value) {
-    return math::larger(static_cast<acc_t>(value), math::kSmallestNormal<acc_t>);
-  }
-
-  // parameters: beta, temperature
+  // parameters: beta, temperature. With both weights, every m stays positive.
   FUSED_HOST_DEVICE explicit SoftmaxJsDiv(const double* parameters)
-      : beta(weight(parameters[0])),
-        rest(weight(1 - parameters[0])),
-        inverse_temperature(static_cast<acc_t>(1 / parameters[1])) {}
+      : beta(math::positive<acc_t>(parameters[0])),
+        rest(math::positive<acc_t>(1 - parameters[0])),
+        inverse_temperature(math::positive<acc_t>(1 / parameters[1])) {}
 
   using State = RowPairState<acc_t, true, false>;
 

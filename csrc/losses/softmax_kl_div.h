@@ -20,7 +20,7 @@ struct SoftmaxKlDiv {
 
   // parameters: temperature
   FUSED_HOST_DEVICE explicit SoftmaxKlDiv(const double* parameters)
-      : inverse_temperature(static_cast<acc_t>(1 / parameters[0])) {}
+      : inverse_temperature(math::positive<acc_t>(1 / parameters[0])) {}
 
   // Keeps the logit of a probability 0 finite, so that 0 times it is 0. A nan's probability is nan.
   static FUSED_HOST_DEVICE acc_t finite(acc_t logit) {
