@@ -3,9 +3,9 @@
 // The iteration space is cut into chunks of kChunk elements, whatever the number of threads, and
 // the chunks' sums are added up in order: results do not depend on the threads. A chunk is worked
 // off in tiles that fit the L1 cache. A tile of a contiguous operand that has the arithmetic's own
-// type is used where it lies; any other operand is converted into a buffer first, so strides,
-// broadcasting and mixed dtypes need no code of their own. Bytes moved: each operand once, each
-// output once.
+// type is used where it lies, and so are input, target and their gradients where all arguments have
+// one 16-bit dtype; any other operand is converted into a buffer first, so strides, broadcasting
+// and mixed dtypes need no code of their own. Bytes moved: each operand once, each output once.
 #pragma once
 
 #include <vector>
@@ -49,6 +49,16 @@ void for_each_run(const ElementwiseArgs& args, const int64_t* strides, int64_t b
   }
 }
 
+// Whether an operand's elements lie side by side in the order of the iteration.
+inline bool is_dense(const ElementwiseArgs& args, const Operand& operand) {
+  int64_t dense = 1;
+  for (int d = 0; d < args.ndim; ++d) {
+    if (operand.strides[d] != dense) return false;
+    dense *= args.sizes[d];
+  }
+  return true;
+}
+
 // One operand's view of the current tile.
 template <typename acc_t>
 class Tile {
@@ -57,19 +67,24 @@ class Tile {
       : args_(args),
         operand_(operand),
         constant_(true),
-        direct_(operand.dtype == dtype_of<acc_t>()) {
-    int64_t dense = 1;
-    for (int d = 0; d < args.ndim; ++d) {
-      constant_ = constant_ && operand.strides[d] == 0;
-      direct_ = direct_ && operand.strides[d] == dense;
-      dense *= args.sizes[d];
-    }
+        direct_(operand.dtype == dtype_of<acc_t>() && is_dense(args, operand)) {
+    for (int d = 0; d < args.ndim; ++d) constant_ = constant_ && operand.strides[d] == 0;
   }
 
   explicit operator bool() const { return operand_.data != nullptr; }
 
   // Whether the operand is one number for all elements.
   bool is_constant() const { return constant_; }
+
+  // The elements as they are in memory; of a scalar_t that is not acc_t only where the operand is
+  // dense and has that type.
+  template <typename scalar_t>
+  const scalar_t* read_as(int64_t begin, int64_t count) {
+    if constexpr (std::is_same_v<scalar_t, acc_t>)
+      return read(begin, count);
+    else
+      return static_cast<const scalar_t*>(operand_.data) + begin;
+  }
 
   const acc_t* read(int64_t begin, int64_t count) {
     if (direct_) return static_cast<const acc_t*>(operand_.data) + begin;
@@ -113,7 +128,8 @@ using OptionalTile = std::conditional_t<kPresent, Tile<acc_t>, NoTile>;
 
 // The loops below allow an output to be the very buffer of an input: each index is read before it
 // is written, and no other index is touched.
-template <bool kWeighted, typename acc_t, typename Loss>
+// scalar_t: what input, target and their gradients are read and written as.
+template <bool kWeighted, typename acc_t, typename scalar_t, typename Loss>
 Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t begin, int64_t end) {
   constexpr bool kPosWeight = takes_pos_weight<Loss, acc_t>;
   Tile<acc_t> input(args, args.input), target(args, args.target);
@@ -129,8 +145,8 @@ Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t beg
 
   for (int64_t first = begin; first < end; first += kTile) {
     const int64_t count = std::min(kTile, end - first);
-    const acc_t* x = input.read(first, count);
-    const acc_t* y = target.read(first, count);
+    const scalar_t* x = input.template read_as<scalar_t>(first, count);
+    const scalar_t* y = target.template read_as<scalar_t>(first, count);
     [[maybe_unused]] const acc_t* w = nullptr;
     [[maybe_unused]] const acc_t* p = nullptr;
     if constexpr (kWeighted) w = weight.read(first, count);
@@ -139,9 +155,9 @@ Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t beg
     // captured by reference is read again after every store.
     const auto plain = [x, y, p](auto&& function, int64_t i) {
       if constexpr (kPosWeight)
-        return function(x[i], y[i], p[i]);
+        return function(to_acc<acc_t>(x[i]), to_acc<acc_t>(y[i]), p[i]);
       else
-        return function(x[i], y[i]);
+        return function(to_acc<acc_t>(x[i]), to_acc<acc_t>(y[i]));
     };
     const auto weighted = [w, plain](auto&& function, int64_t i) {
       if constexpr (kWeighted)
@@ -164,34 +180,46 @@ Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t beg
 
     const bool each = grad_output && !one_grad_output;
     const acc_t* g = each ? grad_output.read(first, count) : nullptr;
-    const auto differentiate = [&](Tile<acc_t>& grad, auto&& derivative) {
-      acc_t* out = grad.write_pointer(first);
+    const auto write = [&](auto* out, auto&& derivative) {
+      using out_t = std::remove_pointer_t<decltype(out)>;
       if (g) {
 #pragma omp simd
-        for (int64_t i = 0; i < count; ++i) out[i] = derivative(i) * (g[i] * scale);
+        for (int64_t i = 0; i < count; ++i)
+          out[i] = from_acc<out_t>(derivative(i) * (g[i] * scale));
       } else {
 #pragma omp simd
-        for (int64_t i = 0; i < count; ++i) out[i] = derivative(i) * scale;
+        for (int64_t i = 0; i < count; ++i) out[i] = from_acc<out_t>(derivative(i) * scale);
       }
+    };
+    const auto differentiate = [&](Tile<acc_t>& grad, auto&& derivative) {
+      write(grad.write_pointer(first), derivative);
       grad.write(first, count);
+    };
+    // Of input or target.
+    const auto differentiate_operand = [&](Tile<acc_t>& grad, const Operand& operand,
+                                           auto&& derivative) {
+      if constexpr (std::is_same_v<scalar_t, acc_t>)
+        differentiate(grad, derivative);
+      else
+        write(static_cast<scalar_t*>(operand.data) + first, derivative);
     };
     // grad_input is written last: it may lie over input.
     if constexpr (kWeighted) {
       if (grad_weight) differentiate(grad_weight, [=](int64_t i) { return plain(value, i); });
     }
     if (grad_target)
-      differentiate(grad_target, [=](int64_t i) {
+      differentiate_operand(grad_target, args.grad_target, [=](int64_t i) {
         return weighted([=](auto... at) { return loss.grad_target(at...); }, i);
       });
     if (grad_input)
-      differentiate(grad_input, [=](int64_t i) {
+      differentiate_operand(grad_input, args.grad_input, [=](int64_t i) {
         return weighted([=](auto... at) { return loss.grad_input(at...); }, i);
       });
   }
   return sum;
 }
 
-template <template <typename> class Loss, typename acc_t, bool kWeighted>
+template <template <typename> class Loss, typename acc_t, typename scalar_t, bool kWeighted>
 void elementwise_as(const ElementwiseArgs& args) {
   const Loss<acc_t> loss(args.parameters);
   const int64_t chunks = (args.numel + kChunk - 1) / kChunk;
@@ -199,8 +227,8 @@ void elementwise_as(const ElementwiseArgs& args) {
   parallel_for(0, chunks, 1, [&](int64_t first, int64_t last) {
     for (int64_t chunk = first; chunk < last; ++chunk) {
       const int64_t begin = chunk * kChunk;
-      sums[chunk] = elementwise_chunk<kWeighted, acc_t>(args, loss, begin,
-                                                        std::min(args.numel, begin + kChunk));
+      sums[chunk] = elementwise_chunk<kWeighted, acc_t, scalar_t>(
+          args, loss, begin, std::min(args.numel, begin + kChunk));
     }
   });
   if (args.total.data) {
@@ -211,10 +239,21 @@ void elementwise_as(const ElementwiseArgs& args) {
   }
 }
 
+// Whether input, target and their gradients are dense, of one dtype.
+inline bool are_dense(const ElementwiseArgs& args, DType dtype) {
+  for (const Operand* operand : {&args.input, &args.target, &args.grad_input, &args.grad_target})
+    if (operand->data && (operand->dtype != dtype || !is_dense(args, *operand))) return false;
+  return true;
+}
+
 template <template <typename> class Loss, bool kWeighted = false>
 void elementwise(const ElementwiseArgs& args) {
-  if (uses_double(args)) return elementwise_as<Loss, double, kWeighted>(args);
-  return elementwise_as<Loss, float, kWeighted>(args);
+  if (uses_double(args)) return elementwise_as<Loss, double, double, kWeighted>(args);
+  if (are_dense(args, DType::kBFloat16))
+    return elementwise_as<Loss, float, BFloat16, kWeighted>(args);
+  if (are_dense(args, DType::kFloat16))
+    return elementwise_as<Loss, float, Float16, kWeighted>(args);
+  return elementwise_as<Loss, float, float, kWeighted>(args);
 }
 
 // For a loss whose elements may have weights.
