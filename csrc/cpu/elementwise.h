@@ -3,9 +3,10 @@
 // The iteration space is cut into chunks of kChunk elements, whatever the number of threads, and
 // the chunks' sums are added up in order: results do not depend on the threads. A chunk is worked
 // off in tiles that fit the L1 cache. A tile of a contiguous operand that has the arithmetic's own
-// type is used where it lies, and so are input, target and their gradients where all arguments have
-// one 16-bit dtype; any other operand is converted into a buffer first, so strides, broadcasting
-// and mixed dtypes need no code of their own. Bytes moved: each operand once, each output once.
+// type is used where it lies, and so are rows of input, target and their gradients where all of
+// them have one 16-bit dtype; any other operand is converted into a buffer first, so strides,
+// broadcasting and mixed dtypes need no code of their own. Bytes moved: each operand once, each
+// output once.
 #pragma once
 
 #include <vector>
@@ -76,14 +77,21 @@ class Tile {
   // Whether the operand is one number for all elements.
   bool is_constant() const { return constant_; }
 
-  // The elements as they are in memory; of a scalar_t that is not acc_t only where the operand is
-  // dense and has that type.
+  // The elements in memory, of a tile in which they lie side by side.
+  template <typename scalar_t>
+  scalar_t* in_memory(int64_t begin) const {
+    int64_t offset = 0;
+    for_each_run(args_, operand_.strides, begin, 1,
+                 [&](int64_t place, int64_t, int64_t, int64_t) { offset = place; });
+    return static_cast<scalar_t*>(operand_.data) + offset;
+  }
+
   template <typename scalar_t>
   const scalar_t* read_as(int64_t begin, int64_t count) {
     if constexpr (std::is_same_v<scalar_t, acc_t>)
       return read(begin, count);
     else
-      return static_cast<const scalar_t*>(operand_.data) + begin;
+      return in_memory<scalar_t>(begin);
   }
 
   const acc_t* read(int64_t begin, int64_t count) {
@@ -128,9 +136,11 @@ using OptionalTile = std::conditional_t<kPresent, Tile<acc_t>, NoTile>;
 
 // The loops below allow an output to be the very buffer of an input: each index is read before it
 // is written, and no other index is touched.
-// scalar_t: what input, target and their gradients are read and written as.
+// scalar_t: what input, target and their gradients are read and written as; other than acc_t, they
+// lie side by side in each run of `run` elements.
 template <bool kWeighted, typename acc_t, typename scalar_t, typename Loss>
-Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t begin, int64_t end) {
+Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t run, int64_t begin,
+                      int64_t end) {
   constexpr bool kPosWeight = takes_pos_weight<Loss, acc_t>;
   Tile<acc_t> input(args, args.input), target(args, args.target);
   Tile<acc_t> grad_output(args, args.grad_output), losses(args, args.losses);
@@ -143,8 +153,8 @@ Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t beg
   if (one_grad_output) scale *= *grad_output.read(begin, 1);
   Sum sum;
 
-  for (int64_t first = begin; first < end; first += kTile) {
-    const int64_t count = std::min(kTile, end - first);
+  for (int64_t first = begin, count; first < end; first += count) {
+    count = std::min({kTile, end - first, run - first % run});
     const scalar_t* x = input.template read_as<scalar_t>(first, count);
     const scalar_t* y = target.template read_as<scalar_t>(first, count);
     [[maybe_unused]] const acc_t* w = nullptr;
@@ -196,23 +206,22 @@ Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t beg
       grad.write(first, count);
     };
     // Of input or target.
-    const auto differentiate_operand = [&](Tile<acc_t>& grad, const Operand& operand,
-                                           auto&& derivative) {
+    const auto differentiate_operand = [&](Tile<acc_t>& grad, auto&& derivative) {
       if constexpr (std::is_same_v<scalar_t, acc_t>)
         differentiate(grad, derivative);
       else
-        write(static_cast<scalar_t*>(operand.data) + first, derivative);
+        write(grad.template in_memory<scalar_t>(first), derivative);
     };
     // grad_input is written last: it may lie over input.
     if constexpr (kWeighted) {
       if (grad_weight) differentiate(grad_weight, [=](int64_t i) { return plain(value, i); });
     }
     if (grad_target)
-      differentiate_operand(grad_target, args.grad_target, [=](int64_t i) {
+      differentiate_operand(grad_target, [=](int64_t i) {
         return weighted([=](auto... at) { return loss.grad_target(at...); }, i);
       });
     if (grad_input)
-      differentiate_operand(grad_input, args.grad_input, [=](int64_t i) {
+      differentiate_operand(grad_input, [=](int64_t i) {
         return weighted([=](auto... at) { return loss.grad_input(at...); }, i);
       });
   }
@@ -220,7 +229,7 @@ Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t beg
 }
 
 template <template <typename> class Loss, typename acc_t, typename scalar_t, bool kWeighted>
-void elementwise_as(const ElementwiseArgs& args) {
+void elementwise_as(const ElementwiseArgs& args, int64_t run) {
   const Loss<acc_t> loss(args.parameters);
   const int64_t chunks = (args.numel + kChunk - 1) / kChunk;
   std::vector<Sum> sums(chunks);
@@ -228,7 +237,7 @@ void elementwise_as(const ElementwiseArgs& args) {
     for (int64_t chunk = first; chunk < last; ++chunk) {
       const int64_t begin = chunk * kChunk;
       sums[chunk] = elementwise_chunk<kWeighted, acc_t, scalar_t>(
-          args, loss, begin, std::min(args.numel, begin + kChunk));
+          args, loss, run, begin, std::min(args.numel, begin + kChunk));
     }
   });
   if (args.total.data) {
@@ -239,21 +248,26 @@ void elementwise_as(const ElementwiseArgs& args) {
   }
 }
 
-// Whether input, target and their gradients are dense, of one dtype.
-inline bool are_dense(const ElementwiseArgs& args, DType dtype) {
-  for (const Operand* operand : {&args.input, &args.target, &args.grad_input, &args.grad_target})
-    if (operand->data && (operand->dtype != dtype || !is_dense(args, *operand))) return false;
-  return true;
+// How many elements of input, target and their gradients lie side by side, if all are of one dtype:
+// all, those of a row that is not short, or none.
+inline int64_t run_of(const ElementwiseArgs& args, DType dtype) {
+  int64_t run = args.numel;
+  for (const Operand* operand : {&args.input, &args.target, &args.grad_input, &args.grad_target}) {
+    if (!operand->data || (operand->dtype == dtype && is_dense(args, *operand))) continue;
+    if (operand->dtype != dtype || operand->strides[0] != 1 || args.sizes[0] < kSumBlock) return 0;
+    run = args.sizes[0];
+  }
+  return run;
 }
 
 template <template <typename> class Loss, bool kWeighted = false>
 void elementwise(const ElementwiseArgs& args) {
-  if (uses_double(args)) return elementwise_as<Loss, double, double, kWeighted>(args);
-  if (are_dense(args, DType::kBFloat16))
-    return elementwise_as<Loss, float, BFloat16, kWeighted>(args);
-  if (are_dense(args, DType::kFloat16))
-    return elementwise_as<Loss, float, Float16, kWeighted>(args);
-  return elementwise_as<Loss, float, float, kWeighted>(args);
+  if (uses_double(args)) return elementwise_as<Loss, double, double, kWeighted>(args, args.numel);
+  if (const int64_t run = run_of(args, DType::kBFloat16))
+    return elementwise_as<Loss, float, BFloat16, kWeighted>(args, run);
+  if (const int64_t run = run_of(args, DType::kFloat16))
+    return elementwise_as<Loss, float, Float16, kWeighted>(args, run);
+  elementwise_as<Loss, float, float, kWeighted>(args, args.numel);
 }
 
 // For a loss whose elements may have weights.

@@ -48,7 +48,11 @@ FUSED_HOST_DEVICE to_t bit_cast(from_t value) {
 
 template <typename T>
 FUSED_HOST_DEVICE T absolute(T x) {
+#ifdef __CUDA_ARCH__
   return x < T(0) ? -x : x;
+#else
+  return std::fabs(x);  // one instruction: g++ makes two and a mask of the comparison
+#endif
 }
 
 // A nan in x gives way to y.
