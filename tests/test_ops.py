@@ -313,3 +313,26 @@ def test_meta_and_grad_modes(spec):
     with torch.inference_mode():
         assert spec.op(a, b).is_inference()
     assert spec.op(a, b).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("gap", ["input", "target", "both"])
+@pytest.mark.parametrize("name", ["smooth_l1_loss", "kl_div", "weighted mse_loss"])
+def test_rows_with_gaps_on_cpu(name, gap, dtype):
+    """Rows longer than a tile, in chunks that begin inside a row."""
+    x, t = torch.rand(50, 1600), torch.rand(50, 1600)
+    x, t = x.to(dtype)[:, 3:1503], t.to(dtype)[:, 3:1503]
+    options = {"weight": torch.rand(1500)} if name.startswith("weighted") else {}
+    op = getattr(torch.ops.fused, name.removeprefix("weighted "))
+    given = [
+        t if gap in (argument, "both") else t.contiguous()
+        for argument, t in (("input", x), ("target", t))
+    ]
+    for reduction in (0, 2):
+        results = []
+        for operands in ([t.contiguous() for t in given], given):
+            a, b = (t.detach().requires_grad_() for t in operands)
+            loss = op(a, b, reduction, **options)
+            results.append((loss, *torch.autograd.grad(loss, (a, b), torch.ones_like(loss))))
+        torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-2, atol=0)
+        torch.testing.assert_close(results[1][1:], results[0][1:], rtol=0, atol=0)
