@@ -29,21 +29,21 @@ def test_accuracy(spec, dtype, device):
             try:
                 assert_accurate(*gradients, what)
             except AssertionError:
+                if dtype != torch.float64:
+                    raise
                 assert_accurate(*gradients, what, worst_gradient_error(spec, sample, i))
 
 
 def worst_gradient_error(spec, sample, index):
-    """The largest error of a gradient that torch makes in calls like this one.
+    """The largest error of a gradient that torch makes in float64 calls like this one.
 
     Where terms cancel, an error is of their size and not of the gradient's.
     """
-    variants = [({}, 1.0)]
-    if sample.tensors[0].dtype == torch.float64:
-        variants.append(({torch.float64: torch.float32}, RATIO))
     worst = 0.0
-    for seed, (other, ratio) in itertools.product(range(SIMILAR), variants):
+    variants = ((torch.float64, 1.0), (torch.float32, RATIO))
+    for seed, (dtype, ratio) in itertools.product(range(SIMILAR), variants):
         generator = torch.Generator().manual_seed(seed)
-        tensors = [similar(t, generator, other.get(t.dtype, t.dtype)) for t in sample.tensors]
+        tensors = [similar(t, generator, dtype) for t in sample.tensors]
         exact_tensors = [t.double().cpu() if t.is_floating_point() else t.cpu() for t in tensors]
         _, gradients = loss_and_gradients(spec.torch_loss, sample, tensors)
         _, exact = loss_and_gradients(spec.exact, sample, exact_tensors)
