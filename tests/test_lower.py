@@ -244,49 +244,90 @@ def test_gradient_accumulation_and_dynamic_shapes(device):
     )
 
 
-def outcome(function, inputs, **keywords):
-    """The gradients of two backward calls, or the error of the second."""
-    leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
-    loss = function(*leaves)
-    loss.backward(**keywords)
-    first = leaves[0].grad.clone()
+def outcome(compiled, inputs, first_retains):
+    """The gradient of two backward calls of one graph, or the error; after a call that decided,
+    by retaining its graph or not, how the backward is compiled."""
+    compiled(*inputs).backward(retain_graph=first_retains)
+    inputs[0].grad = None
+    loss = compiled(*inputs)
     try:
+        loss.backward(retain_graph=True)
         loss.backward()
     except RuntimeError as error:
-        return first, str(error)[:60]
-    return first, leaves[0].grad.clone()
+        return str(error)[:60]
+    return inputs[0].grad.clone()
 
 
-@pytest.mark.parametrize(
-    ("function", "inputs"),
-    [
-        (F.mse_loss, real),
-        (lambda p, t: F.mse_loss(p[:, :12] * 2, t), real),
-        (lambda p, t: F.mse_loss(F.gelu(p[:, :12]), t), real),
-        (lambda p, t: F.mse_loss(p @ torch.ones(16, 12), t), real),
-        (F.cross_entropy, classes),
-        (lambda p, t: F.cross_entropy(p * 2, t), classes),
-    ],
-    ids=["leaf", "scaled", "gelu", "product", "cross entropy", "scaled cross entropy"],
-)
-def test_retain_graph_is_stock(function, inputs):
+def of_leaves(function, dtype=torch.float32, tensors=2):
+    """A loss with random arguments, of which every other needs a gradient."""
+
+    def inputs(device):
+        made = [torch.rand(8, 12, dtype=dtype, device=device) for _ in range(tensors)]
+        return [t.requires_grad_(i % 2 == 0) for i, t in enumerate(made)]
+
+    return function, inputs
+
+
+def of_classes(function):
+    def inputs(device):
+        return torch.randn(8, 12, device=device, requires_grad=True), torch.arange(8, device=device)
+
+    return function, inputs
+
+
+RETAINED = {
+    "mse": of_leaves(F.mse_loss),
+    "scaled mse": of_leaves(lambda p, t: 3 * F.mse_loss(p, t, reduction="sum")),
+    "bfloat16 mse": of_leaves(F.mse_loss, torch.bfloat16),
+    "broadcast mse": of_leaves(lambda p, t: F.mse_loss(p, t[:, :1])),
+    "transposed smooth l1": of_leaves(lambda p, t: F.smooth_l1_loss(p.t(), t.t())),
+    "huber": of_leaves(F.huber_loss),
+    "bfloat16 l1": of_leaves(F.l1_loss, torch.bfloat16),
+    "bfloat16 binary": of_leaves(binary_cross_entropy, torch.bfloat16),
+    "kl": of_leaves(lambda p, t: 0.5 * F.kl_div(p, t, reduction="batchmean")),
+    "two with a target": of_leaves(lambda p, t, q: F.mse_loss(p, t) + F.mse_loss(q, t), tensors=3),
+    "mse and kl": of_leaves(
+        lambda p, t, q, s: F.mse_loss(p, t) + F.kl_div(q, s, reduction="batchmean"), tensors=4
+    ),
+    "mse of a product": of_leaves(lambda p, t: F.mse_loss(p * 2, t)),
+    "mse of gelu": of_leaves(lambda p, t: F.mse_loss(F.gelu(p), t)),
+    "mse of a matrix product": of_leaves(lambda p, t: F.mse_loss(p @ t.t(), t[:, :8])),
+    "cross entropy": of_classes(F.cross_entropy),
+    "cross entropy of a product": of_classes(lambda p, t: F.cross_entropy(p * 2, t)),
+}
+
+
+@pytest.mark.parametrize("first_retains", [False, True])
+@pytest.mark.parametrize("case", RETAINED)
+def test_retain_graph_is_stock(case, first_retains, device):
     """Whatever stock torch.compile allows or refuses, ours does."""
-    inputs = inputs()
-    if function is F.mse_loss:
-        inputs = inputs[0], torch.randn(8, 16)
+    function, make_inputs = RETAINED[case]
+    inputs = make_inputs(device)
     results = []
-    for name in ("inductor", "compile_losses"):
-        torch._dynamo.reset()
-        compiled = torch.compile(function, backend=name)
-        try:
-            results.append(outcome(compiled, inputs, retain_graph=True))
-        except RuntimeError as error:
-            results.append(str(error)[:60])
+    # A cached backward would be one that another call has decided about.
+    with torch._inductor.config.patch(force_disable_caches=True):
+        for name in ("inductor", "compile_losses"):
+            torch._dynamo.reset()
+            results.append(outcome(torch.compile(function, backend=name), inputs, first_retains))
     assert type(results[0]) is type(results[1]), results
     if isinstance(results[0], str):
         assert results[0] == results[1]
     else:
         torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("case", ["mse", "transposed smooth l1", "bfloat16 l1", "mse and kl"])
+def test_hoisted_of_leaves(case, graphs, device):
+    """Where torch's own ops save a tensor for the backward, so may a hoisted gradient be."""
+    function, make_inputs = RETAINED[case]
+    compiled = torch.compile(function, backend="compile_losses")
+    inputs = make_inputs(device)
+    leaves = [t for t in inputs if t.requires_grad]
+    for factor in (1.0, 0.5):
+        results = [torch.autograd.grad(f(*inputs) * factor, leaves) for f in (compiled, function)]
+        torch.testing.assert_close(*results)
+    assert graphs["joint"][0].count("_with_grad.default]") == len(leaves)
+    assert graphs["post"][1].count("fused.scale_.default]") == len(leaves)
 
 
 def test_leaf_gradient_in_place(graphs):

@@ -26,13 +26,25 @@ from torch import Tensor
 from torch._functorch.partitioners import get_default_op_list
 from torch.fx import Graph, Node
 
-from compile_losses.lower.aliases import depends_on_tangents, graph_outputs, storage_of
+from compile_losses.lower.aliases import depends_on_tangents, graph_outputs, is_view, storage_of
 from compile_losses.lower.calls import Loss, find_losses, fused_op, named_arguments
+from compile_losses.lower.cost import behind_views
 from compile_losses.lower.decision import Decision, site_of
 from compile_losses.lower.factor import emit, factor_of, move_before
-from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.ops.checks import NARROW, REDUCTIONS
 
 fused = torch.ops.fused
+
+#: Losses whose gradient reads both input and target, and the dtypes in which torch's own ops save
+#: one tensor for it, their difference: it then takes half as many bytes as the two.
+_WIDE = (torch.float32, torch.float64)
+_SAVED_DIFFERENCES = {
+    "mse_loss": _WIDE,
+    "l1_loss": (*_WIDE, *NARROW),
+    "smooth_l1_loss": _WIDE,
+    "huber_loss": _WIDE,
+    "binary_cross_entropy_with_logits": (*_WIDE, *NARROW),
+}
 
 
 def hoist(graph: Graph) -> list[Decision]:
@@ -85,9 +97,11 @@ def overwrites_buffers(graph: Graph) -> bool:
 
     AOTAutograd gives it those that only it still needs ("donated buffers"), and such a backward
     refuses retain_graph. The unit gradient is one more of them; it must not be the only one, or a
-    graph of the loss alone would refuse what torch allows.
+    graph of the loss alone would refuse what stock torch.compile allows.
     """
-    backward = depends_on_tangents(graph)
+    if any(_saves_difference(loss) for loss in find_losses(graph)):
+        return True
+    backward = depends_on_tangents(graph) - {*graph.find_nodes(op="output")}
     kept = {storage_of(n) for n in [*graph.find_nodes(op="placeholder"), *graph_outputs(graph)]}
     ops = get_default_op_list()
     # What the backward reads of the forward, and what that is cheaply computed from again.
@@ -104,6 +118,36 @@ def overwrites_buffers(graph: Graph) -> bool:
         needed += (source for source in node.all_input_nodes if source not in seen)
         seen.update(node.all_input_nodes)
     return False
+
+
+def _saves_difference(loss: Loss) -> bool:
+    """Whether torch's own ops save an intermediate of the size of a loss's input for its gradient.
+
+    They do where it takes fewer bytes than the arguments, which neither broadcast nor are narrower,
+    and which nothing else reads.
+    """
+    dtypes = _SAVED_DIFFERENCES.get(loss.name, ())
+    input, target = (loss.arguments[name] for name in ("input", "target"))
+    value, other = input.meta["val"], target.meta["val"]
+    readers = {loss.forward, *loss.backwards}
+    return (
+        len(loss.gradients()) == 1
+        and loss.arguments["reduction"] != REDUCTIONS["none"]
+        and value.dtype in dtypes
+        and (value.dtype, value.shape) == (other.dtype, other.shape)
+        and storage_of(input) != storage_of(target)
+        and all(_is_input_read_by(readers, node) for node in (input, target))
+    )
+
+
+def _is_input_read_by(readers: set[Node], node: Node) -> bool:
+    """Whether a tensor is a graph's input, or a view of one, that nothing else reads."""
+    source = behind_views(node)
+    looks = [source]
+    for look in looks:
+        looks += (user for user in look.users if is_view(user))
+    users = {user for look in looks for user in look.users if not is_view(user)}
+    return bool(source.op == "placeholder") and users <= readers
 
 
 def _like(fake: Any) -> Tensor:
