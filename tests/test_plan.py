@@ -218,18 +218,18 @@ def test_short_rows(device, classes, choice):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "otherwise"),
+    ("name", "options"),
     [
-        ("softmax_kl_div", (1, 1.0, 1, torch.float32), ""),
-        ("softmax_kl_div", (1, 1.0, -1, torch.float32), ""),
-        ("cross_entropy_probabilities", (None, 1, 0.0, torch.float32), "its forward alone"),
+        ("softmax_kl_div", (1, 1.0, 1, torch.float32)),
+        ("softmax_kl_div", (1, 1.0, -1, torch.float32)),
+        ("cross_entropy_probabilities", (None, 1, 0.0, torch.float32)),
     ],
 )
-def test_slow_pairs_of_rows(name, options, otherwise):
+def test_slow_pairs_of_rows(name, options):
     """One of the two across the memory is enough."""
     op = getattr(torch.ops.fused, f"{name}_forward")
     along, across = _strided(64, 32), _strided(64, 32, order=(1, 0))
-    assert _reason(op, "cuda", (along, along), *options).startswith(otherwise)
+    assert _reason(op, "cuda", (along, along), *options) == ""
     for pair in ((along, across), (across, along)):
         assert "not neighbours" in _reason(op, "cuda", pair, *options)
 

@@ -90,11 +90,18 @@ def _accept_layouts(node: Node) -> None:
         del node.meta["eager_input_vals"]
 
 
+def _row_views(node: Node) -> list[Node]:
+    """A tensor, what it is a view of by rows, what that is one of, and so on."""
+    looks = [node]
+    while looks[-1].target in _ROW_VIEWS:
+        looks.append(looks[-1].args[0])  # type: ignore[arg-type]
+    return looks
+
+
 def _has_rows(node: Node) -> bool:
     """Whether a tensor has its layout already, or rows that Inductor may pad but not permute."""
-    while node.target in _ROW_VIEWS:
-        node = node.args[0]  # type: ignore[assignment]
-    return node.op == "placeholder" or node.target in _PRODUCERS
+    source = _row_views(node)[-1]
+    return source.op == "placeholder" or source.target in _PRODUCERS
 
 
 def _leave_unpadded(node: Node) -> None:
@@ -104,9 +111,7 @@ def _leave_unpadded(node: Node) -> None:
     copies it over all of the result first, which takes as long as the loss itself.
     """
     for look in node.all_input_nodes:
-        looks = [look]
-        while looks[-1].target in _ROW_VIEWS:
-            looks.append(looks[-1].args[0])  # type: ignore[arg-type]
+        looks = _row_views(look)
         if looks[-1].target is aten.addmm.default:
             for each in looks:
                 each.meta["dislike_padding"] = True  # which Inductor asks for

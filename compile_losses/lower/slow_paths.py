@@ -51,12 +51,9 @@ def _slow_rows(loss: Loss, input: Tensor, others: Sequence[Tensor]) -> SlowPath 
     pairs = [t for t in others if t.dim() == input.dim() and t.is_floating_point()]
     if hint_of(input.shape[dim]) > 1 and any(hint_of(t.stride(dim)) != 1 for t in (input, *pairs)):
         return SlowPath("its classes are not neighbours in memory", 4.5)
-    if loss.name == "cross_entropy":
-        if hint_of(input.shape[dim]) * input.element_size() < SHORT_ROW:
-            return SlowPath("its rows are short", 2)
-    elif loss.name == "cross_entropy_probabilities" and not loss.backwards:
-        # Its arithmetic is hidden only where a gradient is written as well.
-        return SlowPath("its forward alone is faster so", 1.2)
+    row = hint_of(input.shape[dim]) * input.element_size()
+    if loss.name == "cross_entropy" and row < SHORT_ROW:
+        return SlowPath("its rows are short", 2)
     return None
 
 
