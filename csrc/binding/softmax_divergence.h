@@ -5,21 +5,25 @@
 
 namespace fused::binding {
 
-// kName: the loss's name as a static array, for messages. Numbers: double for each of its own
-// parameters, in the order of the schema and of the kernel, the last one the temperature.
-template <const char* kName, RowPairKernel kForward, RowPairKernel kBackward, typename... Numbers>
+inline void check_temperature(const char* name, double temperature) {
+  if (!(temperature > 0))  // nan is refused, too
+    throw std::runtime_error(std::string(name) + ": expected temperature to be positive, got " +
+                             std::to_string(temperature));
+}
+
+// kName: the loss's name as a static array, for messages. kCheck: throws for bad values of the
+// loss's own parameters, Numbers: double for each, in the order of the schema and of the kernel.
+template <const char* kName, RowPairKernel kForward, RowPairKernel kBackward, auto kCheck,
+          typename... Numbers>
 struct SoftmaxDivergence {
   // The reductions divide as kl_div's.
   static RowPair prepare(const Tensor& input, const Tensor& target, int64_t reduction, int64_t dim,
                          Numbers... numbers) {
+    kCheck(numbers...);
     RowPair problem(kName, input, target, dim, reduction);
     RowPairArgs& args = problem.args;
     int i = 0;
     ((args.parameters[i++] = numbers), ...);
-    const double temperature = args.parameters[i - 1];
-    if (!(temperature > 0))  // nan is refused, too
-      throw std::runtime_error(std::string(kName) + ": expected temperature to be positive, got " +
-                               std::to_string(temperature));
     if (static_cast<Reduction>(reduction) == Reduction::kMean)
       args.divisor = static_cast<double>(args.rows) * static_cast<double>(args.cols);
     if (static_cast<Reduction>(reduction) == Reduction::kBatchMean)

@@ -6,18 +6,16 @@ namespace {
 
 constexpr char kName[] = "softmax_js_div";
 
-template <RowPairKernel kKernel>
-void checked(const RowPairArgs& args, void* stream) {
-  const double beta = args.parameters[0];
+void check(double beta, double temperature) {
   if (!(beta > 0 && beta < 1))  // nan is refused, too
     throw std::runtime_error(
         "softmax_js_div: expected beta to be between 0 and 1, without these, got " +
         std::to_string(beta));
-  kKernel(args, stream);
+  check_temperature(kName, temperature);
 }
 
-using JsDiv = SoftmaxDivergence<kName, &checked<&softmax_js_div_forward>,
-                                &checked<&softmax_js_div_backward>, double, double>;
+using JsDiv = SoftmaxDivergence<kName, &softmax_js_div_forward, &softmax_js_div_backward, &check,
+                                double, double>;
 
 }  // namespace
 

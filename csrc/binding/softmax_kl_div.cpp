@@ -5,7 +5,11 @@ namespace fused::binding {
 namespace {
 
 constexpr char kName[] = "softmax_kl_div";
-using KlDiv = SoftmaxDivergence<kName, &softmax_kl_div_forward, &softmax_kl_div_backward, double>;
+
+void check(double temperature) { check_temperature(kName, temperature); }
+
+using KlDiv = SoftmaxDivergence<kName, &softmax_kl_div_forward, &softmax_kl_div_backward, &check,
+                                double>;
 
 }  // namespace
 
