@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from compile_losses.ops.linear import block_layout, chunk_size, row_chunks
+from compile_losses.ops.linear import block_layout, chunk_size, class_blocks, row_chunks
 from compile_losses.ops.linear.block_layout import BlockLayout, smallest_scratch
 from compile_losses.ops.linear.chunk_size import chunk_rows, plan, sums_in_float32
 from tests.linear_problems import ROWS, leaves, op, problem, run
@@ -120,6 +120,7 @@ def test_blocks_are_held_where_planned(dtype, options, monkeypatch):
     """All rows' logits in the weight's gradient: beside it what is planned, and little more."""
     monkeypatch.setattr(chunk_size, "LEAST_ROWS", 64)
     monkeypatch.setattr(chunk_size, "LEAST_CLASSES", 64)
+    monkeypatch.setattr(chunk_size, "LEAST_ELEMENTS", 1)
     monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
     monkeypatch.setattr("compile_losses.ops.linear.products.BLOCK_BYTES", 10_000)
     plans = []
@@ -141,6 +142,25 @@ def test_blocks_are_held_where_planned(dtype, options, monkeypatch):
     assert planned.held <= logits / 2
 
 
+@pytest.mark.parametrize("rows", [47, 48, 100])
+def test_where_the_sum_lies(rows, device, exact_plan, monkeypatch):
+    """In input's gradient, where that has memory for it; with the same result."""
+    exact_plan(16, smallest_scratch(24, 24, 640, 5))
+    (x, w, _), target = leaves(device, torch.bfloat16, ignored=0, rows=rows, classes=640)
+    gradients = torch.autograd.grad(op(x, w, target), (x, w))
+    found = []
+
+    def apart(tensor, shape, dtype):
+        found.append(in_idle_memory(tensor, shape, dtype).data_ptr() == tensor.data_ptr())
+        return tensor.new_empty(shape, dtype=dtype)
+
+    in_idle_memory = class_blocks._in_idle_memory
+    monkeypatch.setattr(class_blocks, "_in_idle_memory", apart)
+    expected = torch.autograd.grad(op(x, w, target), (x, w))
+    assert found == [rows >= 48]
+    torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
+
+
 def test_gradients_are_handed_over(chunks):
     """The gradients made in the forward are those that the backward returns, without a copy."""
     (x, w, b), target = leaves("cpu", rows=64, hidden=1000, classes=500)
@@ -160,6 +180,15 @@ def test_chunk_rows():
     assert chunk_rows(5000, 8, 10, torch.float32, budget=2000 * 40) == 1024
     # The gradient of a large weight allows larger chunks.
     assert chunk_rows(8192, 8192, 128_256, torch.bfloat16, sums_weight=True) == 2048
+    # So does one with fewer features, up to its own size, of which a product of few rows is slow.
+    for hidden, classes, expected in (
+        (2048, 128_256, 2048),
+        (2560, 151_936, 2048),
+        (1024, 151_936, 1024),
+        (128, 128_256, 1024),
+    ):
+        assert chunk_rows(8192, hidden, classes, torch.bfloat16, sums_weight=True) == expected
+        assert chunk_rows(8192, hidden, classes, torch.bfloat16) == 1024
     # A little more memory for logits instead of a sum in float32.
     assert chunk_rows(32_768, 2048, 32_000, torch.bfloat16, sums_weight=True) == 4096
 
@@ -176,7 +205,7 @@ def test_plan():
         how = plan(rows, hidden, classes, torch.bfloat16)
         assert how.first_rows == first
         # Statistics and the products' own memory are not counted.
-        assert how.held <= (0.9 if first else 1) * most * gib
+        assert how.held <= (0.95 if first else 1) * most * gib
         assert how.moved <= plan_of_chunks(rows, hidden, classes)
         assert not sums_in_float32(rows, how.chunk, torch.bfloat16)
     head = (8192, 4096, 128_256, torch.bfloat16)

@@ -22,6 +22,11 @@ MOST_BYTES = 512 * 2**20
 #: of 128 or 512 between them.
 LEAST_ROWS = 1024
 
+#: They have about as many as give input's gradient of a chunk so many elements, where the weight's
+#: gradient is computed and takes no less than the logits: with fewer the product that makes it does
+#: not keep a GPU's processors busy.
+LEAST_ELEMENTS = 2**22
+
 #: Sums over this many chunks may be rounded to a 16-bit dtype at each; that stays within the
 #: accuracy of a gradient that is itself rounded to it. Sums over more are kept in float32.
 MOST_NARROW_SUMS = 8
@@ -31,7 +36,7 @@ LEAST_CLASSES = 4096
 
 #: The part of the budget that the buffers of the first rows may take. The rest is for what is not
 #: counted: statistics, the gathered rows' indices, what the allocator rounds up.
-COUNTED = 7 / 8
+COUNTED = 9 / 10
 
 
 @dataclass(frozen=True)
@@ -93,13 +98,14 @@ def plan(
     if moved == 0:
         return best
 
-    # A row of input's gradient, and what is held of it: in a wide dtype the sum is the gradient.
+    # A row of input's gradient: in a wide dtype the sum is the gradient itself.
     sum_bytes = hidden * (4 if narrow else item) if needs_input else 0
-    beside = sum_bytes * narrow + gathered * hidden * item
     room = int(COUNTED * _budget(hidden, classes, dtype, sums_weight=True))
     # Rows beyond hidden are in the scratch buffer, with all of their classes.
     most = min(rows, hidden + room // row_bytes)
     for first in sorted({*range(LEAST_ROWS, most + 1, LEAST_ROWS), *[rows] * (most == rows)}):
+        # The sum lies in the memory of input's gradient where that has twice as many rows.
+        beside = sum_bytes * (narrow and 2 * first > rows) + gathered * hidden * item
         layout = _fewest_blocks(first, hidden, classes, block_buffers, item, room - first * beside)
         rest = -(-(rows - first) // chunk)
         if layout is None or (narrow and 1 + rest > MOST_NARROW_SUMS):
@@ -136,7 +142,8 @@ def chunk_rows(
 ) -> int:
     """How many rows of logits to compute at a time.
 
-    As many multiples of LEAST_ROWS as the budget holds, and never fewer than one. Where a 16-bit
+    As many multiples of LEAST_ROWS as the budget holds, and never fewer than one, or those of
+    LEAST_ELEMENTS. Where a 16-bit
     weight gradient would be the sum of more than MOST_NARROW_SUMS chunks, which takes a sum in
     float32 beside it, chunks are larger: as large as it takes to do without that sum, if they need
     no more memory than it; else as large as that gradient itself.
@@ -155,6 +162,9 @@ def chunk_rows(
     if budget is None:
         budget = _budget(hidden, classes, dtype, sums_weight=sums_weight)
     fitting = _whole(budget // row_bytes)
+    if sums_weight and hidden > 0:
+        busy = _whole(LEAST_ELEMENTS // hidden + LEAST_ROWS // 2)
+        fitting = max(fitting, min(busy, _whole(hidden // buffers)))
     if sums_weight and sums_in_float32(rows, fitting, dtype):
         narrow = -(-rows // (MOST_NARROW_SUMS * LEAST_ROWS)) * LEAST_ROWS
         if (narrow - fitting) * row_bytes <= 4 * hidden * classes:

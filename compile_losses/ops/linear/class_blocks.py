@@ -8,7 +8,8 @@ gradient, a sum over blocks, and into the weight's, whose rows of these classes 
 
 Three products in all. The weight's gradient is written once, and not read. Never in memory besides:
 logits of more than the scratch buffer's blocks. The sum over blocks of input's gradient is in
-float32 where that is in a 16-bit dtype.
+float32 where that is in a 16-bit dtype: in the memory of the gradient for all rows, where these are
+at most half of them.
 """
 
 from __future__ import annotations
@@ -22,41 +23,57 @@ from compile_losses.ops.linear.products import Gradients, add_product, write_log
 from compile_losses.ops.linear.row_losses import SUM, RowLosses, gradient_from_statistics
 
 
-def add_first_rows(
-    gradients: Gradients,
-    layout: BlockLayout,
-    input: Tensor,
-    linear_bias: Tensor | None,
-    losses: RowLosses,
-) -> None:
-    """Adds what input, [layout.rows, hidden], does to the gradients, of which it is the first."""
-    assert len(input) == layout.rows  # out= would resize the logits, over others
-    weight, of_weight = gradients.linear_weight, gradients.weight
-    blocks = _logits(layout, of_weight)
-    own = _BlockLosses(losses, layout)
-    parts = []
-    for classes, logits in blocks:
-        bias = None if linear_bias is None else linear_bias[classes]
-        write_logits(input, weight[classes], bias, logits)
-        parts.append(own.part(classes, logits))
-    own.merge(torch.stack(parts))
+class FirstRows:
+    """What the first ``layout.rows`` rows add to the gradients, which hold nothing yet.
 
-    of_input = gradients.input[: layout.rows] if gradients.needs_input else None
-    total = of_input
-    if of_input is not None and of_input.dtype != losses.dtype:
-        total = torch.empty_like(of_input, dtype=losses.dtype)
-    for classes, logits in blocks:
-        of_logits = own.gradient(classes, logits)
-        if total is not None:
-            add_product(total, of_logits, weight[classes], starts=classes.start == 0)
-        if gradients.needs_bias:
-            gradients.bias_sum[classes] += of_logits.sum(0)
-        # Overwrites what lies before the next block's logits: see BlockLayout.
-        torch.mm(of_logits.t(), input, out=of_weight[classes])
-        del of_logits
-    if of_input is not None and total is not None and total is not of_input:
-        of_input.copy_(total)
-    gradients.starts = False
+    Making one allocates all that is needed; nothing is computed before ``add``.
+    """
+
+    def __init__(self, gradients: Gradients, layout: BlockLayout, losses: RowLosses) -> None:
+        self.gradients, self.layout = gradients, layout
+        self.blocks = _logits(layout, gradients.weight)
+        self.losses = _BlockLosses(losses, layout)
+        self.of_input = gradients.input[: layout.rows] if gradients.needs_input else None
+        self.total = self.of_input
+        if self.of_input is not None and self.of_input.dtype != losses.dtype:
+            self.total = _in_idle_memory(gradients.input, self.of_input.shape, losses.dtype)
+
+    def add(self, input: Tensor, linear_bias: Tensor | None) -> None:
+        """Adds what input, [layout.rows, hidden], does to the gradients, of which it is the first;
+        once."""
+        assert len(input) == self.layout.rows  # out= would resize the logits, over others
+        gradients, losses, total = self.gradients, self.losses, self.total
+        weight, of_weight = gradients.linear_weight, gradients.weight
+        parts = []
+        for classes, logits in self.blocks:
+            bias = None if linear_bias is None else linear_bias[classes]
+            write_logits(input, weight[classes], bias, logits)
+            parts.append(losses.part(classes, logits))
+        losses.merge(torch.stack(parts))
+
+        for classes, logits in self.blocks:
+            of_logits = losses.gradient(classes, logits)
+            if total is not None:
+                add_product(total, of_logits, weight[classes], starts=classes.start == 0)
+            if gradients.needs_bias:
+                gradients.bias_sum[classes] += of_logits.sum(0)
+            # Overwrites what lies before the next block's logits: see BlockLayout.
+            torch.mm(of_logits.t(), input, out=of_weight[classes])
+            del of_logits
+        del logits
+        self.blocks.clear()  # and with them the scratch buffer
+        if total is not None and self.of_input is not None and total is not self.of_input:
+            # By a copy of its own: they may lie over each other.
+            self.of_input.copy_(total.to(self.of_input.dtype))
+        gradients.starts = False
+
+
+def _in_idle_memory(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor in the memory of another one, where that is large enough for it."""
+    if tensor.nbytes < shape.numel() * dtype.itemsize:
+        return tensor.new_empty(shape, dtype=dtype)
+    count = shape.numel() * dtype.itemsize // tensor.itemsize
+    return tensor.view(-1)[:count].view(dtype).view(shape)
 
 
 def _logits(layout: BlockLayout, of_weight: Tensor) -> list[tuple[slice, Tensor]]:

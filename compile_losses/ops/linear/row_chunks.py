@@ -10,7 +10,7 @@ the others have is decided in :mod:`compile_losses.ops.linear.chunk_size`.
 
 Ignored rows are left out before the first product where they are at least an eighth of the rows. A
 GPU's host has to wait for their number: it does so where the products take far longer than that,
-as the last thing before the first of them, and never while a CUDA graph is captured. Elsewhere
+when all is ready for the first of them, and never while a CUDA graph is captured. Elsewhere
 ignored rows are computed like the others, to gradients of 0. Sums have a fixed order.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from compile_losses.ops.checks import accumulation_type
 from compile_losses.ops.linear.arguments import check
 from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, plan, sums_in_float32
-from compile_losses.ops.linear.class_blocks import add_first_rows
+from compile_losses.ops.linear.class_blocks import FirstRows
 from compile_losses.ops.linear.products import (
     Chunk,
     Gradients,
@@ -43,7 +43,7 @@ WORTH_WAITING = 2e12
 
 
 class Problem:
-    """The arguments of a leaf op, and the rows that are computed."""
+    """The arguments of a leaf op, and the rows that are computed: all, until some are left out."""
 
     def __init__(self, arguments: tuple[Any, ...], grad_output: Tensor | None = None) -> None:
         self.input, self.linear_weight, target, self.linear_bias, weight, *options = arguments
@@ -52,15 +52,24 @@ class Problem:
         target = target.to(torch.int64)
         self.all_rows = len(target)
         operations = 6 * self.linear_weight.numel() * self.all_rows
-        count = KeptRows(target, ignore_index) if is_worth_waiting(target, operations) else None
+        self.count: KeptRows | None = None
+        if is_worth_waiting(target, operations):
+            self.count = KeptRows(target, ignore_index)
         self.losses = RowLosses(
             target, weight, self.reduction, ignore_index, label_smoothing, softcap, z_loss,
             accumulation_type(self.input.dtype), grad_output,
         )  # fmt: skip
-        self.kept = None if count is None else count.indices()
-        if self.kept is not None:
-            self.losses.keep(self.kept)
-        self.rows = self.all_rows if self.kept is None else len(self.kept)
+        self.kept: Tensor | None = None
+        self.rows = self.all_rows
+
+    def leave_out_ignored(self) -> bool:
+        """Leaves ignored rows out, where they are many; waits for a device that counts them."""
+        self.kept = None if self.count is None else self.count.indices()
+        if self.kept is None:
+            return False
+        self.losses.keep(self.kept)
+        self.rows = len(self.kept)
+        return True
 
     def logits(self, chunk: int, start: int = 0) -> Iterator[Chunk]:
         return chunks_of_logits(
@@ -123,6 +132,7 @@ def forward(*arguments: Any) -> Tensor:
     """fused::linear_cross_entropy_forward: one product in all."""
     with autocast_off(arguments[0]):
         problem = Problem(arguments)
+        problem.leave_out_ignored()
         losses = problem.losses
         each = losses.target.new_empty(problem.rows, dtype=losses.dtype)
         chunk = chunk_rows(*problem.sizes, buffers=losses.buffers(gradient=False))
@@ -151,22 +161,36 @@ def backward(grad_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return tuple(gradients)
 
 
+def _prepared(
+    problem: Problem, needs: tuple[bool, bool, bool]
+) -> tuple[Plan, Gradients, FirstRows | None]:
+    """How the gradients of the problem's rows are computed, and what holds them and what they
+    need."""
+    needs_input, needs_weight, _ = needs
+    losses = problem.losses
+    how = problem.plan(needs_input, needs_weight)
+    wide = how.first is None and sums_in_float32(problem.rows, how.chunk, problem.input.dtype)
+    gradients = Gradients(problem.linear_weight, problem.rows, needs, losses.dtype, wide=wide)
+    first = None if how.first is None else FirstRows(gradients, how.first, losses)
+    return how, gradients, first
+
+
 def _with_gradients(
     arguments: tuple[Any, ...], needs: tuple[bool, bool, bool], grad_output: Tensor | None
 ) -> tuple[Tensor, ...]:
-    needs_input, needs_weight, _ = needs
     with autocast_off(arguments[0]):
         problem = Problem(arguments, grad_output)
         losses = problem.losses
-        how = problem.plan(needs_input, needs_weight)
-        wide = how.first is None and sums_in_float32(problem.rows, how.chunk, problem.input.dtype)
-        gradients = Gradients(problem.linear_weight, problem.rows, needs, losses.dtype, wide=wide)
-        if how.first is not None:
-            first = rows_of(problem.input, slice(0, how.first.rows), problem.kept)
-            add_first_rows(gradients, how.first, first, problem.linear_bias, losses)
-            del first
+        how, gradients, first = _prepared(problem, needs)  # while a device counts
+        if problem.leave_out_ignored():
+            del gradients, first
+            how, gradients, first = _prepared(problem, needs)
+        if first is not None:
+            rows = rows_of(problem.input, slice(0, how.first_rows), problem.kept)
+            first.add(rows, problem.linear_bias)
+            del first, rows
         add_chunks(gradients, problem.logits(how.chunk, how.first_rows), losses.gradient)
         grad_input, *others = gradients.result()
-        if needs_input:
+        if gradients.needs_input:
             grad_input = problem.for_all_rows(grad_input)
         return losses.reduced().to(problem.dtype), grad_input, *others
