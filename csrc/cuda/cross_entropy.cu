@@ -1,7 +1,8 @@
 // Cross entropy on CUDA.
 //
 // Launches: [sums of the target weights, where the gradient of a mean needs them first], one kernel
-// over the logits, sums over the rows. No temporary buffers.
+// over the logits, sums over the rows. Each begins while the one in front ends, where the device
+// allows. No temporary buffers.
 #include "../kernels.h"
 #include "cross_entropy_launch.cuh"
 #include "cross_entropy_sums.cuh"
@@ -23,9 +24,7 @@ void launch_rows(const CrossEntropyArgs& args, cudaStream_t stream) {
 
 template <typename acc_t>
 void launch_all(const CrossEntropyArgs& args, cudaStream_t stream) {
-  // The gradient of a mean needs the total weight before the first row is done.
-  if (args.grad_input && args.reduction == Reduction::kMean)
-    launch_sums<acc_t>(args, false, stream);
+  if (needs_total_weight(args)) launch_sums<acc_t>(args, false, stream);
   if (args.rows > 0) launch_rows(args, stream);
   launch_sums<acc_t>(args, true, stream);
 }

@@ -210,7 +210,7 @@ __device__ __forceinline__ void finish_row(const CrossEntropyArgs& args, int64_t
 }
 
 // What all rows' gradients are multiplied with: one grad_output, over the total weight for the
-// mean. Waits for memory: called once, before the first row.
+// mean, which the kernel in front may write. Waits for memory.
 template <typename acc_t>
 __device__ __forceinline__ acc_t common_scale(const CrossEntropyArgs& args) {
   acc_t scale = 1;

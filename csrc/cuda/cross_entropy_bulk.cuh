@@ -11,13 +11,13 @@
 #pragma once
 
 #include "cross_entropy.cuh"
+#include "launch.cuh"
 
 namespace fused::cuda {
 
 constexpr int kBulkThreads = 256;  // at most
 constexpr int kBulkChunks = 8;     // copies a slice is cut into, at most
 constexpr int kBulkUnroll = 2;     // packets that a thread adds to its sum at a time
-constexpr int kMaxCluster = 8;     // the largest that every device takes
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
@@ -78,6 +78,7 @@ __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 4 : 6)
   __shared__ State scratch[kBulkThreads / kWarp];
   __shared__ State own;
 
+  let_next_start();
   const int rank = static_cast<int>(blockIdx.x % cluster);
   const int64_t row = blockIdx.x / cluster;
   const int threads = blockDim.x;
@@ -100,7 +101,6 @@ __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 4 : 6)
   __syncthreads();
 
   const RowTarget<acc_t> target(args, row);
-  const acc_t scale = row_scale(args, row, target, common_scale<acc_t>(args));
   const acc_t* weight = class_weights<acc_t>(args);
   const Softcap<acc_t, kCapped> cap(args.softcap);
   const bool has_loose = rank == 0 && threadIdx.x < span.loose;
@@ -152,6 +152,9 @@ __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 4 : 6)
     // Waited for at the end: no block may leave while another still reads its `own`.
     __cluster_barrier_arrive();
   }
+  // Only the total weight is of the kernel in front, which may have run until now.
+  await_previous();
+  const acc_t scale = row_scale(args, row, target, common_scale<acc_t>(args));
   if (writes_row) finish_row(args, row, softmax, target, target_logit);
 
   const RowGradient<acc_t, kCapped, kSmoothing> gradient(args, target, scale, softmax.largest,

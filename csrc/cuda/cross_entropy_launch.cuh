@@ -10,9 +10,15 @@
 
 namespace fused::cuda {
 
+// The gradient of a mean needs the total weight before the first row is done: the sums of the
+// target weights are launched in front of the rows' kernel.
+inline bool needs_total_weight(const CrossEntropyArgs& args) {
+  return args.grad_input && args.reduction == Reduction::kMean;
+}
+
 enum class Path { kColumns, kShortRows, kBlock, kBulk };
 
-struct Launch {
+struct Choice {
   Path path;
   // kShortRows: as many as a row's lanes hold; kBlock: kept in shared memory; kBulk: of a block's
   // slice.
@@ -37,7 +43,7 @@ inline bool equally_aligned(const CrossEntropyArgs& args) {
 }
 
 // The one place where a shape is given its kernel. Limits are in 16-byte packets of a row.
-inline Launch choose_forward(const CrossEntropyArgs& args, const Device& device) {
+inline Choice choose_forward(const CrossEntropyArgs& args, const Device& device) {
   const bool gradient = args.grad_input;
   const int64_t packets = args.cols * element_size(args.dtype) / 16;
   if (args.cols > 1 &&
@@ -46,8 +52,8 @@ inline Launch choose_forward(const CrossEntropyArgs& args, const Device& device)
   // double's exp takes too many registers to keep a row in the others.
   const bool is_double = args.dtype == DType::kFloat64;
   if (is_double && packets <= 128) return {Path::kColumns};
-  const bool bulk = gradient && !is_double && device.arch >= 900 && compiled_for(900, device) &&
-                    equally_aligned(args) && args.rows <= INT32_MAX / kMaxCluster;
+  const bool bulk = gradient && !is_double && has_clusters(device) && equally_aligned(args) &&
+                    args.rows <= INT32_MAX / kMaxCluster;
   if (!is_double && packets <= (bulk ? 128 : 256))
     return {Path::kShortRows, std::max<int64_t>(std::bit_ceil(static_cast<uint64_t>(packets)), 4)};
 
@@ -90,9 +96,11 @@ void launch_lanes(const CrossEntropyArgs& args, cudaStream_t stream) {
       args.label_smoothing > 0
           ? cross_entropy_short_rows_kernel<scalar_t, kLanes, kPackets, kGradient, kCapped, true>
           : cross_entropy_short_rows_kernel<scalar_t, kLanes, kPackets, kGradient, kCapped, false>;
-  const unsigned blocks = blocks_for(args.rows, kShortRowThreads / kLanes);
-  kernel<<<blocks, kShortRowThreads, 0, stream>>>(args);
-  check_launch("cross_entropy_short_rows_kernel");
+  launch("cross_entropy_short_rows_kernel", kernel,
+         {.blocks = blocks_for(args.rows, kShortRowThreads / kLanes),
+          .threads = kShortRowThreads,
+          .behind = needs_total_weight(args)},
+         stream, args);
 }
 
 // As few lanes a row as hold it in their registers: what is done once a row costs a warp the same
@@ -116,54 +124,49 @@ void launch_short_rows(const CrossEntropyArgs& args, int64_t packets, cudaStream
 }
 
 template <typename scalar_t, bool kCapped, bool kSmoothing>
-void launch_bulk(const CrossEntropyArgs& args, const Launch& launch, cudaStream_t stream) {
+void launch_bulk(const CrossEntropyArgs& args, const Choice& choice, cudaStream_t stream) {
   const auto kernel = cross_entropy_bulk_kernel<scalar_t, kCapped, kSmoothing>;
-  const int slice = static_cast<int>(launch.packets);
+  const int slice = static_cast<int>(choice.packets);
   // Chunks that suit the unrolled loop of all threads, so that only the last one has a remainder.
-  const int step = kBulkUnroll * launch.threads;
+  const int step = kBulkUnroll * choice.threads;
   const int chunk = static_cast<int>(divide_up(divide_up(slice, kBulkChunks), step)) * step;
   const size_t shared = size_t(16) * slice;
   allow_shared(kernel, shared);
 
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(launch.cluster), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(args.rows * launch.cluster));
-  config.blockDim = dim3(launch.threads);
-  config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = launch.cluster > 1 ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, args, launch.cluster, slice, chunk),
-        "cross_entropy_bulk_kernel");
+  launch("cross_entropy_bulk_kernel", kernel,
+         {.blocks = static_cast<unsigned>(args.rows * choice.cluster),
+          .threads = static_cast<unsigned>(choice.threads),
+          .shared = shared,
+          .cluster = choice.cluster,
+          .behind = needs_total_weight(args)},
+         stream, args, choice.cluster, slice, chunk);
 }
 
 template <typename scalar_t, bool kGradient, bool kCapped, bool kSmoothing>
-void launch_long_rows(const CrossEntropyArgs& args, const Launch& launch, cudaStream_t stream) {
+void launch_long_rows(const CrossEntropyArgs& args, const Choice& choice, cudaStream_t stream) {
   const auto kernel = cross_entropy_long_rows_kernel<scalar_t, kGradient, kCapped, kSmoothing>;
-  const size_t shared = size_t(16) * launch.packets;
+  const size_t shared = size_t(16) * choice.packets;
   allow_shared(kernel, shared);
-  kernel<<<blocks_for(args.rows, 1), launch.threads, shared, stream>>>(
-      args, static_cast<int>(launch.packets));
+  kernel<<<blocks_for(args.rows, 1), choice.threads, shared, stream>>>(
+      args, static_cast<int>(choice.packets));
   check_launch("cross_entropy_long_rows_kernel");
 }
 
 template <typename scalar_t, bool kCapped, bool kSmoothing>
-void launch_blocks(const CrossEntropyArgs& args, const Launch& launch, cudaStream_t stream) {
+void launch_blocks(const CrossEntropyArgs& args, const Choice& choice, cudaStream_t stream) {
   if constexpr (!std::is_same_v<scalar_t, double>) {
-    if (launch.path == Path::kBulk)
-      return launch_bulk<scalar_t, kCapped, kSmoothing>(args, launch, stream);
+    if (choice.path == Path::kBulk)
+      return launch_bulk<scalar_t, kCapped, kSmoothing>(args, choice, stream);
   }
   if (args.grad_input)
-    return launch_long_rows<scalar_t, true, kCapped, kSmoothing>(args, launch, stream);
-  launch_long_rows<scalar_t, false, kCapped, kSmoothing>(args, launch, stream);
+    return launch_long_rows<scalar_t, true, kCapped, kSmoothing>(args, choice, stream);
+  launch_long_rows<scalar_t, false, kCapped, kSmoothing>(args, choice, stream);
 }
 
 template <typename scalar_t, bool kCapped>
 void launch_forward(const CrossEntropyArgs& args, cudaStream_t stream) {
-  const Launch launch = choose_forward(args, current_device());
-  switch (launch.path) {
+  const Choice choice = choose_forward(args, current_device());
+  switch (choice.path) {
     case Path::kColumns:
       cross_entropy_columns_kernel<scalar_t, kCapped>
           <<<blocks_for(args.rows, kColumnRows), dim3(kColumnRows, kColumnLanes), 0, stream>>>(
@@ -171,14 +174,14 @@ void launch_forward(const CrossEntropyArgs& args, cudaStream_t stream) {
       return check_launch("cross_entropy_columns_kernel");
     case Path::kShortRows:
       if constexpr (!std::is_same_v<scalar_t, double>) {  // as chosen by choose_forward
-        args.grad_input ? launch_short_rows<scalar_t, kCapped, true>(args, launch.packets, stream)
-                        : launch_short_rows<scalar_t, kCapped, false>(args, launch.packets, stream);
+        args.grad_input ? launch_short_rows<scalar_t, kCapped, true>(args, choice.packets, stream)
+                        : launch_short_rows<scalar_t, kCapped, false>(args, choice.packets, stream);
       }
       return;
     default:
       if (args.label_smoothing > 0)
-        return launch_blocks<scalar_t, kCapped, true>(args, launch, stream);
-      return launch_blocks<scalar_t, kCapped, false>(args, launch, stream);
+        return launch_blocks<scalar_t, kCapped, true>(args, choice, stream);
+      return launch_blocks<scalar_t, kCapped, false>(args, choice, stream);
   }
 }
 

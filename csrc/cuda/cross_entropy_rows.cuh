@@ -39,6 +39,8 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
       kLanes == kWarp ? ~0u : ((1u << (kLanes % kWarp)) - 1) << (threadIdx.x % kWarp - lane);
   const acc_t* weight = class_weights<acc_t>(args);
   const Softcap<acc_t, kCapped> cap(args.softcap);
+  let_next_start();
+  await_previous();
   const acc_t common = kGradient ? common_scale<acc_t>(args) : acc_t(0);
 
   for (int64_t row = blockIdx.x * int64_t(kRows) + threadIdx.x / kLanes; row < args.rows;

@@ -8,6 +8,8 @@
 namespace fused::cuda {
 
 constexpr int kSumThreads = 1024;
+// Rows a thread adds up, at most, for which one cluster is faster than a second launch.
+constexpr int kClusterRounds = 4;
 
 template <typename acc_t>
 __device__ __forceinline__ void write_sums(const CrossEntropyArgs& args, bool finished,
@@ -19,9 +21,10 @@ __device__ __forceinline__ void write_sums(const CrossEntropyArgs& args, bool fi
 }
 
 // Sums of the target weights and, once the row kernel has written them (`finished`), of row_losses;
-// one contiguous share of the rows a block.
+// one contiguous share of the rows a block. kCluster: the blocks are one cluster, whose first adds
+// up all shares; otherwise a grid of several blocks is to be followed by the total kernel.
 // Bytes moved per row: 8 for the target, sizeof(acc_t) for its loss.
-template <typename acc_t>
+template <typename acc_t, bool kCluster>
 __global__ void __launch_bounds__(kSumThreads)
     cross_entropy_sums_kernel(const __grid_constant__ CrossEntropyArgs args, bool finished) {
   await_previous();
@@ -42,6 +45,26 @@ __global__ void __launch_bounds__(kSumThreads)
   if (wrong >= 0) report_target(args, wrong);
   weights = block_sum(weights);
   losses = block_sum(losses);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (kCluster) {
+    __shared__ double2 own;
+    if (threadIdx.x == 0) own = make_double2(weights, losses);
+    __cluster_barrier_arrive();
+    __cluster_barrier_wait();
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      weights = losses = 0;
+      for (unsigned block = 0; block < gridDim.x; ++block) {
+        const double2 part = *static_cast<const double2*>(__cluster_map_shared_rank(&own, block));
+        weights += part.x;
+        losses += part.y;
+      }
+      write_sums<acc_t>(args, finished, weights, losses);
+    }
+    __cluster_barrier_arrive();  // no block may leave while its `own` is read
+    __cluster_barrier_wait();
+    return;
+  }
+#endif
   if (threadIdx.x != 0) return;
   if (gridDim.x == 1) return write_sums<acc_t>(args, finished, weights, losses);
   args.partials[2 * blockIdx.x] = weights;
@@ -54,6 +77,7 @@ __global__ void __launch_bounds__(kSumThreads)
     cross_entropy_total_kernel(const __grid_constant__ CrossEntropyArgs args, bool finished,
                                int blocks) {
   await_previous();
+  let_next_start();
   double weights = 0, losses = 0;
   for (int i = threadIdx.x; i < blocks; i += kSumThreads) {
     weights += args.partials[2 * i];
@@ -66,10 +90,20 @@ __global__ void __launch_bounds__(kSumThreads)
 
 template <typename acc_t>
 void launch_sums(const CrossEntropyArgs& args, bool finished, cudaStream_t stream) {
+  const Device& device = current_device();
+  const int64_t wanted = divide_up(std::max<int64_t>(args.rows, 1), kSumThreads);
+  if (has_clusters(device) && wanted <= kClusterRounds * kMaxCluster) {
+    const int blocks = static_cast<int>(std::min<int64_t>(wanted, kMaxCluster));
+    return launch("cross_entropy_sums_kernel", cross_entropy_sums_kernel<acc_t, true>,
+                  {.blocks = static_cast<unsigned>(blocks),
+                   .threads = kSumThreads,
+                   .cluster = blocks,
+                   .behind = true},
+                  stream, args, finished);
+  }
   const int64_t blocks =
-      std::min({row_sum_shares(args.rows), int64_t(current_device().multiprocessors),
-                divide_up(std::max<int64_t>(args.rows, 1), kSumThreads)});
-  launch_behind("cross_entropy_sums_kernel", cross_entropy_sums_kernel<acc_t>,
+      std::min({row_sum_shares(args.rows), int64_t(device.multiprocessors), wanted});
+  launch_behind("cross_entropy_sums_kernel", cross_entropy_sums_kernel<acc_t, false>,
                 static_cast<unsigned>(blocks), kSumThreads, stream, args, finished);
   if (blocks == 1) return;
   launch_behind("cross_entropy_total_kernel", cross_entropy_total_kernel<acc_t>, 1, kSumThreads,

@@ -88,30 +88,59 @@ __device__ __forceinline__ void let_next_start() {
 #endif
 }
 
-// In launch_behind's kernel, in every thread and before any access to memory: returns when the
-// kernel in front has ended and what it wrote is visible.
+// In the kernel behind, in every thread: returns when the kernel in front has ended and what it
+// wrote is visible. Called before any access to memory; only what was written by a kernel further
+// in front may be read before, if the one in front waited for that before it let this one start.
 __device__ __forceinline__ void await_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Launches a kernel that begins with await_previous(). Where the device allows, its launch overlaps
-// the end of the kernel in front, which saves about a microsecond.
+constexpr int kMaxCluster = 8;  // the largest that every device with clusters takes
+
+inline bool has_clusters(const Device& device) {
+  return device.arch >= 900 && compiled_for(900, device);
+}
+
+struct Grid {
+  dim3 blocks, threads;
+  size_t shared = 0;  // dynamic, in bytes
+  int cluster = 1;    // blocks; more than one only where the device has_clusters
+  // Whether the launch may overlap the end of the kernel in front, which saves about a microsecond:
+  // a kernel that calls await_previous().
+  bool behind = false;
+};
+
+template <typename... Parameters>
+void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, cudaStream_t stream,
+            std::type_identity_t<Parameters>... arguments) {
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid.blocks;
+  config.blockDim = grid.threads;
+  config.dynamicSmemBytes = grid.shared;
+  config.stream = stream;
+  config.attrs = attributes;
+  if (grid.behind && has_clusters(current_device())) {
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (grid.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
+  }
+  check(cudaLaunchKernelEx(&config, kernel, arguments...), name);
+}
+
+// A kernel that begins with await_previous().
 template <typename... Parameters>
 void launch_behind(const char* name, void (*kernel)(Parameters...), dim3 blocks, dim3 threads,
                    cudaStream_t stream, std::type_identity_t<Parameters>... arguments) {
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  const Device& device = current_device();
-  cudaLaunchConfig_t config{};
-  config.gridDim = blocks;
-  config.blockDim = threads;
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = device.arch >= 900 && compiled_for(900, device) ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, arguments...), name);
+  launch(name, kernel, {.blocks = blocks, .threads = threads, .behind = true}, stream,
+         arguments...);
 }
 
 }  // namespace fused::cuda

@@ -18,6 +18,7 @@ __global__ void __launch_bounds__(kThreads)
                  int64_t numel, int head, const void* factor, DType factor_dtype) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kWidth = Packet<scalar_t>::kWidth;
+  await_previous();
   const acc_t scale = static_cast<acc_t>(load_as<double>(factor, factor_dtype, 0));
   if (scale == acc_t(1)) return;
 
@@ -53,9 +54,8 @@ void scale_(void* data, DType dtype, int64_t numel, const void* factor, DType fa
     const int64_t packets = divide_up(numel, Packet<scalar_t>::kWidth);
     const int64_t most = current_device().multiprocessors * kBlocksPerMultiprocessor;
     const int64_t blocks = std::min(most, divide_up(packets, kThreads));
-    scale_kernel<scalar_t><<<static_cast<unsigned>(blocks), kThreads, 0, as_stream(stream)>>>(
-        values, numel, head, factor, factor_dtype);
-    check_launch("scale_kernel");
+    launch_behind("scale_kernel", scale_kernel<scalar_t>, static_cast<unsigned>(blocks), kThreads,
+                  as_stream(stream), values, numel, head, factor, factor_dtype);
   });
 }
 
