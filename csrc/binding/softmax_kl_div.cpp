@@ -8,8 +8,8 @@ constexpr char kName[] = "softmax_kl_div";
 
 void check(double temperature) { check_temperature(kName, temperature); }
 
-using KlDiv = SoftmaxDivergence<kName, &softmax_kl_div_forward, &softmax_kl_div_backward, &check,
-                                double>;
+using KlDiv =
+    SoftmaxDivergence<kName, &softmax_kl_div_forward, &softmax_kl_div_backward, &check, double>;
 
 }  // namespace
 
