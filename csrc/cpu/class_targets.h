@@ -1,6 +1,7 @@
 // What the losses with class indices share: a row's target, and the factor of its gradient.
 #pragma once
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -8,12 +9,20 @@
 
 namespace fused::cpu {
 
-inline void check_target(const char* op, const CrossEntropyArgs& args, int64_t row) {
-  const int64_t target = args.target[row];
-  if (target != args.ignore_index && (target < 0 || target >= args.classes))
-    throw std::out_of_range(std::string(op) + ": target " + std::to_string(target) +
-                            " is out of bounds for " + std::to_string(args.classes) +
-                            " classes (ignore_index is " + std::to_string(args.ignore_index) + ")");
+inline bool is_out_of_bounds(const CrossEntropyArgs& args, int64_t target) {
+  return target != args.ignore_index && (target < 0 || target >= args.classes);
+}
+
+inline void check_targets(const char* op, const CrossEntropyArgs& args) {
+  bool wrong = false;
+  for (int64_t row = 0; row < args.rows; ++row) wrong |= is_out_of_bounds(args, args.target[row]);
+  if (!wrong) return;
+  const int64_t target = *std::find_if(args.target, args.target + args.rows, [&](int64_t value) {
+    return is_out_of_bounds(args, value);
+  });
+  throw std::out_of_range(std::string(op) + ": target " + std::to_string(target) +
+                          " is out of bounds for " + std::to_string(args.classes) +
+                          " classes (ignore_index is " + std::to_string(args.ignore_index) + ")");
 }
 
 // What one row's loss and gradient need besides its statistics.
@@ -39,22 +48,35 @@ const acc_t* class_weights(const CrossEntropyArgs& args) {
   return args.weight ? static_cast<const acc_t*>(args.weight) + args.first_class : nullptr;
 }
 
-// grad_output, over the total weight for the mean; 0 for an ignored row.
+// What all rows' gradients are multiplied with: one grad_output, over the total weight for the
+// mean.
 template <typename acc_t>
-acc_t row_scale(const CrossEntropyArgs& args, int64_t row, const RowTarget<acc_t>& target,
-                acc_t total_weight) {
-  if (target.ignored) return acc_t(0);
-  acc_t grad_output = 1;
-  if (args.grad_output)
-    load(args.grad_output, args.grad_output_dtype, row * args.grad_output_stride, 1, 1,
-         &grad_output);
-  return args.reduction == Reduction::kMean ? grad_output / total_weight : grad_output;
+acc_t common_scale(const CrossEntropyArgs& args, acc_t total_weight) {
+  acc_t scale = 1;
+  if (args.grad_output && !args.grad_output_stride)
+    load(args.grad_output, args.grad_output_dtype, 0, 1, 1, &scale);
+  return args.reduction == Reduction::kMean ? scale / total_weight : scale;
 }
 
+// The same with a grad_output for each row; 0 for an ignored row.
+template <typename acc_t>
+acc_t row_scale(const CrossEntropyArgs& args, int64_t row, const RowTarget<acc_t>& target,
+                acc_t common) {
+  if (target.ignored) return acc_t(0);
+  if (!args.grad_output_stride) return common;
+  acc_t grad_output;
+  load(args.grad_output, args.grad_output_dtype, row * args.grad_output_stride, 1, 1, &grad_output);
+  return common * grad_output;
+}
+
+// Of all rows that are not ignored. Throws for a target out of bounds.
 template <typename acc_t>
 double sum_of_weights(const char* op, const CrossEntropyArgs& args) {
+  check_targets(op, args);
+  if (!args.weight)
+    return static_cast<double>(args.rows -
+                               std::count(args.target, args.target + args.rows, args.ignore_index));
   return sum_over_rows(args.rows, [&](int64_t row) {
-    check_target(op, args, row);
     return static_cast<double>(RowTarget<acc_t>(args, row).weight);
   });
 }

@@ -140,13 +140,14 @@ void forward(const CrossEntropyArgs& args) {
   const double weights = sum_of_weights<acc_t>("cross_entropy", args);
   const acc_t total_weight = static_cast<acc_t>(weights);
   *static_cast<acc_t*>(args.total_weight) = total_weight;
+  const acc_t common = common_scale(args, total_weight);
   for_each_block(args.input_layout, args.rows, args.cols, kLanes, [&](int64_t row, int64_t lanes) {
     if (lanes > 0) {
       forward_lanes<acc_t>(args, row, lanes);
-      if (args.grad_input) gradient_lanes<acc_t>(args, row, lanes, total_weight);
+      if (args.grad_input) gradient_lanes<acc_t>(args, row, lanes, common);
     } else {
       forward_row<acc_t>(args, row);
-      if (args.grad_input) gradient_row<acc_t>(args, row, total_weight);
+      if (args.grad_input) gradient_row<acc_t>(args, row, common);
     }
   });
   reduce_losses<acc_t>(args, weights);
@@ -164,7 +165,7 @@ void parts(const CrossEntropyArgs& args) {
 }  // namespace cpu
 
 void cross_entropy_parts(const CrossEntropyArgs& args, void* /*stream*/) {
-  for (int64_t row = 0; row < args.rows; ++row) cpu::check_target("cross_entropy", args, row);
+  cpu::check_targets("cross_entropy", args);
   if (args.dtype == DType::kFloat64) return cpu::parts<double>(args);
   cpu::parts<float>(args);
 }
@@ -175,12 +176,13 @@ void cross_entropy_forward(const CrossEntropyArgs& args, void* /*stream*/) {
 }
 
 void cross_entropy_backward(const CrossEntropyArgs& args, void* /*stream*/) {
-  for (int64_t row = 0; row < args.rows; ++row) cpu::check_target("cross_entropy", args, row);
+  cpu::check_targets("cross_entropy", args);
   // Only a mean divides by it.
   const void* total = args.reduction == Reduction::kMean ? args.total_weight : nullptr;
   if (args.dtype == DType::kFloat64)
-    return cpu::gradients<double>(args, total ? *static_cast<const double*>(total) : 1.);
-  cpu::gradients<float>(args, total ? *static_cast<const float*>(total) : 1.f);
+    return cpu::gradients(args,
+                          cpu::common_scale(args, total ? *static_cast<const double*>(total) : 1.));
+  cpu::gradients(args, cpu::common_scale(args, total ? *static_cast<const float*>(total) : 1.f));
 }
 
 }  // namespace fused

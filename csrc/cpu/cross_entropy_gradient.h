@@ -79,24 +79,24 @@ struct RowGradient {
   CrossEntropyGradient<acc_t> coefficient;
   int64_t target;
 
-  RowGradient(const CrossEntropyArgs& args, int64_t row, acc_t total_weight)
-      : RowGradient(args, row, RowTarget<acc_t>(args, row), total_weight) {}
+  RowGradient(const CrossEntropyArgs& args, int64_t row, acc_t common)
+      : RowGradient(args, row, RowTarget<acc_t>(args, row), common) {}
 
  private:
   RowGradient(const CrossEntropyArgs& args, int64_t row, const RowTarget<acc_t>& row_target,
-              acc_t total_weight)
+              acc_t common)
       : summary{static_cast<const acc_t*>(args.stats)[2 * row],
                 static_cast<const acc_t*>(args.stats)[2 * row + 1]},
-        coefficient(row_scale(args, row, row_target, total_weight), row_target.weight,
+        coefficient(row_scale(args, row, row_target, common), row_target.weight,
                     static_cast<acc_t>(args.label_smoothing), weight_sum<acc_t>(args),
                     static_cast<acc_t>(args.classes)),
         target(row_target.index) {}
 };
 
 template <typename acc_t>
-void gradient_row(const CrossEntropyArgs& args, int64_t row, acc_t total_weight) {
+void gradient_row(const CrossEntropyArgs& args, int64_t row, acc_t common) {
   alignas(64) acc_t buffer[kTile], out[kTile], slopes[kTile];
-  const RowGradient<acc_t> gradient(args, row, total_weight);
+  const RowGradient<acc_t> gradient(args, row, common);
   const int64_t offset = row_offset(args.input_layout, row);
   const int64_t grad_offset = row_offset(args.grad_layout, row);
   const int64_t stride = args.input_layout.col_stride, grad_stride = args.grad_layout.col_stride;
@@ -128,13 +128,13 @@ void gradient_row(const CrossEntropyArgs& args, int64_t row, acc_t total_weight)
 
 // The column path: rows [row, row + lanes) lie side by side.
 template <typename acc_t>
-void gradient_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes, acc_t total_weight) {
+void gradient_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes, acc_t common) {
   alignas(64) acc_t buffer[kLanes], out[kLanes], slopes[kLanes];
   alignas(64) acc_t largest[kLanes], log_sum[kLanes], probability[kLanes], uniform[kLanes];
   acc_t picked[kLanes];
   int64_t targets[kLanes];
   for (int64_t i = 0; i < lanes; ++i) {
-    const RowGradient<acc_t> gradient(args, row + i, total_weight);
+    const RowGradient<acc_t> gradient(args, row + i, common);
     largest[i] = gradient.summary.largest;
     log_sum[i] = gradient.summary.log_sum;
     probability[i] = gradient.coefficient.probability;
@@ -161,10 +161,10 @@ void gradient_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes, ac
 }
 
 template <typename acc_t>
-void gradients(const CrossEntropyArgs& args, acc_t total_weight) {
+void gradients(const CrossEntropyArgs& args, acc_t common) {
   for_each_block(args.input_layout, args.rows, args.cols, kLanes, [&](int64_t row, int64_t lanes) {
-    if (lanes > 0) return gradient_lanes<acc_t>(args, row, lanes, total_weight);
-    gradient_row<acc_t>(args, row, total_weight);
+    if (lanes > 0) return gradient_lanes<acc_t>(args, row, lanes, common);
+    gradient_row<acc_t>(args, row, common);
   });
 }
 

@@ -15,34 +15,40 @@ template <typename acc_t>
 void forward(const CrossEntropyArgs& args) {
   const double weights = sum_of_weights<acc_t>("nll_loss", args);
   *static_cast<acc_t*>(args.total_weight) = static_cast<acc_t>(weights);
-  parallel_for(0, args.rows, kRows, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const RowTarget<acc_t> target(args, row);
-      acc_t log_probability = 0;
-      if (target.index >= 0)
-        load(args.input, args.dtype,
-             row_offset(args.input_layout, row) + target.index * args.input_layout.col_stride, 1, 1,
-             &log_probability);
-      static_cast<acc_t*>(args.row_losses)[row] =
-          target.index < 0 ? acc_t(0) : NllLoss::value(log_probability, target.weight);
-    }
+  visit(args.dtype, [&](auto* type) {
+    using scalar_t = std::remove_pointer_t<decltype(type)>;
+    const scalar_t* input = static_cast<const scalar_t*>(args.input);
+    acc_t* losses = static_cast<acc_t*>(args.row_losses);
+    parallel_for(0, args.rows, kRows, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const RowTarget<acc_t> target(args, row);
+        losses[row] = 0;
+        if (target.index < 0) continue;
+        const int64_t place =
+            row_offset(args.input_layout, row) + target.index * args.input_layout.col_stride;
+        losses[row] = NllLoss::value(to_acc<acc_t>(input[place]), target.weight);
+      }
+    });
   });
   reduce_losses<acc_t>(args, weights);
 }
 
 template <typename acc_t>
 void backward(const CrossEntropyArgs& args) {
-  const acc_t total_weight = *static_cast<const acc_t*>(args.total_weight);
-  parallel_for(0, args.rows, kRows, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const RowTarget<acc_t> target(args, row);
-      if (target.index < 0) continue;
-      const acc_t gradient =
-          NllLoss::grad(row_scale(args, row, target, total_weight), target.weight);
-      store(args.grad_input, args.dtype,
-            row_offset(args.grad_layout, row) + target.index * args.grad_layout.col_stride, 1, 1,
-            &gradient);
-    }
+  const acc_t common = common_scale(args, *static_cast<const acc_t*>(args.total_weight));
+  visit(args.dtype, [&](auto* type) {
+    using scalar_t = std::remove_pointer_t<decltype(type)>;
+    scalar_t* grad_input = static_cast<scalar_t*>(args.grad_input);
+    parallel_for(0, args.rows, kRows, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const RowTarget<acc_t> target(args, row);
+        if (target.index < 0) continue;
+        const int64_t place =
+            row_offset(args.grad_layout, row) + target.index * args.grad_layout.col_stride;
+        grad_input[place] =
+            from_acc<scalar_t>(NllLoss::grad(row_scale(args, row, target, common), target.weight));
+      }
+    });
   });
 }
 
@@ -55,7 +61,7 @@ void nll_loss_forward(const CrossEntropyArgs& args, void* /*stream*/) {
 }
 
 void nll_loss_backward(const CrossEntropyArgs& args, void* /*stream*/) {
-  for (int64_t row = 0; row < args.rows; ++row) cpu::check_target("nll_loss", args, row);
+  cpu::check_targets("nll_loss", args);
   if (args.dtype == DType::kFloat64) return cpu::backward<double>(args);
   cpu::backward<float>(args);
 }

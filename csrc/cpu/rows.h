@@ -9,19 +9,21 @@ namespace fused::cpu {
 constexpr int64_t kGrain = 1 << 15;  // logits a thread should have at least
 
 inline int64_t row_offset(const RowLayout& layout, int64_t row) {
+  const int last = layout.ndim - 1;
   int64_t offset = 0;
-  for (int d = 0; d < layout.ndim; ++d) {
+  for (int d = 0; d < last; ++d) {
     offset += row % layout.sizes[d] * layout.strides[d];
     row /= layout.sizes[d];
   }
-  return offset;
+  return last < 0 ? 0 : offset + row * layout.strides[last];
 }
 
 // The sum of value(row) over the rows.
 template <typename Value>
 double sum_over_rows(int64_t rows, Value&& value) {
   Sum sum;
-  for (int64_t row = 0; row < rows; ++row) sum.add(value(row));
+  for (int64_t first = 0; first < rows; first += kSumBlock)
+    sum.add(sum_of<double>(first, std::min(rows, first + kSumBlock), value));
   return sum.value();
 }
 
