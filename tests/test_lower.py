@@ -330,6 +330,17 @@ def test_hoisted_of_leaves(case, graphs, device):
     assert graphs["post"][1].count("fused.scale_.default]") == len(leaves)
 
 
+@pytest.mark.parametrize("mark", ["mark_dynamic", "mark_unbacked"])
+def test_hoisted_of_leaves_of_any_size(mark, graphs):
+    p, t = torch.randn(8, 12), torch.randn(8, 12)
+    for tensor in (p, t):
+        getattr(torch._dynamo.decorators, mark)(tensor, 0)
+    compiled = torch.compile(lambda p, t: ((p - t) ** 2).mean(), backend="compile_losses")
+    compiled(p.requires_grad_(), t).backward()
+    torch.testing.assert_close(p.grad, 2 / 96 * (p - t).detach())
+    assert "_with_grad" in graphs["joint"][0]
+
+
 def test_leaf_gradient_in_place(graphs):
     """The unit gradient of a graph input becomes its gradient, without a second buffer."""
     logits = torch.randn(8, 12, requires_grad=True)

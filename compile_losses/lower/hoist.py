@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch._functorch.partitioners import get_default_op_list
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from compile_losses.lower.aliases import depends_on_tangents, graph_outputs, is_view, storage_of
 from compile_losses.lower.calls import Loss, find_losses, fused_op, named_arguments
@@ -35,9 +36,10 @@ from compile_losses.ops.checks import NARROW, REDUCTIONS
 
 fused = torch.ops.fused
 
+_WIDE = (torch.float32, torch.float64)
+
 #: Losses whose gradient reads both input and target, and the dtypes in which torch's own ops save
 #: one tensor for it, their difference: it then takes half as many bytes as the two.
-_WIDE = (torch.float32, torch.float64)
 _SAVED_DIFFERENCES = {
     "mse_loss": _WIDE,
     "l1_loss": (*_WIDE, *NARROW),
@@ -134,7 +136,8 @@ def _saves_difference(loss: Loss) -> bool:
         len(loss.gradients()) == 1
         and loss.arguments["reduction"] != REDUCTIONS["none"]
         and value.dtype in dtypes
-        and (value.dtype, value.shape) == (other.dtype, other.shape)
+        and value.dtype == other.dtype
+        and statically_known_true(sym_eq(value.shape, other.shape))
         and storage_of(input) != storage_of(target)
         and all(_is_input_read_by(readers, node) for node in (input, target))
     )

@@ -142,11 +142,11 @@ def chunk_rows(
 ) -> int:
     """How many rows of logits to compute at a time.
 
-    As many multiples of LEAST_ROWS as the budget holds, and never fewer than one, or those of
-    LEAST_ELEMENTS. Where a 16-bit
-    weight gradient would be the sum of more than MOST_NARROW_SUMS chunks, which takes a sum in
-    float32 beside it, chunks are larger: as large as it takes to do without that sum, if they need
-    no more memory than it; else as large as that gradient itself.
+    As many multiples of LEAST_ROWS as the budget holds, and never fewer than one, or than
+    LEAST_ELEMENTS asks for. Where a 16-bit weight gradient would be the sum of more than
+    MOST_NARROW_SUMS chunks, which takes a sum in float32 beside it, chunks are larger: as large as
+    it takes to do without that sum, if they need no more memory than it; else as large as that
+    gradient itself.
 
     Args:
         rows, hidden, classes: input is [rows, hidden], the logits [rows, classes].

@@ -39,8 +39,7 @@ class FirstRows:
             self.total = _in_idle_memory(gradients.input, self.of_input.shape, losses.dtype)
 
     def add(self, input: Tensor, linear_bias: Tensor | None) -> None:
-        """Adds what input, [layout.rows, hidden], does to the gradients, of which it is the first;
-        once."""
+        """Adds what input, [layout.rows, hidden], does to the gradients. Called once."""
         assert len(input) == self.layout.rows  # out= would resize the logits, over others
         gradients, losses, total = self.gradients, self.losses, self.total
         weight, of_weight = gradients.linear_weight, gradients.weight

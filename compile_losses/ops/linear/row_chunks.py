@@ -164,8 +164,7 @@ def backward(grad_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 def _prepared(
     problem: Problem, needs: tuple[bool, bool, bool]
 ) -> tuple[Plan, Gradients, FirstRows | None]:
-    """How the gradients of the problem's rows are computed, and what holds them and what they
-    need."""
+    """How the gradients of the problem's rows are computed, and the memory for it."""
     needs_input, needs_weight, _ = needs
     losses = problem.losses
     how = problem.plan(needs_input, needs_weight)
