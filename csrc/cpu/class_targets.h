@@ -51,11 +51,12 @@ const acc_t* class_weights(const CrossEntropyArgs& args) {
 // What all rows' gradients are multiplied with: one grad_output, over the total weight for the
 // mean.
 template <typename acc_t>
-acc_t common_scale(const CrossEntropyArgs& args, acc_t total_weight) {
+acc_t common_scale(const CrossEntropyArgs& args) {
   acc_t scale = 1;
   if (args.grad_output && !args.grad_output_stride)
     load(args.grad_output, args.grad_output_dtype, 0, 1, 1, &scale);
-  return args.reduction == Reduction::kMean ? scale / total_weight : scale;
+  if (args.reduction == Reduction::kMean) scale /= *static_cast<const acc_t*>(args.total_weight);
+  return scale;
 }
 
 // The same with a grad_output for each row; 0 for an ignored row.

@@ -138,9 +138,8 @@ void forward_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes) {
 template <typename acc_t>
 void forward(const CrossEntropyArgs& args) {
   const double weights = sum_of_weights<acc_t>("cross_entropy", args);
-  const acc_t total_weight = static_cast<acc_t>(weights);
-  *static_cast<acc_t*>(args.total_weight) = total_weight;
-  const acc_t common = common_scale(args, total_weight);
+  *static_cast<acc_t*>(args.total_weight) = static_cast<acc_t>(weights);
+  const acc_t common = common_scale<acc_t>(args);
   for_each_block(args.input_layout, args.rows, args.cols, kLanes, [&](int64_t row, int64_t lanes) {
     if (lanes > 0) {
       forward_lanes<acc_t>(args, row, lanes);
@@ -177,12 +176,8 @@ void cross_entropy_forward(const CrossEntropyArgs& args, void* /*stream*/) {
 
 void cross_entropy_backward(const CrossEntropyArgs& args, void* /*stream*/) {
   cpu::check_targets("cross_entropy", args);
-  // Only a mean divides by it.
-  const void* total = args.reduction == Reduction::kMean ? args.total_weight : nullptr;
-  if (args.dtype == DType::kFloat64)
-    return cpu::gradients(args,
-                          cpu::common_scale(args, total ? *static_cast<const double*>(total) : 1.));
-  cpu::gradients(args, cpu::common_scale(args, total ? *static_cast<const float*>(total) : 1.f));
+  if (args.dtype == DType::kFloat64) return cpu::gradients<double>(args);
+  cpu::gradients<float>(args);
 }
 
 }  // namespace fused

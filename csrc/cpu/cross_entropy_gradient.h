@@ -161,7 +161,8 @@ void gradient_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes, ac
 }
 
 template <typename acc_t>
-void gradients(const CrossEntropyArgs& args, acc_t common) {
+void gradients(const CrossEntropyArgs& args) {
+  const acc_t common = common_scale<acc_t>(args);
   for_each_block(args.input_layout, args.rows, args.cols, kLanes, [&](int64_t row, int64_t lanes) {
     if (lanes > 0) return gradient_lanes<acc_t>(args, row, lanes, common);
     gradient_row<acc_t>(args, row, common);

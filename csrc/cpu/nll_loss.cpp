@@ -35,7 +35,7 @@ void forward(const CrossEntropyArgs& args) {
 
 template <typename acc_t>
 void backward(const CrossEntropyArgs& args) {
-  const acc_t common = common_scale(args, *static_cast<const acc_t*>(args.total_weight));
+  const acc_t common = common_scale<acc_t>(args);
   visit(args.dtype, [&](auto* type) {
     using scalar_t = std::remove_pointer_t<decltype(type)>;
     scalar_t* grad_input = static_cast<scalar_t*>(args.grad_input);
