@@ -15,6 +15,8 @@ template <bool kLogInput, bool kLogTarget>
 struct KlDiv {
   template <typename acc_t>
   struct Loss {
+    static constexpr bool kLogarithms = true;  // takes more arithmetic than the other losses
+
     FUSED_HOST_DEVICE explicit Loss(const double* /*parameters*/) {}
 
     static FUSED_HOST_DEVICE acc_t log_of(acc_t input) {
