@@ -23,16 +23,17 @@ __device__ __forceinline__ void write_sums(const CrossEntropyArgs& args, bool fi
 // Sums of the target weights and, once the row kernel has written them (`finished`), of row_losses;
 // one contiguous share of the rows a block. kCluster: the blocks are one cluster, whose first adds
 // up all shares; otherwise a grid of several blocks is to be followed by the total kernel.
+// Behind the row kernel the targets are read before that has ended: it starts only after all that
+// may have written them.
 // Bytes moved per row: 8 for the target, sizeof(acc_t) for its loss.
 template <typename acc_t, bool kCluster>
 __global__ void __launch_bounds__(kSumThreads)
     cross_entropy_sums_kernel(const __grid_constant__ CrossEntropyArgs args, bool finished) {
-  await_previous();
+  if (!finished) await_previous();
   let_next_start();
   const int64_t share = (args.rows + gridDim.x - 1) / gridDim.x;
   const int64_t begin = blockIdx.x * share;
   const int64_t end = min(args.rows, begin + share);
-  const acc_t* row_losses = static_cast<const acc_t*>(args.row_losses);
 
   double weights = 0, losses = 0;
   int64_t wrong = -1;
@@ -40,25 +41,30 @@ __global__ void __launch_bounds__(kSumThreads)
   for (int64_t row = begin + threadIdx.x; row < end; row += kSumThreads) {
     if (is_out_of_bounds(args, row)) wrong = row;
     weights += static_cast<double>(RowTarget<acc_t>(args, row).weight);
-    if (finished) losses += static_cast<double>(row_losses[row]);
   }
   if (wrong >= 0) report_target(args, wrong);
   weights = block_sum(weights);
-  losses = block_sum(losses);
+  if (finished) {
+    await_previous();
+    const acc_t* row_losses = static_cast<const acc_t*>(args.row_losses);
+#pragma unroll 8
+    for (int64_t row = begin + threadIdx.x; row < end; row += kSumThreads)
+      losses += static_cast<double>(row_losses[row]);
+    losses = block_sum(losses);
+  }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if constexpr (kCluster) {
     __shared__ double2 own;
     if (threadIdx.x == 0) own = make_double2(weights, losses);
     __cluster_barrier_arrive();
     __cluster_barrier_wait();
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-      weights = losses = 0;
-      for (unsigned block = 0; block < gridDim.x; ++block) {
-        const double2 part = *static_cast<const double2*>(__cluster_map_shared_rank(&own, block));
-        weights += part.x;
-        losses += part.y;
-      }
-      write_sums<acc_t>(args, finished, weights, losses);
+    if (blockIdx.x == 0 && threadIdx.x < kMaxCluster) {
+      double2 part = make_double2(0, 0);
+      if (threadIdx.x < gridDim.x)
+        part = *static_cast<const double2*>(__cluster_map_shared_rank(&own, threadIdx.x));
+      weights = group_sum<kMaxCluster>(part.x, (1u << kMaxCluster) - 1);
+      losses = group_sum<kMaxCluster>(part.y, (1u << kMaxCluster) - 1);
+      if (threadIdx.x == 0) write_sums<acc_t>(args, finished, weights, losses);
     }
     __cluster_barrier_arrive();  // no block may leave while its `own` is read
     __cluster_barrier_wait();

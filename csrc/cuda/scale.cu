@@ -9,8 +9,8 @@ namespace fused {
 namespace cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kBlocksPerMultiprocessor = 8;
+constexpr int kThreads = 1024;
+constexpr int kBlocksPerMultiprocessor = 2;
 
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads)
