@@ -106,7 +106,7 @@ def fits_classes(input: Tensor, target: Tensor) -> bool:
         input.dtype in FLOATING
         and target.dtype == torch.int64
         and len(shape) > 1
-        and target.shape == shape[:1] + shape[2:]
+        and target.shape == (shape[:1] if len(shape) == 2 else shape[:1] + shape[2:])
     )
 
 
