@@ -12,6 +12,9 @@ only its scaling, which costs nothing when grad_output is 1::
 Where grad_output is the tangent of the whole times what the forward knows, ``factor`` puts that
 into X_with_grad, and the tangent alone is left for the scaling.
 
+A backward that overwrites buffers anyway is given the unit gradient to scale in place. Any other
+must go on running as often as its graph is retained: it scales a copy then, see ``scale_saved``.
+
 With a grad_output that is no power of two a bfloat16 gradient is then rounded twice, which stays
 within the accuracy rule of the tests; float16 is left alone, see ``refusal``.
 """
@@ -24,29 +27,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.partitioners import get_default_op_list
+from torch._inductor import config
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from compile_losses.lower.aliases import depends_on_tangents, graph_outputs, is_view, storage_of
+from compile_losses.lower.aliases import depends_on_tangents, graph_outputs, storage_of
 from compile_losses.lower.calls import Loss, find_losses, fused_op, named_arguments
-from compile_losses.lower.cost import behind_views
 from compile_losses.lower.decision import Decision, site_of
 from compile_losses.lower.factor import emit, factor_of, move_before
-from compile_losses.ops.checks import NARROW, REDUCTIONS
+from compile_losses.ops.checks import REDUCTIONS
 
 fused = torch.ops.fused
 
-_WIDE = (torch.float32, torch.float64)
-
-#: Losses whose gradient reads both input and target, and the dtypes in which torch's own ops save
-#: one tensor for it, their difference: it then takes half as many bytes as the two.
-_SAVED_DIFFERENCES = {
-    "mse_loss": _WIDE,
-    "l1_loss": (*_WIDE, *NARROW),
-    "smooth_l1_loss": _WIDE,
-    "huber_loss": _WIDE,
-    "binary_cross_entropy_with_logits": (*_WIDE, *NARROW),
-}
+#: In the meta of a ``scale``: its gradient is autograd's, see ``scale_saved``.
+SAVED = "compile_losses_saved"
 
 
 def hoist(graph: Graph) -> list[Decision]:
@@ -60,7 +53,7 @@ def hoist(graph: Graph) -> list[Decision]:
         site = site_of(loss.forward)
         if reason is not None:
             decisions.append(Decision(site, loss.name, "not hoisted", reason))
-        elif replace(loss, backward):
+        elif replace(loss, backward, owned=overwrites):
             decisions.append(Decision(site, loss.name, "hoisted with its factor"))
         else:
             decisions.append(Decision(site, loss.name, "hoisted"))
@@ -89,8 +82,8 @@ def refusal(loss: Loss, overwrites: bool) -> str | None:
         return "a unit gradient would underflow in float16 before the loss scale reaches it"
     if any(n.meta.get("recompute") is not None for n in (loss.forward, loss.input)):
         return "inside a checkpointed region, which runs its forward twice"
-    if not overwrites:
-        return "the backward could no longer run twice (retain_graph) over these inputs"
+    if not overwrites and config.triton.cudagraphs:
+        return "a CUDA graph of the backward could no longer run twice (retain_graph)"
     return None
 
 
@@ -98,11 +91,9 @@ def overwrites_buffers(graph: Graph) -> bool:
     """Whether a joint graph's backward is given intermediates to overwrite even without us.
 
     AOTAutograd gives it those that only it still needs ("donated buffers"), and such a backward
-    refuses retain_graph. The unit gradient is one more of them; it must not be the only one, or a
-    graph of the loss alone would refuse what stock torch.compile allows.
+    refuses retain_graph. The unit gradient is then one more of them; it must not be the only one,
+    or a graph of the loss alone would refuse what stock torch.compile allows.
     """
-    if any(_saves_difference(loss) for loss in find_losses(graph)):
-        return True
     backward = depends_on_tangents(graph) - {*graph.find_nodes(op="output")}
     kept = {storage_of(n) for n in [*graph.find_nodes(op="placeholder"), *graph_outputs(graph)]}
     ops = get_default_op_list()
@@ -122,44 +113,22 @@ def overwrites_buffers(graph: Graph) -> bool:
     return False
 
 
-def _saves_difference(loss: Loss) -> bool:
-    """Whether torch's own ops save an intermediate of the size of a loss's input for its gradient.
-
-    They do where it takes fewer bytes than the arguments, which neither broadcast nor are narrower,
-    and which nothing else reads.
-    """
-    dtypes = _SAVED_DIFFERENCES.get(loss.name, ())
-    input, target = (loss.arguments[name] for name in ("input", "target"))
-    value, other = input.meta["val"], target.meta["val"]
-    readers = {loss.forward, *loss.backwards}
-    return (
-        len(loss.gradients()) == 1
-        and loss.arguments["reduction"] != REDUCTIONS["none"]
-        and value.dtype in dtypes
-        and value.dtype == other.dtype
-        and statically_known_true(sym_eq(value.shape, other.shape))
-        and storage_of(input) != storage_of(target)
-        and all(_is_input_read_by(readers, node) for node in (input, target))
-    )
-
-
-def _is_input_read_by(readers: set[Node], node: Node) -> bool:
-    """Whether a tensor is a graph's input, or a view of one, that nothing else reads."""
-    source = behind_views(node)
-    looks = [source]
-    for look in looks:
-        looks += (user for user in look.users if is_view(user))
-    users = {user for look in looks for user in look.users if not is_view(user)}
-    return bool(source.op == "placeholder") and users <= readers
-
-
 def _like(fake: Any) -> Tensor:
     with fake.fake_mode:
         return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
 
 
-def replace(loss: Loss, backward_nodes: set[Node]) -> bool:
-    """Hoists a gradient; True if a factor of its grad_output went with it."""
+def _view(fake: Any) -> Tensor:
+    with fake.fake_mode:
+        return fake.view_as(fake)
+
+
+def replace(loss: Loss, backward_nodes: set[Node], *, owned: bool) -> bool:
+    """Hoists a gradient; True if a factor of its grad_output went with it.
+
+    Args:
+        owned: whether AOTAutograd may give the unit gradient to the backward for good.
+    """
     (backward,) = loss.backwards
     (gradient,) = loss.gradients()
     value = loss.value
@@ -183,8 +152,6 @@ def replace(loss: Loss, backward_nodes: set[Node]) -> bool:
                 kwargs_vals = {**kwargs_vals, "grad_output": number.meta["val"]}
                 meta["eager_input_vals"] = args_vals, kwargs_vals
         both = graph.call_function(with_grad, loss.forward.args, kwargs)
-        # A tensor of its own: AOTAutograd would take one that shares memory with the backward's
-        # result for an alias of it, and not donate it.
         unit_value = _like(gradient.meta["val"])
         both.meta = {**meta, "val": (value.meta["val"], unit_value)}
         first = graph.call_function(operator.getitem, (both, 0))
@@ -195,6 +162,9 @@ def replace(loss: Loss, backward_nodes: set[Node]) -> bool:
     with graph.inserting_before(backward):
         scaled = graph.call_function(fused.scale.default, (unit, scaling))
         scaled.meta = {**backward.meta, "val": gradient.meta["val"]}
+        if not owned:
+            # AOTAutograd donates no tensor that shares memory with what the backward returns.
+            scaled.meta |= {SAVED: True, "val": _view(unit_value)}
         # What Inductor holds the arguments' strides to; with_grad has those of forward.
         scaled.meta["eager_input_vals"] = ((unit.meta["val"], scaling.meta["val"]), {})
     value.replace_all_uses_with(first)

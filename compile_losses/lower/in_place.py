@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from compile_losses.lower.aliases import graph_outputs, is_fused_into_readers, storage_of
 from compile_losses.lower.calls import fused_call, fused_op, has_part, is_elementwise
 from compile_losses.lower.decision import Decision, log, site_of
+from compile_losses.lower.hoist import SAVED
 from compile_losses.lower.inline import inline_backward
 
 aten = torch.ops.aten
@@ -166,18 +167,24 @@ def _scale(node: Node) -> Decision:
     gradient, factor = node.args
     assert isinstance(gradient, Node)
     graph = node.graph
-    reason = _kept(gradient)
+    reason = _kept(gradient, node)
     if reason is not None:
         choice = "scale in a new buffer"
     elif is_fused_into_readers(node):
         choice = "scale fused"
-    else:
+    elif _is_donated(gradient):
         choice = "scale in place"
+    else:
+        choice = "scale in place unless retained"
     with graph.inserting_before(node):
         if choice == "scale in place":
             scaled = graph.call_function(fused.scale_.default, (gradient, factor))
             scaled.meta = {**node.meta, "val": None}
             node.replace_all_uses_with(gradient)
+        elif choice == "scale in place unless retained":
+            scaled = graph.call_function(fused.scale_saved.default, (gradient, factor))
+            scaled.meta = dict(node.meta)
+            node.replace_all_uses_with(scaled)
         else:
             node.replace_all_uses_with(_multiply(graph, node, gradient, factor))
     graph.erase_node(node)
@@ -197,21 +204,26 @@ def _multiply(graph: Graph, node: Node, gradient: Node, factor: Any) -> Node:
     return product
 
 
-def _kept(gradient: Node) -> str | None:
-    """Why a saved gradient may not be overwritten by its only reader; None where it may."""
+def _kept(gradient: Node, scaled: Node) -> str | None:
+    """Why a saved gradient may not be overwritten by its only reader; None where it may.
+
+    One that is not donated may be where ``hoist`` has said so, unless it is retained.
+    """
     if gradient.op != "placeholder":
         return "the gradient is not saved by the forward"
     if len(gradient.users) != 1:
         return "the gradient is read again"
     placeholders = gradient.graph.find_nodes(op="placeholder")
     shared = [storage_of(n) for n in placeholders].count(storage_of(gradient)) > 1
-    if shared or placeholders.index(gradient) not in _donated_indices():
+    if shared or not (_is_donated(gradient) or SAVED in scaled.meta):
         return "the gradient is not the backward's own"
     return None
 
 
-def _donated_indices() -> list[int]:
+def _is_donated(placeholder: Node) -> bool:
+    """Whether AOTAutograd gives a saved tensor to the backward for good."""
     context = TracingContext.try_get()
     if context is None or context.fw_metadata is None:
-        return []
-    return context.fw_metadata.bw_donated_idxs or []
+        return False
+    donated = context.fw_metadata.bw_donated_idxs or []
+    return placeholder.graph.find_nodes(op="placeholder").index(placeholder) in donated

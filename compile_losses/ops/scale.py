@@ -5,6 +5,9 @@ on its device, and returns without touching it when the number is 1, as after ``
 (unless its elements have gaps between them).
 ``torch.ops.fused.scale(grad, factor)`` returns a new tensor: in a graph it marks where the
 gradient of the loss is scaled, for the passes that choose how.
+``torch.ops.fused.scale_saved(grad, factor)`` is for a gradient that autograd saved: in a backward
+that frees it, it scales ``grad`` in place and returns it; in one that retains it for another
+backward (``retain_graph=True``), and outside of any, it returns a new tensor.
 """
 
 import torch
@@ -14,10 +17,21 @@ from compile_losses import library
 
 scale = library.define("scale(Tensor grad, Tensor factor) -> Tensor")
 scale_ = library.define("scale_(Tensor(a!) grad, Tensor factor) -> ()")
+scale_saved = library.define("scale_saved(Tensor(a) grad, Tensor factor) -> Tensor(a)")
 
 library.implement(
     scale, lambda grad, factor: grad * factor.to(grad.dtype), "CompositeExplicitAutograd"
 )
+
+
+def scale_saved_kernel(grad: Tensor, factor: Tensor) -> Tensor:
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        return scale(grad, factor)
+    scale_(grad, factor)
+    return grad
+
+
+library.implement(scale_saved, scale_saved_kernel, "CompositeExplicitAutograd")
 
 
 def scale_fake(grad: Tensor, factor: Tensor) -> None:
@@ -27,7 +41,8 @@ def scale_fake(grad: Tensor, factor: Tensor) -> None:
         )
 
 
-library.register_fake(scale, lambda grad, factor: torch.empty_like(grad))
+for op in (scale, scale_saved):
+    library.register_fake(op, lambda grad, factor: torch.empty_like(grad))
 library.register_fake(scale_, scale_fake)
-library.register_not_differentiable(scale)
-library.register_not_differentiable(scale_)
+for op in (scale, scale_saved, scale_):
+    library.register_not_differentiable(op)
