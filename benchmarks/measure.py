@@ -160,5 +160,6 @@ def _interleave(runs: list[_Run], clock: Clock, budget_s: float) -> list[tuple[_
     for _ in range(min(max(rounds, FEWEST_ROUNDS), MOST_ROUNDS)):
         for run, samples in zip(runs, times, strict=True):
             samples.append(clock.sample(run.next_call, run.lead_ms))
+            run.lead_ms = clock.next_lead_ms(run.lead_ms, samples[-1])
             run.clear()
     return list(zip(runs, times, strict=True))

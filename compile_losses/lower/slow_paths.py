@@ -20,6 +20,12 @@ from compile_losses.ops.checks import NARROW
 SHORT_ROW = 20
 
 
+#: Losses of so little arithmetic that Inductor's loop over them is as fast on a CPU, and those of
+#: them for which it isn't if both arguments are of 16 bits.
+_SIMPLE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+_SIMPLE_IF_WIDE = ("mse_loss", "l1_loss")
+
+
 @dataclass(frozen=True)
 class SlowPath:
     """Why a kernel is slower, and how many times."""
@@ -34,10 +40,7 @@ def slow_path(loss: Loss) -> SlowPath | None:
     others = [n.meta["val"] for n in loss.forward.all_input_nodes if n is not loss.input]
     tensors = [value for value in others if isinstance(value, Tensor)]
     if input.device.type == "cpu":
-        # Inductor goes through both in tiles.
-        if all(laid_out_alike(input, t) for t in tensors if t.dim() == input.dim()):
-            return None
-        return SlowPath("its arguments are laid out in different orders", 2.5)
+        return _slow_on_a_cpu(loss, input, tensors)
     if loss.is_elementwise:
         if _are_read_in_packets(input, loss.arguments.get("pos_weight"), tensors):
             return None
@@ -45,12 +48,32 @@ def slow_path(loss: Loss) -> SlowPath | None:
     return _slow_rows(loss, input, tensors)
 
 
+def _slow_on_a_cpu(loss: Loss, input: Tensor, others: Sequence[Tensor]) -> SlowPath | None:
+    # Inductor goes through both in tiles.
+    if not all(laid_out_alike(input, t) for t in others if t.dim() == input.dim()):
+        return SlowPath("its arguments are laid out in different orders", 2.5)
+    if loss.backwards:
+        return None
+    narrow = all(t.dtype in NARROW for t in (input, *others) if t.is_floating_point())
+    if loss.name in _SIMPLE and not (narrow and loss.name in _SIMPLE_IF_WIDE):
+        return SlowPath("a loop of so little arithmetic is as fast without a call around it", 1.1)
+    if loss.name == "cross_entropy" and narrow and _has_classes_apart(loss, input):
+        return SlowPath("its classes are not neighbours in memory", 2.5)
+    return None
+
+
+def _has_classes_apart(loss: Loss, *rows: Tensor) -> bool:
+    """Whether a row's classes are not neighbours in memory."""
+    dim = loss.arguments.get("dim", min(rows[0].dim() - 1, 1))
+    return hint_of(rows[0].shape[dim]) > 1 and any(hint_of(t.stride(dim)) != 1 for t in rows)
+
+
 def _slow_rows(loss: Loss, input: Tensor, others: Sequence[Tensor]) -> SlowPath | None:
     """Of a kernel for a GPU that goes through rows of logits."""
-    dim = loss.arguments.get("dim", min(input.dim() - 1, 1))
     pairs = [t for t in others if t.dim() == input.dim() and t.is_floating_point()]
-    if hint_of(input.shape[dim]) > 1 and any(hint_of(t.stride(dim)) != 1 for t in (input, *pairs)):
+    if _has_classes_apart(loss, input, *pairs):
         return SlowPath("its classes are not neighbours in memory", 4.5)
+    dim = loss.arguments.get("dim", min(input.dim() - 1, 1))
     row = hint_of(input.shape[dim]) * input.element_size()
     if loss.name == "cross_entropy" and row < SHORT_ROW:
         return SlowPath("its rows are short", 2)
