@@ -185,7 +185,7 @@ def test_enable_and_disable():
     def loss(a, b):
         return ((a - b) ** 2).mean()
 
-    a, b = torch.rand(7), torch.rand(7)
+    a, b = torch.rand(7, requires_grad=True), torch.rand(7)
 
     def fused_calls():
         torch._dynamo.reset()

@@ -76,7 +76,8 @@ def heads():
                        ("inlined",)),
         "unreduced": (lambda x, t: mse(linear(x), t, reduction="none").mean(0).max(), real(),
                       ("inlined",)),
-        "inference": (lambda x, t: mse(linear(x).detach(), t), real(), ("kernel",)),
+        "inference": (lambda x, t: cross_entropy(linear(x).detach(), t), classes(), ("kernel",)),
+        "inference, simple": (lambda x, t: mse(linear(x).detach(), t), real(), ("inlined",)),
         "float16": (lambda x, t: mse(linear(x).half(), t.half()), real(), ("inlined",)),
     }  # fmt: skip
 
@@ -193,12 +194,37 @@ def test_slow_elementwise_losses(case):
         ("cuda", _strided(64, 10, order=(1, 0)), "its classes are not neighbours in memory"),
         ("cuda", _strided(64, 1, order=(1, 0), dtype=torch.float64), "its rows are short"),
         ("cpu", _strided(64, 10, order=(1, 0)), ""),
+        (
+            "cpu",
+            _strided(64, 10, order=(1, 0), dtype=torch.bfloat16),
+            "its classes are not neighbours in memory",
+        ),
     ],
 )
 def test_slow_rows(device, input, reason):
     options = (None, 1, -100, 0.0, torch.float32)
     tensors = (input, torch.empty(64, dtype=torch.int64))
     assert _reason(torch.ops.fused.cross_entropy_forward, device, tensors, *options) == reason
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "dtypes", "is_slow"),
+    [
+        ("mse_loss", (None,), (torch.float32, torch.float32), True),
+        ("mse_loss", (None,), (torch.bfloat16, torch.float32), True),
+        ("mse_loss", (None,), (torch.bfloat16, torch.bfloat16), False),
+        ("huber_loss", (None,), (torch.bfloat16, torch.bfloat16), True),
+        ("kl_div", (), (torch.float32, torch.float32), False),
+    ],
+)
+def test_simple_losses(loss, options, dtypes, is_slow):
+    """On a CPU, forwards of little arithmetic are left to Inductor if no gradient is needed."""
+    last = {"huber_loss": (1.0,), "kl_div": (False, True)}.get(loss, ())
+    arguments = (*options, 1, *last, torch.float32)
+    forward = getattr(torch.ops.fused, f"{loss}_forward")
+    tensors = [_strided(64, 8, dtype=dtype) for dtype in dtypes]
+    assert ("so little arithmetic" in _reason(forward, "cpu", tensors, *arguments)) == is_slow
+    assert "so little arithmetic" not in _reason(forward, "cuda", tensors, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +372,7 @@ def test_torch_logs():
     """TORCH_LOGS knows the package's logger by its name, before the package is imported."""
     script = """
 import torch, torch.nn.functional as F
-f = torch.compile(F.mse_loss, backend="compile_losses")
+f = torch.compile(F.kl_div, backend="compile_losses")
 f(torch.rand(3), torch.rand(3))
 """
     import os
@@ -357,4 +383,4 @@ f(torch.rand(3), torch.rand(3))
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment
     )
     assert result.returncode == 0, result.stderr
-    assert "mse_loss: kernel" in result.stderr
+    assert "kl_div: kernel" in result.stderr
