@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -364,3 +366,30 @@ def test_rows_with_gaps_on_cpu(name, gap, dtype):
             results.append((loss, *torch.autograd.grad(loss, (a, b), torch.ones_like(loss))))
         torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-2, atol=0)
         torch.testing.assert_close(results[1][1:], results[0][1:], rtol=0, atol=0)
+
+
+def flags_of_memory_at(address):
+    """What Linux says of the mapping that an address lies in: VmFlags in /proc/self/smaps."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            first, last = (int(bound, 16) for bound in bounds.groups())
+            inside = first <= address < last
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("the address is in no mapping")
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists()
+    or not Path("/proc/self/smaps").exists(),
+    reason="a kernel without transparent huge pages, or without a list of its mappings",
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_large_gradients_prefer_huge_pages(transposed):
+    x, y = torch.rand(2, 2048, 4096)
+    if transposed:
+        x, y = x.t(), y.t()
+    _, gradient = torch.ops.fused.mse_loss_with_grad(x, y, None, 1, torch.float32)
+    middle = gradient.data_ptr() + gradient.nbytes // 2
+    assert "hg" in flags_of_memory_at(middle)

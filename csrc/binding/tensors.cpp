@@ -5,6 +5,11 @@
 #ifndef FUSED_CUDA
 #include "../cpu/parallel.h"
 
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
 void fused::cpu::parallel_for_range(int64_t begin, int64_t end, int64_t grain,
                                     void (*body)(void*, int64_t, int64_t), void* context) {
   torch::stable::parallel_for(begin, end, grain, [body, context](int64_t first, int64_t last) {
@@ -75,6 +80,23 @@ Sizes broadcast_shape(const Tensor& input, const Tensor& target, const char* op)
 
 namespace {
 
+// Asks the kernel to back a large new tensor with huge pages, where it leaves that to programs: to
+// fault small pages in takes several times as long as to compute a gradient. Only a hint.
+void prefer_huge_pages(const Tensor& tensor) {
+#if !defined(FUSED_CUDA) && defined(MADV_HUGEPAGE)
+  constexpr int64_t kFewestBytes = 4 << 20;  // two huge pages of the usual size
+  const int64_t bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
+  if (bytes < kFewestBytes) return;
+  static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t start = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+  const uintptr_t first = (start + page - 1) / page * page;  // other pages may hold other data, too
+  const uintptr_t last = (start + bytes) / page * page;
+  madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  static_cast<void>(tensor);
+#endif
+}
+
 // Below the dispatcher's boxed calls, which cost several times an allocation.
 Tensor empty_strided(const Tensor& like, const Sizes& shape, const int64_t* strides,
                      ScalarType dtype) {
@@ -86,7 +108,9 @@ Tensor empty_strided(const Tensor& like, const Sizes& shape, const int64_t* stri
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
                                                   strides, to<int32_t>(from(dtype)), device_type,
                                                   like.get_device_index(), &result));
-  return Tensor(result);
+  const Tensor tensor(result);
+  prefer_huge_pages(tensor);
+  return tensor;
 }
 
 // In the iteration space `shape`: 0 where it is broadcast, and torch's own for dimensions of
@@ -157,7 +181,9 @@ Tensor empty_like(const Tensor& tensor, const Sizes& shape, ScalarType dtype) {
   stack[1] = from(std::optional<ScalarType>(dtype));
   for (int i = 2; i < 6; ++i) stack[i] = from(std::nullopt);
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::empty_like", "", stack, TORCH_ABI_VERSION));
-  return to<Tensor>(stack[0]);
+  const Tensor result = to<Tensor>(stack[0]);
+  prefer_huge_pages(result);
+  return result;
 }
 
 Tensor empty_pointwise(const Tensor& first, const Tensor& second, const Sizes& shape,
