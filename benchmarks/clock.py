@@ -126,6 +126,29 @@ def make_clock(device: torch.device) -> Clock:
     return CudaClock(device) if device.type == "cuda" else CpuClock(device)
 
 
+class Sampler:
+    """Times one step again and again, with the lead that the samples before have shown to need.
+
+    Args:
+        slowest: as for :func:`time_in_turns`.
+    """
+
+    def __init__(
+        self,
+        next_call: NextCall,
+        clock: Clock,
+        slowest: Callable[[float], float] = lambda value: value,
+    ) -> None:
+        self.next_call, self.clock, self.slowest = next_call, clock, slowest
+        self.lead_ms = slowest(clock.lead_ms(next_call))
+
+    def sample(self) -> float:
+        """Milliseconds of one call."""
+        elapsed = self.slowest(self.clock.sample(self.next_call, self.lead_ms))
+        self.lead_ms = self.slowest(self.clock.next_lead_ms(self.lead_ms, elapsed))
+        return elapsed
+
+
 def time_in_turns(
     runs: Sequence[NextCall],
     clock: Clock,
@@ -138,17 +161,16 @@ def time_in_turns(
         slowest: the largest of what several ranks have measured. All of them get it, so that they
             go through the same number of rounds.
     """
-    leads = []
+    samplers = []
     for run in runs:
         for _ in range(WARM_UP):
             run()()
-        leads.append(slowest(clock.lead_ms(run)))
+        samplers.append(Sampler(run, clock, slowest))
     times: list[list[float]] = [[] for _ in runs]
     spent = 0.0
     while runs and (spent < budget_s * 1e3 * len(runs) or len(times[0]) < FEWEST_ROUNDS):
         for index in range(len(runs))[:: 1 if len(times[0]) % 2 else -1]:
-            sample = slowest(clock.sample(runs[index], leads[index]))
-            leads[index] = slowest(clock.next_lead_ms(leads[index], sample))
+            sample = samplers[index].sample()
             times[index].append(sample)
             spent += 2 * sample  # a sample is two calls
     return times
@@ -209,8 +231,8 @@ def measure_bandwidth(clock: Clock) -> Bandwidth:
 
     def milliseconds(call: Call) -> float:
         call()
-        lead_ms = clock.lead_ms(lambda: call)
-        return min(clock.sample(lambda: call, lead_ms) for _ in range(20))
+        sampler = Sampler(lambda: call, clock)
+        return min(sampler.sample() for _ in range(20))
 
     compiled = torch.compile(torch.sum)
     reads: tuple[Call, ...] = (source.sum, source.amax, lambda: compiled(source))

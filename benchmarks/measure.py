@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks import accuracy
 from benchmarks.cases import Case, Pass, Size, bytes_moved
-from benchmarks.clock import Call, Clock
+from benchmarks.clock import Call, Clock, Sampler
 from benchmarks.contenders import CONTENDERS, Contender, Step, UnavailableError, failure
 
 FEWEST_ROUNDS, MOST_ROUNDS = 7, 200
@@ -118,7 +118,6 @@ class _Run:
         self.step = step
         self.sets = itertools.cycle(sets)
         self.inputs = sets[0]
-        self.lead_ms = 0.0
 
     def clear(self) -> None:
         self.inputs[0].grad = None
@@ -150,16 +149,17 @@ def _interleave(runs: list[_Run], clock: Clock, budget_s: float) -> list[tuple[_
     if not runs:
         return []
     round_ms = 0.0
+    samplers = []
     for run in runs:
         run.next_call()()
-        run.lead_ms = clock.lead_ms(run.next_call)
-        round_ms += 2 * clock.sample(run.next_call, run.lead_ms) + run.lead_ms
+        sampler = Sampler(run.next_call, clock)
+        round_ms += 2 * sampler.sample() + sampler.lead_ms
+        samplers.append(sampler)
         run.clear()
     rounds = int(budget_s * 1e3 * len(runs) / round_ms)
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(min(max(rounds, FEWEST_ROUNDS), MOST_ROUNDS)):
-        for run, samples in zip(runs, times, strict=True):
-            samples.append(clock.sample(run.next_call, run.lead_ms))
-            run.lead_ms = clock.next_lead_ms(run.lead_ms, samples[-1])
+        for run, sampler, samples in zip(runs, samplers, times, strict=True):
+            samples.append(sampler.sample())
             run.clear()
     return list(zip(runs, times, strict=True))
