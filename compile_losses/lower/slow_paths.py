@@ -19,10 +19,9 @@ from compile_losses.ops.checks import NARROW
 #: On a GPU, in bytes of logits: a row with so few takes less time than what is done once a row.
 SHORT_ROW = 20
 
-
-#: Losses of so little arithmetic that Inductor's loop over them is as fast on a CPU, and those of
-#: them for which it isn't if both arguments are of 16 bits.
-_SIMPLE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+#: Losses of so little arithmetic that Inductor's loop over them is as fast on a CPU; of the second
+#: kind unless all arguments are of 16 bits.
+_SIMPLE = ("smooth_l1_loss", "huber_loss")
 _SIMPLE_IF_WIDE = ("mse_loss", "l1_loss")
 
 
@@ -55,17 +54,23 @@ def _slow_on_a_cpu(loss: Loss, input: Tensor, others: Sequence[Tensor]) -> SlowP
     if loss.backwards:
         return None
     narrow = all(t.dtype in NARROW for t in (input, *others) if t.is_floating_point())
-    if loss.name in _SIMPLE and not (narrow and loss.name in _SIMPLE_IF_WIDE):
+    if loss.name in _SIMPLE or (loss.name in _SIMPLE_IF_WIDE and not narrow):
         return SlowPath("a loop of so little arithmetic is as fast without a call around it", 1.1)
     if loss.name == "cross_entropy" and narrow and _has_classes_apart(loss, input):
         return SlowPath("its classes are not neighbours in memory", 2.5)
     return None
 
 
-def _has_classes_apart(loss: Loss, *rows: Tensor) -> bool:
+def _class_dim(loss: Loss, input: Tensor) -> int:
+    dim: int = loss.arguments.get("dim", min(input.dim() - 1, 1))
+    return dim
+
+
+def _has_classes_apart(loss: Loss, input: Tensor, *pairs: Tensor) -> bool:
     """Whether a row's classes are not neighbours in memory."""
-    dim = loss.arguments.get("dim", min(rows[0].dim() - 1, 1))
-    return hint_of(rows[0].shape[dim]) > 1 and any(hint_of(t.stride(dim)) != 1 for t in rows)
+    dim = _class_dim(loss, input)
+    apart = any(hint_of(t.stride(dim)) != 1 for t in (input, *pairs))
+    return hint_of(input.shape[dim]) > 1 and apart
 
 
 def _slow_rows(loss: Loss, input: Tensor, others: Sequence[Tensor]) -> SlowPath | None:
@@ -73,8 +78,7 @@ def _slow_rows(loss: Loss, input: Tensor, others: Sequence[Tensor]) -> SlowPath 
     pairs = [t for t in others if t.dim() == input.dim() and t.is_floating_point()]
     if _has_classes_apart(loss, input, *pairs):
         return SlowPath("its classes are not neighbours in memory", 4.5)
-    dim = loss.arguments.get("dim", min(input.dim() - 1, 1))
-    row = hint_of(input.shape[dim]) * input.element_size()
+    row = hint_of(input.shape[_class_dim(loss, input)]) * input.element_size()
     if loss.name == "cross_entropy" and row < SHORT_ROW:
         return SlowPath("its rows are short", 2)
     return None
