@@ -163,7 +163,9 @@ def replace(loss: Loss, backward_nodes: set[Node], *, owned: bool) -> bool:
         scaled = graph.call_function(fused.scale.default, (unit, scaling))
         scaled.meta = {**backward.meta, "val": gradient.meta["val"]}
         if not owned:
-            # AOTAutograd donates no tensor that shares memory with what the backward returns.
+            # AOTAutograd donates no tensor that shares memory with what the backward returns. It
+            # does donate one that goes into a matrix product, as from kl_div of one: such a graph
+            # refuses retain_graph.
             scaled.meta |= {SAVED: True, "val": _view(unit_value)}
         # What Inductor holds the arguments' strides to; with_grad has those of forward.
         scaled.meta["eager_input_vals"] = ((unit.meta["val"], scaling.meta["val"]), {})
