@@ -285,6 +285,14 @@ RETAINED = {
     "bfloat16 l1": of_leaves(F.l1_loss, torch.bfloat16),
     "bfloat16 binary": of_leaves(binary_cross_entropy, torch.bfloat16),
     "kl": of_leaves(lambda p, t: 0.5 * F.kl_div(p, t, reduction="batchmean")),
+    "kl of a matrix product": of_leaves(
+        lambda p, t: F.kl_div(p @ t.t(), t[:, :8], reduction="batchmean")
+    ),
+    "kl of a layer": of_leaves(
+        lambda p, t, b, w: F.kl_div(F.linear(p, t, b[0, :8]), w[:, :8]), tensors=4
+    ),
+    "kl of gelu": of_leaves(lambda p, t: F.kl_div(F.gelu(p), t, reduction="batchmean")),
+    "kl of a slice": of_leaves(lambda p, t: F.kl_div(p[:, :8], t[:, :8], reduction="batchmean")),
     "two with a target": of_leaves(lambda p, t, q: F.mse_loss(p, t) + F.mse_loss(q, t), tensors=3),
     "mse and kl": of_leaves(
         lambda p, t, q, s: F.mse_loss(p, t) + F.kl_div(q, s, reduction="batchmean"), tensors=4
@@ -323,7 +331,16 @@ def test_retain_graph_as_stock(case, first_retains, device):
 
 
 @pytest.mark.parametrize(
-    "case", ["mse", "bfloat16 mse", "transposed smooth l1", "bfloat16 l1", "kl", "mse and kl"]
+    "case",
+    [
+        "mse",
+        "bfloat16 mse",
+        "transposed smooth l1",
+        "bfloat16 l1",
+        "kl",
+        "kl of a matrix product",
+        "mse and kl",
+    ],
 )
 def test_hoisted_of_leaves(case, graphs, device):
     """Of a graph that overwrites nothing, the gradient is autograd's until it frees it."""

@@ -30,8 +30,13 @@ from torch._functorch.partitioners import get_default_op_list
 from torch._inductor import config
 from torch.fx import Graph, Node
 
-from compile_losses.lower.aliases import depends_on_tangents, graph_outputs, storage_of
-from compile_losses.lower.calls import Loss, find_losses, fused_op, named_arguments
+from compile_losses.lower.aliases import (
+    depends_on_tangents,
+    graph_outputs,
+    is_fused_into_readers,
+    storage_of,
+)
+from compile_losses.lower.calls import Loss, find_losses, fused_call, fused_op, named_arguments
 from compile_losses.lower.decision import Decision, site_of
 from compile_losses.lower.factor import emit, factor_of, move_before
 from compile_losses.ops.checks import REDUCTIONS
@@ -84,6 +89,8 @@ def refusal(loss: Loss, overwrites: bool) -> str | None:
         return "inside a checkpointed region, which runs its forward twice"
     if not overwrites and config.triton.cudagraphs:
         return "a CUDA graph of the backward could no longer run twice (retain_graph)"
+    if not overwrites and is_fused_into_readers(gradients[0]):
+        return "Inductor computes it in what reads it, and nothing else is kept for the backward"
     return None
 
 
@@ -98,7 +105,7 @@ def overwrites_buffers(graph: Graph) -> bool:
     kept = {storage_of(n) for n in [*graph.find_nodes(op="placeholder"), *graph_outputs(graph)]}
     ops = get_default_op_list()
     # What the backward reads of the forward, and what that is cheaply computed from again.
-    needed = [n for node in backward for n in node.all_input_nodes if n not in backward]
+    needed = [n for node in backward for n in _read(node) if n not in backward]
     seen = set(needed)
     while needed:
         node = needed.pop()
@@ -111,6 +118,16 @@ def overwrites_buffers(graph: Graph) -> bool:
         needed += (source for source in node.all_input_nodes if source not in seen)
         seen.update(node.all_input_nodes)
     return False
+
+
+def _read(node: Node) -> list[Node]:
+    """The arguments that a node computes with: torch's gradient of kl_div with respect to
+    log-probabilities is made of the target alone."""
+    if fused_call(node) == ("kl_div", "backward"):
+        named = named_arguments(node)
+        if named["log_input"] and not named["needs_grad_target"]:
+            return [n for n in node.all_input_nodes if n is not named["input"]]
+    return node.all_input_nodes
 
 
 def _like(fake: Any) -> Tensor:
@@ -163,9 +180,8 @@ def replace(loss: Loss, backward_nodes: set[Node], *, owned: bool) -> bool:
         scaled = graph.call_function(fused.scale.default, (unit, scaling))
         scaled.meta = {**backward.meta, "val": gradient.meta["val"]}
         if not owned:
-            # AOTAutograd donates no tensor that shares memory with what the backward returns. It
-            # does donate one that goes into a matrix product, as from kl_div of one: such a graph
-            # refuses retain_graph.
+            # AOTAutograd donates no tensor that shares memory with what the backward returns. One
+            # that goes into a matrix product instead, as from kl_div of one, in_place takes back.
             scaled.meta |= {SAVED: True, "val": _view(unit_value)}
         # What Inductor holds the arguments' strides to; with_grad has those of forward.
         scaled.meta["eager_input_vals"] = ((unit.meta["val"], scaling.meta["val"]), {})

@@ -168,11 +168,15 @@ def _scale(node: Node) -> Decision:
     assert isinstance(gradient, Node)
     graph = node.graph
     reason = _kept(gradient, node)
+    donated = _donated()
+    index = _placeholder_index(gradient)
+    if SAVED in node.meta and index in donated:
+        donated.remove(index)  # so that AOTAutograd does not refuse retain_graph
     if reason is not None:
         choice = "scale in a new buffer"
     elif is_fused_into_readers(node):
         choice = "scale fused"
-    elif _is_donated(gradient):
+    elif index in donated:
         choice = "scale in place"
     else:
         choice = "scale in place unless retained"
@@ -215,15 +219,19 @@ def _kept(gradient: Node, scaled: Node) -> str | None:
         return "the gradient is read again"
     placeholders = gradient.graph.find_nodes(op="placeholder")
     shared = [storage_of(n) for n in placeholders].count(storage_of(gradient)) > 1
-    if shared or not (_is_donated(gradient) or SAVED in scaled.meta):
+    if shared or not (placeholders.index(gradient) in _donated() or SAVED in scaled.meta):
         return "the gradient is not the backward's own"
     return None
 
 
-def _is_donated(placeholder: Node) -> bool:
-    """Whether AOTAutograd gives a saved tensor to the backward for good."""
+def _placeholder_index(node: Node) -> int | None:
+    placeholders = node.graph.find_nodes(op="placeholder")
+    return placeholders.index(node) if node in placeholders else None
+
+
+def _donated() -> list[int]:
+    """The placeholders of a backward graph that AOTAutograd gives to it for good; its own list."""
     context = TracingContext.try_get()
     if context is None or context.fw_metadata is None:
-        return False
-    donated = context.fw_metadata.bw_donated_idxs or []
-    return placeholder.graph.find_nodes(op="placeholder").index(placeholder) in donated
+        return []
+    return context.fw_metadata.bw_donated_idxs or []

@@ -49,6 +49,7 @@ struct ContiguousArgs {
   void* output;  // losses or grad_input; may be the very buffer of input
   int64_t numel;
   int64_t head;  // elements before the first packet
+  unsigned last_block;  // takes what is left behind the last full tile
   double scale;  // of the gradient: 1 / divisor
   Total total;
 };
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kT
     sum += static_cast<double>(tile_sum);
   }
   // One block takes what is left: the last packets, and the elements before and after all packets.
-  if (blockIdx.x == full_tiles % gridDim.x) {
+  if (blockIdx.x == args.last_block) {
     tile_sum = 0;
     for (int64_t i = full_tiles * kTile + threadIdx.x; i < count; i += kBlock)
       packets(std::integral_constant<int, 1>(), i);
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kT
 }
 
 template <Mode kMode, bool kWeighted, typename input_t, typename target_t, typename Loss>
-void launch_contiguous(const ContiguousArgs& args, const Loss& loss, cudaStream_t stream) {
+void launch_contiguous(ContiguousArgs args, const Loss& loss, cudaStream_t stream) {
   constexpr bool kSum = kMode == Mode::kTotal || kMode == Mode::kTotalAndGradient;
   const int64_t packets = (args.numel - args.head) / Packet<input_t>::kWidth;
   constexpr int kBlock = kThreads<Loss>;
@@ -159,6 +160,7 @@ void launch_contiguous(const ContiguousArgs& args, const Loss& loss, cudaStream_
   const int64_t most = std::min<int64_t>(
       kWorkspaceBlocks, current_device().multiprocessors * kThreadsPerMultiprocessor / kBlock);
   const int64_t blocks = std::min(tiles, most);
+  args.last_block = static_cast<unsigned>(packets / kTile % blocks);
   contiguous_kernel<kMode, kWeighted, input_t, target_t>
       <<<static_cast<unsigned>(blocks), kBlock, 0, stream>>>(args, loss);
   check_launch("contiguous_kernel");
@@ -204,7 +206,7 @@ bool try_contiguous(const ElementwiseArgs& args, const Loss& loss, cudaStream_t 
 
   const ContiguousArgs dense{
       args.input.data,        args.target.data, args.weight.data, args.grad_output.data,
-      args.grad_output.dtype, output.data,      args.numel,       head,
+      args.grad_output.dtype, output.data,      args.numel,       head, 0,
       1 / args.divisor,       total_of(args)};
   if (total && !gradient)
     launch_contiguous<Mode::kTotal, kWeighted, input_t, target_t>(dense, loss, stream);
