@@ -51,14 +51,18 @@ def is_view(node: Node) -> bool:
     )
 
 
+def readers_of(node: Node) -> list[Node]:
+    """What reads a value, itself or through views."""
+    readers = []
+    for user in node.users:
+        is_look = is_view(user) or user.target is aten._unsafe_view.default
+        readers += readers_of(user) if is_look else [user]
+    return readers
+
+
 def is_fused_into_readers(node: Node) -> bool:
     """Whether all that read a value, through views, are ops that Inductor generates itself."""
-    return all(
-        is_fused_into_readers(user)
-        if is_view(user) or user.target is aten._unsafe_view.default
-        else _is_generated(user)
-        for user in node.users
-    )
+    return all(map(_is_generated, readers_of(node)))
 
 
 def _is_generated(node: Node) -> bool:

@@ -24,7 +24,7 @@ from compile_losses.lower.aliases import is_view, storage_of
 
 aten = torch.ops.aten
 
-_MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 #: What a symbolic size without a hint counts as, Inductor's own assumption.
 _UNKNOWN_SIZE = 8192
@@ -142,7 +142,7 @@ def _kind(producer: Node, ops: OpTypes) -> str:
         return "graph input"
     if producer.op != "call_function":
         return "constant"
-    if target in _MATMULS:
+    if target in MATMULS:
         return "matrix product"
     if target is aten.convolution.default:
         return "convolution"

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from compile_losses.lower.aliases import graph_outputs, is_fused_into_readers, storage_of
 from compile_losses.lower.calls import fused_call, fused_op, has_part, is_elementwise
+from compile_losses.lower.cost import MATMULS
 from compile_losses.lower.decision import Decision, log, site_of
 from compile_losses.lower.hoist import SAVED
 from compile_losses.lower.inline import inline_backward
@@ -34,7 +35,7 @@ fused = torch.ops.fused
 
 #: Producers that may be overwritten: extern kernels, whose result is surely a buffer of its own.
 #: What Inductor generates itself it may hand over as a copy, which would be overwritten in vain.
-_PRODUCERS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+_PRODUCERS = MATMULS
 
 #: Other looks at a buffer in which no element occurs twice. A slice is what is left of a product
 #: whose rows Inductor has padded.

@@ -18,9 +18,12 @@ from torch.func import functionalize
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+from torch.utils._pytree import tree_leaves
 
 import compile_losses.ops
+from compile_losses.lower.aliases import readers_of
 from compile_losses.lower.calls import Loss, fused_call, fused_op, named_arguments
+from compile_losses.lower.cost import MATMULS
 from compile_losses.ops.checks import REDUCTIONS, accumulation_type, batch_of, promoted_dtype
 
 aten = torch.ops.aten
@@ -42,7 +45,10 @@ def inline(loss: Loss) -> bool:
     if None in traced or not _only_saved_for(loss):
         return False
     for call, replacement in zip(calls, traced, strict=True):
-        _splice(call.graph, call, replacement)  # type: ignore[arg-type]
+        results = _splice(call.graph, call, replacement)  # type: ignore[arg-type]
+        if call is not loss.forward:
+            for gradient in results:
+                _hold_layout(gradient)
     return True
 
 
@@ -143,8 +149,8 @@ def _backward(reference: Callable[..., Tensor], named: dict[str, Any], options: 
     return tuple(results) if needs else results[0]
 
 
-def _splice(graph: Graph, node: Node, replacement: Graph) -> None:
-    """Puts a traced call in the place of the call."""
+def _splice(graph: Graph, node: Node, replacement: Graph) -> list[Node]:
+    """Puts a traced call in the place of the call; the nodes of its results that are read."""
     placeholders = replacement.find_nodes(op="placeholder")
     copies = dict(zip(placeholders, node.all_input_nodes, strict=True))
     results: Any = None
@@ -168,3 +174,28 @@ def _splice(graph: Graph, node: Node, replacement: Graph) -> None:
     for copy in reversed([copies[n] for n in replacement.nodes if n.op == "call_function"]):
         if not copy.users:  # the place of a gradient that is not needed
             graph.erase_node(copy)
+    return [each for each in tree_leaves(results) if isinstance(each, Node) and each.users]
+
+
+def _hold_layout(gradient: Node) -> None:
+    """Has Inductor write the gradient of a transposed product once, in the strides of eager mode.
+
+    It holds to those what two matrix products read through one view, but writes the gradient row by
+    row before it copies it. Not where rows are no multiple of 16 bytes, which it may pad.
+    """
+    value: Tensor = gradient.meta["val"]
+    strides = value.stride()
+    readers = readers_of(gradient)
+    if len(readers) < 2 or any(reader.target not in MATMULS for reader in readers):
+        return
+    if not all(isinstance(s, int) for s in (*value.shape, *strides)) or value.is_contiguous():
+        return
+    if any(s != 1 and s * value.element_size() % 16 for s in strides):
+        return
+    graph = gradient.graph
+    with graph.inserting_after(gradient):
+        held = graph.call_function(
+            torch.ops.prims.inductor_force_stride_order.default, (gradient, list(strides))
+        )
+    held.meta = dict(gradient.meta)
+    gradient.replace_all_uses_with(held, lambda user: user is not held)
