@@ -159,3 +159,22 @@ def test_inlined_classes_may_be_uint8(smoothing, graphs):
     ]
     torch.testing.assert_close(*results)
     assert "fused" not in graphs["joint"][0]
+
+
+@pytest.mark.parametrize(("rows", "held"), [(64, True), (63, False)])
+def test_gradient_of_a_transposed_product(rows, held, graphs, device):
+    """Two products read it through a view: it has their strides at once, without a copy. Rows of
+    126 bytes are left to Inductor, which may pad them."""
+
+    def loss(x, weight, target):
+        return F.mse_loss((weight @ x.t()).t(), target)
+
+    made = [torch.randn(shape) for shape in ((rows, 8), (24, 8), (rows, 24))]
+    x, weight, target = (t.to(device, torch.bfloat16) for t in made)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    compiled = torch.compile(loss, backend="compile_losses")
+    results = [torch.autograd.grad(f(*leaves, target), leaves) for f in (compiled, loss)]
+    torch.testing.assert_close(*results, rtol=2e-2, atol=1e-2)
+    backward = graphs["post"][1]
+    assert ("inductor_force_stride_order" in backward) == held
+    assert "fused" not in backward

@@ -49,16 +49,16 @@ struct ContiguousArgs {
   void* output;  // losses or grad_input; may be the very buffer of input
   int64_t numel;
   int64_t head;  // elements before the first packet
-  unsigned last_block;  // takes what is left behind the last full tile
   double scale;  // of the gradient: 1 / divisor
   Total total;
 };
 
+// last_block takes what is left of the tiles; to work out which costs 0.15 us on the device.
 // Arithmetic in float. A thread adds the losses of kPackets packets in float and those sums in
 // double, so that the rounding error of a total does not grow with the number of elements.
 template <Mode kMode, bool kWeighted, typename input_t, typename target_t, typename Loss>
 __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kThreads<Loss>)
-    contiguous_kernel(const ContiguousArgs args, const Loss loss) {
+    contiguous_kernel(const ContiguousArgs args, const unsigned last_block, const Loss loss) {
   using losses_t = std::conditional_t<sizeof(input_t) == 4, input_t, target_t>;
   using output_t = std::conditional_t<kMode == Mode::kLosses, losses_t, input_t>;
   constexpr bool kSum = kMode == Mode::kTotal || kMode == Mode::kTotalAndGradient;
@@ -130,8 +130,8 @@ __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kT
     packets(std::integral_constant<int, kPackets>(), tile * kTile + threadIdx.x);
     sum += static_cast<double>(tile_sum);
   }
-  // One block takes what is left: the last packets, and the elements before and after all packets.
-  if (blockIdx.x == args.last_block) {
+  // What is left: the last packets, and the elements before and after all packets.
+  if (blockIdx.x == last_block) {
     tile_sum = 0;
     for (int64_t i = full_tiles * kTile + threadIdx.x; i < count; i += kBlock)
       packets(std::integral_constant<int, 1>(), i);
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kT
 }
 
 template <Mode kMode, bool kWeighted, typename input_t, typename target_t, typename Loss>
-void launch_contiguous(ContiguousArgs args, const Loss& loss, cudaStream_t stream) {
+void launch_contiguous(const ContiguousArgs& args, const Loss& loss, cudaStream_t stream) {
   constexpr bool kSum = kMode == Mode::kTotal || kMode == Mode::kTotalAndGradient;
   const int64_t packets = (args.numel - args.head) / Packet<input_t>::kWidth;
   constexpr int kBlock = kThreads<Loss>;
@@ -160,9 +160,9 @@ void launch_contiguous(ContiguousArgs args, const Loss& loss, cudaStream_t strea
   const int64_t most = std::min<int64_t>(
       kWorkspaceBlocks, current_device().multiprocessors * kThreadsPerMultiprocessor / kBlock);
   const int64_t blocks = std::min(tiles, most);
-  args.last_block = static_cast<unsigned>(packets / kTile % blocks);
   contiguous_kernel<kMode, kWeighted, input_t, target_t>
-      <<<static_cast<unsigned>(blocks), kBlock, 0, stream>>>(args, loss);
+      <<<static_cast<unsigned>(blocks), kBlock, 0, stream>>>(
+          args, static_cast<unsigned>(packets / kTile % blocks), loss);
   check_launch("contiguous_kernel");
   if (kSum && blocks > 1) launch_total(args.total, blocks, kTotalThreads, stream);
 }
@@ -206,7 +206,7 @@ bool try_contiguous(const ElementwiseArgs& args, const Loss& loss, cudaStream_t 
 
   const ContiguousArgs dense{
       args.input.data,        args.target.data, args.weight.data, args.grad_output.data,
-      args.grad_output.dtype, output.data,      args.numel,       head, 0,
+      args.grad_output.dtype, output.data,      args.numel,       head,
       1 / args.divisor,       total_of(args)};
   if (total && !gradient)
     launch_contiguous<Mode::kTotal, kWeighted, input_t, target_t>(dense, loss, stream);
