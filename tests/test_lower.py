@@ -286,7 +286,7 @@ RETAINED = {
     "bfloat16 binary": of_leaves(binary_cross_entropy, torch.bfloat16),
     "kl": of_leaves(lambda p, t: 0.5 * F.kl_div(p, t, reduction="batchmean")),
     "kl of a matrix product": of_leaves(
-        lambda p, t: F.kl_div(p @ t.t(), t[:, :8], reduction="batchmean")
+        lambda p, t: F.kl_div(p @ (t.t() @ t), t, reduction="batchmean")
     ),
     "kl of a layer": of_leaves(
         lambda p, t, b, w: F.kl_div(F.linear(p, t, b[0, :8]), w[:, :8]), tensors=4
