@@ -172,3 +172,38 @@ def test_softmax_divergence_at_infinite_temperature(op, layout, device):
     (gradient,) = torch.autograd.grad(loss.sum(), leaf)
     torch.testing.assert_close(loss, torch.zeros_like(loss))
     torch.testing.assert_close(gradient, torch.zeros_like(gradient))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("log_input", [True, False])
+def test_sum_of_kl_div_has_no_other_values_on_a_cpu(log_input, dtype):
+    """Which adds up ordinary numbers another way: one that is not, and zeros, amid them."""
+    tiny = torch.finfo(dtype).tiny
+    values = [0.0, -0.0, tiny / 4, tiny, 1e-30, 0.5, 1.0, 3.0, 3e38, torch.inf, -1.0, torch.nan]
+    target = torch.rand(700).to(dtype) * (torch.rand(700) > 0.3)
+    input = torch.rand(700).to(dtype) + 0.1
+    for x in values:
+        for t in values:
+            input[300], target[300] = x, t
+            total, each = (
+                torch.ops.fused.kl_div(input, target, reduction, log_input=log_input)
+                for reduction in (2, 0)
+            )
+            expected = each.double().sum().to(dtype)
+            torch.testing.assert_close(total, expected, rtol=1e-5, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "distance", [0.0, 0.3, 2.0, 10.0, 30.0, 87.0, 87.4, 104.0, 1e30, torch.inf]
+)
+def test_sum_of_equal_exponentials_on_a_cpu(distance):
+    """Errors of the same sign in every term of a softmax's sum, by rows and by columns. Where the
+    terms are small beside 1, rounding the sum loses most; torch loses up to 3.3e-6."""
+    logits = torch.full((4, 3000), 5.0)
+    logits[:, 1:] -= distance
+    for input in (logits, logits.t().contiguous().t()):
+        for target in (0, 1):
+            targets = torch.full((4,), target)
+            ours = torch.ops.fused.cross_entropy(input, targets)
+            exact = F.cross_entropy(input.double(), targets)
+            torch.testing.assert_close(ours.double(), exact, rtol=0, atol=3e-6)

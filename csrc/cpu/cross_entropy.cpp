@@ -63,6 +63,8 @@ void forward_row(const CrossEntropyArgs& args, int64_t row) {
   for (int64_t first = 0; first < args.cols; first += kTile) {
     const int64_t count = std::min(kTile, args.cols - first);
     const acc_t* x = read_capped(args, offset + first * stride, stride, count, buffer);
+    // Of this row or the next one: no load of these loops asks for it until they are done.
+    if (stride == 1) prefetch(args.input, args.dtype, offset + first + count, kTile);
     acc_t tile_largest = largest;
 #pragma omp simd reduction(max : tile_largest)
     for (int64_t i = 0; i < count; ++i) tile_largest = x[i] > tile_largest ? x[i] : tile_largest;
@@ -72,7 +74,7 @@ void forward_row(const CrossEntropyArgs& args, int64_t row) {
     if (tile_largest > largest) sum *= math::exp(largest - tile_largest);
     acc_t tile_sum = 0;
 #pragma omp simd reduction(+ : tile_sum)
-    for (int64_t i = 0; i < count; ++i) tile_sum += math::exp(x[i] - reference);
+    for (int64_t i = 0; i < count; ++i) tile_sum += math::host::exp_term(x[i] - reference);
     sum += tile_sum;
     if (smoothing) {
       if (weights_seen > 0 && finite) weighted_sum += weights_seen * (reference - largest);
@@ -118,7 +120,7 @@ void forward_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes) {
   // By blocks of classes: a sum of fewer terms rounds less.
   for_each_col([&](int64_t col, const acc_t* x) {
 #pragma omp simd
-    for (int64_t i = 0; i < lanes; ++i) block_sum[i] += math::exp(x[i] - origin[i]);
+    for (int64_t i = 0; i < lanes; ++i) block_sum[i] += math::host::exp_term(x[i] - origin[i]);
     if ((col + 1) % kSumBlock != 0 && col + 1 < args.cols) return;
     for (int64_t i = 0; i < lanes; ++i) sum[i] += block_sum[i];
     std::fill_n(block_sum, kLanes, acc_t(0));

@@ -134,6 +134,13 @@ struct NoTile {
 template <typename acc_t, bool kPresent>
 using OptionalTile = std::conditional_t<kPresent, Tile<acc_t>, NoTile>;
 
+// Whether a loss has another way to its value, of less arithmetic, for all but rare arguments.
+template <typename Loss, typename acc_t>
+constexpr bool has_regular_value = requires(const Loss loss, acc_t x) {
+  loss.regular_value(x, x);
+  loss.is_regular(x, x);
+};
+
 // The loops below allow an output to be the very buffer of an input: each index is read before it
 // is written, and no other index is touched.
 // scalar_t: what input, target and their gradients are read and written as; other than acc_t, they
@@ -177,9 +184,24 @@ Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t run
     };
     const auto value = [loss](auto... at) { return loss.value(at...); };
     if (args.total.data) {
-      for (int64_t block = 0; block < count; block += kSumBlock)
-        sum.add(sum_of<acc_t>(block, std::min(count, block + kSumBlock),
-                              [&](int64_t i) { return weighted(value, i); }));
+      for (int64_t block = 0; block < count; block += kSumBlock) {
+        const int64_t block_end = std::min(count, block + kSumBlock);
+        if constexpr (has_regular_value<Loss, acc_t> && !kWeighted) {
+          const auto of_regular = sum_where_all<acc_t>(
+              block, block_end,
+              [&](int64_t i) {
+                return plain([loss](auto... at) { return loss.regular_value(at...); }, i);
+              },
+              [&](int64_t i) {
+                return plain([loss](auto... at) { return loss.is_regular(at...); }, i);
+              });
+          if (of_regular) {
+            sum.add(*of_regular);
+            continue;
+          }
+        }
+        sum.add(sum_of<acc_t>(block, block_end, [&](int64_t i) { return weighted(value, i); }));
+      }
     }
     if (losses) {
       acc_t* out = losses.write_pointer(first);

@@ -3,6 +3,8 @@
 
 #include <cmath>
 #include <cstdint>
+#include <optional>
+#include <type_traits>
 
 namespace fused::cpu {
 
@@ -29,23 +31,52 @@ class Sum {
   double lost_ = 0;
 };
 
+// Calls body(lane, i) for i in [first, last), in vectors of kSumLanes.
+constexpr int64_t kSumLanes = 32;
+template <typename Body>
+inline __attribute__((always_inline)) void for_each_lane(int64_t first, int64_t last, Body&& body) {
+  int64_t i = first;
+  for (; i + kSumLanes <= last; i += kSumLanes) {
+#pragma omp simd
+    for (int64_t lane = 0; lane < kSumLanes; ++lane) body(lane, i + lane);
+  }
+#pragma omp simd
+  for (int64_t lane = 0; lane < last - i; ++lane) body(lane, i + lane);
+}
+
+// In pairs.
+template <typename acc_t>
+inline __attribute__((always_inline)) acc_t sum_of_lanes(acc_t (&lanes)[kSumLanes]) {
+  for (int64_t width = kSumLanes / 2; width > 0; width /= 2)
+    for (int64_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  return lanes[0];
+}
+
 // The sum of value(i) over [first, last), at most kSumBlock of them: each lane adds up eight at
 // most, and the lanes are added in pairs.
 template <typename acc_t, typename Value>
 inline __attribute__((always_inline)) acc_t sum_of(int64_t first, int64_t last, Value&& value) {
-  constexpr int64_t kLanes = 32;
-  static_assert(kSumBlock == 8 * kLanes);
-  acc_t lanes[kLanes] = {};
-  int64_t i = first;
-  for (; i + kLanes <= last; i += kLanes) {
-#pragma omp simd
-    for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += value(i + lane);
-  }
-#pragma omp simd
-  for (int64_t lane = 0; lane < last - i; ++lane) lanes[lane] += value(i + lane);
-  for (int64_t width = kLanes / 2; width > 0; width /= 2)
-    for (int64_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  return lanes[0];
+  static_assert(kSumBlock == 8 * kSumLanes);
+  acc_t lanes[kSumLanes] = {};
+  for_each_lane(first, last, [&](int64_t lane, int64_t i) { lanes[lane] += value(i); });
+  return sum_of_lanes(lanes);
+}
+
+// The same; nothing unless holds(i) for all of them.
+template <typename acc_t, typename Value, typename Holds>
+inline __attribute__((always_inline)) std::optional<acc_t> sum_where_all(int64_t first,
+                                                                         int64_t last,
+                                                                         Value&& value,
+                                                                         Holds&& holds) {
+  acc_t lanes[kSumLanes] = {};
+  std::conditional_t<sizeof(acc_t) == 8, int64_t, int32_t> failed[kSumLanes] = {};
+  for_each_lane(first, last, [&](int64_t lane, int64_t i) {
+    lanes[lane] += value(i);
+    failed[lane] |= holds(i) ? 0 : 1;
+  });
+  for (int64_t lane = 1; lane < kSumLanes; ++lane) failed[0] |= failed[lane];
+  if (failed[0]) return std::nullopt;
+  return sum_of_lanes(lanes);
 }
 
 }  // namespace fused::cpu

@@ -32,6 +32,25 @@ struct KlDiv {
       if constexpr (kLogTarget) return math::exp(target) * (target - log_of(input));
       return target * (target == acc_t(0) ? -log_of(input) : distance(input, target));
     }
+
+    // On the host: the value of what is_regular, by one logarithm without special cases. That of 0
+    // is some finite number there.
+    acc_t regular_value(acc_t input, acc_t target) const
+      requires(!kLogTarget)
+    {
+      const acc_t logarithm = math::host::log_normal(kLogInput ? target : target / input);
+      return target * (kLogInput ? logarithm - input : logarithm);
+    }
+    bool is_regular(acc_t input, acc_t target) const
+      requires(!kLogTarget)
+    {
+      using math::host::is_positive_normal;
+      const bool zero = target == acc_t(0);
+      if constexpr (kLogInput) return zero | is_positive_normal(target);
+      return (zero & is_positive_normal(input)) |
+             ((target > acc_t(0)) & is_positive_normal(target / input));
+    }
+
     FUSED_HOST_DEVICE acc_t grad_input(acc_t input, acc_t target) const {
       const acc_t probability = kLogTarget ? math::exp(target) : target;
       return kLogInput ? -probability : -probability / input;
