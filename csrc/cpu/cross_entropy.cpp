@@ -18,7 +18,7 @@ namespace fused {
 namespace cpu {
 namespace {
 
-constexpr int64_t kSumBlock = 32;  // classes of a partial sum in the column path
+constexpr int64_t kColumnBlock = 32;  // classes of a partial sum in the column path
 
 // What a shard knows of a row, instead of its loss.
 template <typename acc_t>
@@ -72,10 +72,9 @@ void forward_row(const CrossEntropyArgs& args, int64_t row) {
     const bool finite = tile_largest > -std::numeric_limits<acc_t>::infinity();
     const acc_t reference = finite ? tile_largest : acc_t(0);
     if (tile_largest > largest) sum *= math::exp(largest - tile_largest);
-    acc_t tile_sum = 0;
-#pragma omp simd reduction(+ : tile_sum)
-    for (int64_t i = 0; i < count; ++i) tile_sum += math::host::exp_term(x[i] - reference);
-    sum += tile_sum;
+    for (int64_t block = 0; block < count; block += kSumBlock)
+      sum += sum_of<acc_t>(block, std::min(count, block + kSumBlock),
+                           [&](int64_t i) { return math::host::exp_term(x[i] - reference); });
     if (smoothing) {
       if (weights_seen > 0 && finite) weighted_sum += weights_seen * (reference - largest);
       acc_t tile_weighted = 0, tile_weights = 0;
@@ -121,7 +120,7 @@ void forward_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes) {
   for_each_col([&](int64_t col, const acc_t* x) {
 #pragma omp simd
     for (int64_t i = 0; i < lanes; ++i) block_sum[i] += math::host::exp_term(x[i] - origin[i]);
-    if ((col + 1) % kSumBlock != 0 && col + 1 < args.cols) return;
+    if ((col + 1) % kColumnBlock != 0 && col + 1 < args.cols) return;
     for (int64_t i = 0; i < lanes; ++i) sum[i] += block_sum[i];
     std::fill_n(block_sum, kLanes, acc_t(0));
   });
@@ -129,7 +128,7 @@ void forward_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes) {
     for_each_col([&](int64_t col, const acc_t* x) {
       const acc_t w = weight ? weight[col] : acc_t(1);
       for (int64_t i = 0; i < lanes; ++i) block_sum[i] += w * (origin[i] - x[i]);
-      if ((col + 1) % kSumBlock != 0 && col + 1 < args.cols) return;
+      if ((col + 1) % kColumnBlock != 0 && col + 1 < args.cols) return;
       for (int64_t i = 0; i < lanes; ++i) weighted_sum[i] += block_sum[i];
       std::fill_n(block_sum, kLanes, acc_t(0));
     });
