@@ -103,14 +103,6 @@ void load(const void* data, DType dtype, int64_t offset, int64_t stride, int64_t
   });
 }
 
-// Asks for `count` elements that are read next, to arrive while others are computed with.
-inline void prefetch(const void* data, DType dtype, int64_t offset, int64_t count) {
-  constexpr int64_t kCacheLine = 64;
-  const char* first = static_cast<const char*>(data) + offset * element_size(dtype);
-  for (int64_t i = 0; i < count * element_size(dtype); i += kCacheLine)
-    __builtin_prefetch(first + i);
-}
-
 template <typename acc_t>
 void store(void* data, DType dtype, int64_t offset, int64_t stride, int64_t count,
            const acc_t* tile) {
@@ -123,6 +115,14 @@ void store(void* data, DType dtype, int64_t offset, int64_t stride, int64_t coun
       for (int64_t i = 0; i < count; ++i) destination[i * stride] = from_acc<scalar_t>(tile[i]);
     }
   });
+}
+
+// Asks for `count` elements that are read next, to arrive while others are computed with.
+inline void prefetch(const void* data, DType dtype, int64_t offset, int64_t count) {
+  constexpr int64_t kCacheLine = 64;
+  const char* first = static_cast<const char*>(data) + offset * element_size(dtype);
+  for (int64_t i = 0; i < count * element_size(dtype); i += kCacheLine)
+    __builtin_prefetch(first + i);
 }
 
 template <typename acc_t>

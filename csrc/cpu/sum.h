@@ -9,6 +9,7 @@
 namespace fused::cpu {
 
 constexpr int64_t kSumBlock = 256;  // numbers that `sum_of` may add up at a time
+constexpr int64_t kSumLanes = 32;   // partial sums that it keeps of them
 
 // A sum in double and what its additions lost. (Knuth's TwoSum; equal numbers, as of a constant
 // tensor, would otherwise all be rounded in the same direction.)
@@ -32,7 +33,6 @@ class Sum {
 };
 
 // Calls body(lane, i) for i in [first, last), in vectors of kSumLanes.
-constexpr int64_t kSumLanes = 32;
 template <typename Body>
 inline __attribute__((always_inline)) void for_each_lane(int64_t first, int64_t last, Body&& body) {
   int64_t i = first;
