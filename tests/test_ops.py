@@ -11,6 +11,8 @@ import torch
 
 from tests.accuracy import RATIO, SIMILAR, assert_accurate, similar
 from tests.calls import dtypes, leaves, loss_and_gradients, record_leaf_calls, specs
+from tests.specs import SPECS
+from tests.specs.spec import Sample
 
 
 @specs
@@ -52,6 +54,38 @@ def worst_gradient_error(spec, sample, index):
         error = (gradients[index].double().cpu() - exact[index].double()).abs()
         worst = max(worst, ratio * error.nan_to_num(0, 0).max().item())
     return worst
+
+
+ELEMENTWISE = ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"]
+ELEMENTWISE += ["binary_cross_entropy_with_logits"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_sizes(name, dtype, device):
+    """Full tiles, the packets behind them, and the elements before and after all packets."""
+    spec = SPECS[name]
+    tile = 512 * 4 * 4
+    sizes = (3, 100, tile // 4, tile - 1, tile, tile + 5, 2 * tile + 2052, 9 * tile - 8)
+    for size, offset, reduction in itertools.product(sizes, (0, 1, 4), range(3)):
+        tensors = tuple(t[offset:].to(device) for t in spec.operands(size + offset, dtype=dtype))
+        sample = Sample(f"{size} from {offset}", tensors, {"reduction": reduction})
+        grad_output = None if reduction == 0 else torch.ones((), dtype=torch.float64)
+        ours, eager, exact = (
+            loss_and_gradients(function, sample, operands, grad_output)
+            for function, operands in (
+                (spec.op, tensors),
+                (spec.torch_loss, tensors),
+                (spec.exact, tuple(t.double().cpu() for t in tensors)),
+            )
+        )
+        results = [(ours[0], *ours[1])]
+        if reduction != 0:
+            (_, args, _), *_ = record_leaf_calls(lambda s=sample: s.call(spec.op))
+            results.append(spec.part("with_grad")(*args))
+        for loss, gradient in results:
+            assert_accurate(loss, eager[0], exact[0], sample.name)
+            assert_accurate(gradient, eager[1][0], exact[1][0], f"{sample.name}, gradient")
 
 
 @specs

@@ -24,7 +24,6 @@ namespace fused::cuda {
 template <typename Loss>
 constexpr int kThreads = requires { Loss::kLogarithms; } ? 1024 : 512;
 constexpr int kThreadsPerMultiprocessor = 1024;
-constexpr int kTotalThreads = 256;  // that add up the blocks' sums
 
 // Packets of each operand that a thread has in flight: four, or two where a weight takes registers
 // as well, or a wide target beside a narrow input and a loss with exponentials.
@@ -53,12 +52,19 @@ struct ContiguousArgs {
   Total total;
 };
 
-// last_block takes what is left of the tiles; to work out which costs 0.15 us on the device.
+// How a launch shares out the packets. The host works it out: on the device it costs 0.15 us.
+struct Tiles {
+  int64_t packets;
+  int64_t full;
+  unsigned last_block;  // takes what is left: a tile that isn't full, and the elements before and
+                        // after all packets; no block's number where nothing is
+};
+
 // Arithmetic in float. A thread adds the losses of kPackets packets in float and those sums in
 // double, so that the rounding error of a total does not grow with the number of elements.
 template <Mode kMode, bool kWeighted, typename input_t, typename target_t, typename Loss>
 __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kThreads<Loss>)
-    contiguous_kernel(const ContiguousArgs args, const unsigned last_block, const Loss loss) {
+    contiguous_kernel(const ContiguousArgs args, const Tiles tiles, const Loss loss) {
   using losses_t = std::conditional_t<sizeof(input_t) == 4, input_t, target_t>;
   using output_t = std::conditional_t<kMode == Mode::kLosses, losses_t, input_t>;
   constexpr bool kSum = kMode == Mode::kTotal || kMode == Mode::kTotalAndGradient;
@@ -77,10 +83,10 @@ __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kT
     if (args.grad_output) scale *= load_as<float>(args.grad_output, args.grad_output_dtype, 0);
   }
 
-  float tile_sum = 0;
+  float packet_sum = 0, tile_sum = 0;
   const auto element = [&](float x, float y, float g, float w) {
     const auto weighted = [w](float value) { return kWeighted ? w * value : value; };
-    if constexpr (kSum) tile_sum += weighted(loss.value(x, y));
+    if constexpr (kSum) packet_sum += weighted(loss.value(x, y));
     if constexpr (kMode == Mode::kTotal) return 0.f;
     if constexpr (kMode == Mode::kLosses) return weighted(loss.value(x, y));
     if constexpr (kMode == Mode::kGradientOfEach)
@@ -105,6 +111,7 @@ __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kT
     }
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
+      packet_sum = 0;
       float results[kWidth];
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
@@ -114,6 +121,7 @@ __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kT
         results[j] =
             element(x[u].template get<float>(j), y[u].template get<float>(j), upstream, factor);
       }
+      tile_sum += packet_sum;
       if constexpr (kMode != Mode::kTotal) {
         Packet<output_t, kWidth> packet;
         packet.set(results);
@@ -123,48 +131,50 @@ __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kT
   };
 
   double sum = 0;
-  const int64_t count = (args.numel - args.head) / kWidth;
-  const int64_t full_tiles = count / kTile;
-  for (int64_t tile = blockIdx.x; tile < full_tiles; tile += gridDim.x) {
+  for (int64_t tile = blockIdx.x; tile < tiles.full; tile += gridDim.x) {
     tile_sum = 0;
     packets(std::integral_constant<int, kPackets>(), tile * kTile + threadIdx.x);
     sum += static_cast<double>(tile_sum);
   }
-  // What is left: the last packets, and the elements before and after all packets.
-  if (blockIdx.x == last_block) {
+  if (blockIdx.x == tiles.last_block) [[unlikely]] {
     tile_sum = 0;
-    for (int64_t i = full_tiles * kTile + threadIdx.x; i < count; i += kBlock)
+#pragma unroll 1  // short code: a small loss waits for it to be loaded
+    for (int64_t i = tiles.full * kTile + threadIdx.x; i < tiles.packets; i += kBlock)
       packets(std::integral_constant<int, 1>(), i);
-    const int64_t loose = args.numel - count * kWidth;
-    if (threadIdx.x < loose) {
-      const int64_t i = threadIdx.x < args.head ? threadIdx.x : threadIdx.x + count * kWidth;
+    const int64_t in_packets = tiles.packets * kWidth;
+    if (threadIdx.x < args.numel - in_packets) {
+      const int64_t i = threadIdx.x < args.head ? threadIdx.x : threadIdx.x + in_packets;
+      packet_sum = 0;
       float upstream = 0, factor = 1;
       if constexpr (kMode == Mode::kGradientOfEach) upstream = to_acc<float>(grad_output[i]);
       if constexpr (kWeighted) factor = to_acc<float>(weight[i]);
       const float result =
           element(to_acc<float>(input[i]), to_acc<float>(target[i]), upstream, factor);
       if constexpr (kMode != Mode::kTotal) output[i] = from_acc<output_t>(result);
+      tile_sum += packet_sum;
     }
     sum += static_cast<double>(tile_sum);
   }
-  if constexpr (kSum) args.total.add_block(sum);
+  if constexpr (kSum) args.total.add_block<kBlock>(sum);
 }
 
 template <Mode kMode, bool kWeighted, typename input_t, typename target_t, typename Loss>
 void launch_contiguous(const ContiguousArgs& args, const Loss& loss, cudaStream_t stream) {
   constexpr bool kSum = kMode == Mode::kTotal || kMode == Mode::kTotalAndGradient;
-  const int64_t packets = (args.numel - args.head) / Packet<input_t>::kWidth;
+  constexpr int kWidth = Packet<input_t>::kWidth;
   constexpr int kBlock = kThreads<Loss>;
   constexpr int64_t kTile = kBlock * kUnroll<kWeighted, input_t, target_t, Loss>;
-  const int64_t tiles = std::max<int64_t>(1, divide_up(packets, kTile));
+  const int64_t packets = (args.numel - args.head) / kWidth;
+  const bool all_full = packets % kTile == 0 && packets * kWidth == args.numel;
   const int64_t most = std::min<int64_t>(
       kWorkspaceBlocks, current_device().multiprocessors * kThreadsPerMultiprocessor / kBlock);
-  const int64_t blocks = std::min(tiles, most);
+  const int64_t blocks = std::clamp<int64_t>(divide_up(packets, kTile), 1, most);
+  const int64_t full = packets / kTile;
+  const Tiles tiles{packets, full, static_cast<unsigned>(all_full ? blocks : full % blocks)};
   contiguous_kernel<kMode, kWeighted, input_t, target_t>
-      <<<static_cast<unsigned>(blocks), kBlock, 0, stream>>>(
-          args, static_cast<unsigned>(packets / kTile % blocks), loss);
+      <<<static_cast<unsigned>(blocks), kBlock, 0, stream>>>(args, tiles, loss);
   check_launch("contiguous_kernel");
-  if (kSum && blocks > 1) launch_total(args.total, blocks, kTotalThreads, stream);
+  if (kSum && blocks > 1) launch_total(args.total, blocks, stream);
 }
 
 inline bool is_dense(const ElementwiseArgs& args, const Operand& operand) {
@@ -227,7 +237,7 @@ template <template <typename> class Loss, bool kWeighted = false>
 void elementwise(const ElementwiseArgs& args, void* stream_pointer) {
   const cudaStream_t stream = as_stream(stream_pointer);
   if (args.numel == 0) {
-    if (args.total.data) launch_total(total_of(args), 0, kWarp, stream);
+    if (args.total.data) launch_total(total_of(args), 0, stream);
     return;
   }
   if (uses_double(args))

@@ -25,17 +25,20 @@ __device__ __forceinline__ T group_max(T value, unsigned mask = ~0u) {
   return value;
 }
 
-// The block's sum, in every thread of the first warp. Assumes whole warps, a one-dimensional block,
-// and that all threads call it. It may be called again at once.
+// The block's sum, in its first thread. Assumes whole warps, a one-dimensional block of at most
+// kThreads, and that all threads call it. It may be called again at once, unless kOnce: then no
+// more in this kernel, which saves a barrier.
+template <int kThreads = 1024, bool kOnce = false>
 __device__ __forceinline__ double block_sum(double value) {
-  __shared__ double sums[kWarp];
+  constexpr int kWarps = kThreads / kWarp;
+  __shared__ double sums[kWarps];
   value = group_sum(value);
-  __syncthreads();
+  if constexpr (!kOnce) __syncthreads();
   if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = value;
   __syncthreads();
   if (threadIdx.x < kWarp) {
     value = threadIdx.x < blockDim.x / kWarp ? sums[threadIdx.x] : 0;
-    value = group_sum(value);
+    value = group_sum<kWarps>(value);
   }
   return value;
 }

@@ -230,19 +230,19 @@ __global__ void __launch_bounds__(kRowTotalThreads)
          row += gridDim.x * int64_t(kRowTotalThreads))
       sum += loss.value(read_statistics<acc_t>(args, row));
   }
-  total.add_block(sum);
+  total.add_block<kRowTotalThreads>(sum);
 }
 
 // Bytes moved per row: 24.
 template <typename Loss, typename acc_t>
 void launch_row_pair_total(const RowPairArgs& args, cudaStream_t stream) {
-  const Total total{args.loss, args.loss_dtype, args.divisor, args.workspace};
+  const Total total{args.loss, args.loss_dtype, 1 / args.divisor, args.workspace};
   const int64_t blocks = std::min(row_sum_shares(args.rows),
                                   std::max<int64_t>(1, divide_up(args.rows, kRowTotalThreads)));
   launch_behind("row_pair_total_kernel", row_pair_total_kernel<Loss, acc_t>,
                 static_cast<unsigned>(blocks), kRowTotalThreads, stream, args,
                 Loss(args.parameters), total);
-  if (blocks > 1) launch_total(total, blocks, kRowTotalThreads, stream);
+  if (blocks > 1) launch_total(total, blocks, stream);
 }
 
 }  // namespace fused::cuda

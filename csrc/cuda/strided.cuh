@@ -14,7 +14,8 @@ constexpr int kStridedThreads = 256;
 constexpr int kStridedBlocksPerMultiprocessor = 8;
 
 inline Total total_of(const ElementwiseArgs& args) {
-  return {args.total.data, args.total.dtype, args.divisor, static_cast<double*>(args.workspace)};
+  return {args.total.data, args.total.dtype, 1 / args.divisor,
+          static_cast<double*>(args.workspace)};
 }
 
 // Turns a linear index into its digits, innermost first, and calls body(dimension, digit). index_t
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kStridedThreads)
                  weighted([&](auto... at) { return loss.grad_input(at...); }) * factor);
     }
   }
-  if (args.total.data) total.add_block(sum);
+  if (args.total.data) total.add_block<kStridedThreads>(sum);
 }
 
 template <bool kWeighted, typename acc_t, typename Loss>
@@ -117,7 +118,7 @@ void launch_strided(const ElementwiseArgs& args, const Loss& loss, cudaStream_t 
   strided_kernel<kWeighted, acc_t>
       <<<static_cast<unsigned>(blocks), kStridedThreads, 0, stream>>>(args, loss, total_of(args));
   check_launch("strided_kernel");
-  if (args.total.data && blocks > 1) launch_total(total_of(args), blocks, kStridedThreads, stream);
+  if (args.total.data && blocks > 1) launch_total(total_of(args), blocks, stream);
 }
 
 }  // namespace fused::cuda
