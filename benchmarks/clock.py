@@ -1,8 +1,8 @@
 """How a call is timed, and what the device's memory can do.
 
 A sample is one call, right after an untimed call of the same step on other inputs. So a step pays
-for writing back its own gradient from the cache and not another contender's, and inputs are never
-found in the cache from the call before.
+for writing back its own gradient from the cache and not another contender's. Inputs are not found
+in the cache: neither from the call before nor, in measure.py, from another contender's.
 """
 
 from __future__ import annotations
