@@ -24,7 +24,13 @@ FEWEST_ROUNDS, WARM_UP = 7, 2
 
 
 class Clock(ABC):
-    """Times calls on one device. A ``next_call`` returns the next call of a step, made ready."""
+    """Times calls on one device. A ``next_call`` returns the next call of a step, made ready.
+
+    Attributes:
+        warm_up_ms: of samples of each step that don't count.
+    """
+
+    warm_up_ms = 0.0
 
     def __init__(self, device: torch.device, cache_bytes: int, buffer_numel: int) -> None:
         self.device = device
@@ -62,6 +68,10 @@ def _map_large_buffers_anew() -> None:
 
 class CpuClock(Clock):
     """Wall-clock time of the calling thread."""
+
+    # The host of a virtual machine may have to supply the memory first, most of all huge pages'.
+    # For some 50 calls that takes several times as long as the page faults themselves.
+    warm_up_ms = 1e3
 
     def __init__(self, device: torch.device) -> None:
         _map_large_buffers_anew()
@@ -181,11 +191,15 @@ def time_in_turns(
             run()()
         samplers.append(Sampler(run, clock, slowest))
     times: list[list[float]] = [[] for _ in runs]
-    spent = 0.0
+    spent = -clock.warm_up_ms * len(runs)
+    order = range(len(runs))
     while runs and (spent < budget_s * 1e3 * len(runs) or len(times[0]) < FEWEST_ROUNDS):
-        for index in range(len(runs))[:: 1 if len(times[0]) % 2 else -1]:
+        counts = spent >= 0
+        order = order[::-1]
+        for index in order:
             sample = samplers[index].sample()
-            times[index].append(sample)
+            if counts:
+                times[index].append(sample)
             spent += 2 * sample  # a sample is two calls
     return times
 
