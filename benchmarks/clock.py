@@ -69,8 +69,8 @@ def _map_large_buffers_anew() -> None:
 class CpuClock(Clock):
     """Wall-clock time of the calling thread."""
 
-    # The host of a virtual machine may have to supply the memory first, most of all huge pages'.
-    # For some 50 calls that takes several times as long as the page faults themselves.
+    # A virtual machine's host may have to supply memory first, which for some 50 calls makes page
+    # faults several times as slow as they are, those of huge pages most.
     warm_up_ms = 1e3
 
     def __init__(self, device: torch.device) -> None:
