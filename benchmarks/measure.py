@@ -123,7 +123,7 @@ class _Run:
         contender: Contender,
         step: Step,
         sets: list[tuple[Tensor, ...]],
-        first_set: int = 0,
+        first_set: int,
     ) -> None:
         self.contender = contender
         self.step = step
