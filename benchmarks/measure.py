@@ -102,8 +102,9 @@ def measure(
         results[contender.name] = Measurement(contender, None, None, reason or "", not_run)
         if reason is None:
             sets = [_prepare(inputs, which, contender) for inputs in problem.input_sets]
-            first_set = position * len(sets) // len(contenders)
-            ready.append(_Run(contender, step, sets, first_set))
+            # Each begins with another: what one has just read, the next finds in the cache.
+            begin = position * len(sets) // len(contenders)
+            ready.append(_Run(contender, step, sets[begin:] + sets[:begin]))
     report(f"{problem} {which}: timing {len(ready)} contenders")
     for run, times in _interleave(ready, clock, budget_s):
         peak = clock.peak_mib(run.next_call())
@@ -113,22 +114,13 @@ def measure(
 
 
 class _Run:
-    """A step and the inputs that it takes in turn.
+    """A step and the inputs that it takes in turn."""
 
-    Every contender begins with another set: what one has just read, the next finds in the cache.
-    """
-
-    def __init__(
-        self,
-        contender: Contender,
-        step: Step,
-        sets: list[tuple[Tensor, ...]],
-        first_set: int,
-    ) -> None:
+    def __init__(self, contender: Contender, step: Step, sets: list[tuple[Tensor, ...]]) -> None:
         self.contender = contender
         self.step = step
-        self.sets = itertools.cycle(sets[first_set:] + sets[:first_set])
-        self.inputs = sets[first_set]
+        self.sets = itertools.cycle(sets)
+        self.inputs = sets[0]
 
     def clear(self) -> None:
         self.inputs[0].grad = None
