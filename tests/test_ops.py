@@ -68,7 +68,7 @@ def test_sizes(name, dtype, device):
     tile = 512 * 4 * 4
     sizes = (3, 100, tile // 4, tile - 1, tile, tile + 5, 2 * tile + 2052, 9 * tile - 8)
     for size, offset, reduction in itertools.product(sizes, (0, 1, 4), range(3)):
-        tensors = tuple(t[offset:].to(device) for t in spec.operands(size + offset, dtype=dtype))
+        tensors = tuple(t.to(device)[offset:] for t in spec.operands(size + offset, dtype=dtype))
         sample = Sample(f"{size} from {offset}", tensors, {"reduction": reduction})
         grad_output = None if reduction == 0 else torch.ones((), dtype=torch.float64)
         ours, eager, exact = (
