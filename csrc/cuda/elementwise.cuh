@@ -48,8 +48,7 @@ struct ContiguousArgs {
   void* output;  // losses or grad_input; may be the very buffer of input
   int64_t numel;
   int64_t head;  // elements before the first packet
-  double scale;  // of the gradient: 1 / divisor
-  Total total;
+  Total total;   // its scale is the gradient's, too
 };
 
 // How a launch shares out the packets. The host works it out: on the device it costs 0.15 us.
@@ -78,7 +77,7 @@ __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kT
   const losses_t* weight = static_cast<const losses_t*>(args.weight);
   const losses_t* grad_output = static_cast<const losses_t*>(args.grad_output);
   output_t* output = static_cast<output_t*>(args.output);
-  float scale = static_cast<float>(args.scale);
+  float scale = static_cast<float>(args.total.scale);
   if constexpr (kMode == Mode::kGradient || kMode == Mode::kTotalAndGradient) {
     if (args.grad_output) scale *= load_as<float>(args.grad_output, args.grad_output_dtype, 0);
   }
@@ -217,7 +216,7 @@ bool try_contiguous(const ElementwiseArgs& args, const Loss& loss, cudaStream_t 
   const ContiguousArgs dense{
       args.input.data,        args.target.data, args.weight.data, args.grad_output.data,
       args.grad_output.dtype, output.data,      args.numel,       head,
-      1 / args.divisor,       total_of(args)};
+      total_of(args)};
   if (total && !gradient)
     launch_contiguous<Mode::kTotal, kWeighted, input_t, target_t>(dense, loss, stream);
   else if (total)
