@@ -13,6 +13,7 @@ they would be cut in two, and the forward would write a difference for the backw
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,10 +33,6 @@ from compile_losses.lower.inline import inline_backward
 
 aten = torch.ops.aten
 fused = torch.ops.fused
-
-#: Producers that may be overwritten: extern kernels, whose result is surely a buffer of its own.
-#: What Inductor generates itself it may hand over as a copy, which would be overwritten in vain.
-_PRODUCERS = MATMULS
 
 #: Other looks at a buffer in which no element occurs twice. A slice is what is left of a product
 #: whose rows Inductor has padded.
@@ -103,7 +100,7 @@ def _row_views(node: Node) -> list[Node]:
 def _has_rows(node: Node) -> bool:
     """Whether a tensor has its layout already, or rows that Inductor may pad but not permute."""
     source = _row_views(node)[-1]
-    return source.op == "placeholder" or source.target in _PRODUCERS
+    return source.op == "placeholder" or source.target in MATMULS
 
 
 def _leave_unpadded(node: Node) -> None:
@@ -147,7 +144,9 @@ def overwritable(input: Node, readers: set[Node]) -> str | None:
         producer = producer.args[0]  # type: ignore[assignment]
     if producer.op == "placeholder":
         return "input is an input of the graph, too"
-    if producer.target not in _PRODUCERS:
+    # A product is an extern kernel's, and surely a buffer of its own. What Inductor generates it
+    # may hand over as a copy, which would be overwritten in vain.
+    if producer.target not in MATMULS:
         return f"{producer.name} is not a matrix product"
     if storage_of(producer) in map(storage_of, graph_outputs(producer.graph)):
         return "input is returned, or saved for the backward"
@@ -168,9 +167,10 @@ def _scale(node: Node) -> Decision:
     gradient, factor = node.args
     assert isinstance(gradient, Node)
     graph = node.graph
-    reason = _kept(gradient, node)
+    placeholders = graph.find_nodes(op="placeholder")
+    index = placeholders.index(gradient) if gradient in placeholders else None
     donated = _donated()
-    index = _placeholder_index(gradient)
+    reason = _kept(gradient, placeholders, owned=index in donated or SAVED in node.meta)
     if SAVED in node.meta and index in donated:
         donated.remove(index)  # so that AOTAutograd does not refuse retain_graph
     if reason is not None:
@@ -209,25 +209,21 @@ def _multiply(graph: Graph, node: Node, gradient: Node, factor: Any) -> Node:
     return product
 
 
-def _kept(gradient: Node, scaled: Node) -> str | None:
+def _kept(gradient: Node, placeholders: Sequence[Node], *, owned: bool) -> str | None:
     """Why a saved gradient may not be overwritten by its only reader; None where it may.
 
-    One that is not donated may be where ``hoist`` has said so, unless it is retained.
+    Args:
+        owned: whether AOTAutograd has donated it, or ``hoist`` has said that it may be overwritten
+            unless it is retained.
     """
     if gradient.op != "placeholder":
         return "the gradient is not saved by the forward"
     if len(gradient.users) != 1:
         return "the gradient is read again"
-    placeholders = gradient.graph.find_nodes(op="placeholder")
     shared = [storage_of(n) for n in placeholders].count(storage_of(gradient)) > 1
-    if shared or not (placeholders.index(gradient) in _donated() or SAVED in scaled.meta):
+    if shared or not owned:
         return "the gradient is not the backward's own"
     return None
-
-
-def _placeholder_index(node: Node) -> int | None:
-    placeholders = node.graph.find_nodes(op="placeholder")
-    return placeholders.index(node) if node in placeholders else None
 
 
 def _donated() -> list[int]:
