@@ -20,7 +20,7 @@ import torch
 
 Call = Callable[[], object]
 NextCall = Callable[[], Call]
-FEWEST_ROUNDS, WARM_UP = 7, 2
+FEWEST_ROUNDS, MOST_ROUNDS, WARM_UP = 7, 200, 2
 
 
 class Clock(ABC):
@@ -179,9 +179,10 @@ def time_in_turns(
     budget_s: float,
     slowest: Callable[[float], float] = lambda value: value,
 ) -> list[list[float]]:
-    """Milliseconds of each run, one sample a round, for about ``budget_s`` seconds a run.
+    """Milliseconds of each run, one sample a round, so that what the device does meets all of them.
 
     Args:
+        budget_s: about how long to sample each run; short ones at most ``MOST_ROUNDS`` times.
         slowest: the largest of what several ranks have measured. All of them get it, so that they
             go through the same number of rounds.
     """
@@ -193,7 +194,10 @@ def time_in_turns(
     times: list[list[float]] = [[] for _ in runs]
     spent = -clock.warm_up_ms * len(runs)
     order = range(len(runs))
-    while runs and (spent < budget_s * 1e3 * len(runs) or len(times[0]) < FEWEST_ROUNDS):
+    budget_ms = budget_s * 1e3 * len(runs)
+    while runs and len(times[0]) < MOST_ROUNDS:
+        if spent >= budget_ms and len(times[0]) >= FEWEST_ROUNDS:
+            break
         counts = spent >= 0
         order = order[::-1]
         for index in order:

@@ -30,8 +30,8 @@ class Contender:
     Attributes:
         name: what it is called in results.
         build: makes the step of a case and pass. ``fwd`` steps run without autograd; ``fwd_bwd``
-            steps expect the first input to require grad and to hold no gradient, and take
-            grad_output as 1. Raises ``UnavailableError`` or ``ImportError``.
+            steps expect the first input to require grad and to hold no gradient, leave none there,
+            and take grad_output as 1. Raises ``UnavailableError`` or ``ImportError``.
         distribution: the package whose version is reported.
         overwrites_input: whether the backward destroys the first input, so that it needs its own.
     """
@@ -75,7 +75,8 @@ def _step(loss: Callable[..., Tensor], which: Pass) -> Step:
     def forward_and_backward(*inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         result = loss(*inputs)
         result.backward()
-        return result, inputs[0].grad
+        gradient, inputs[0].grad = inputs[0].grad, None
+        return result, gradient
 
     return forward if which == "fwd" else forward_and_backward
 

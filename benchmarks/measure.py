@@ -13,10 +13,9 @@ from torch import Tensor
 
 from benchmarks import accuracy
 from benchmarks.cases import Case, Pass, Size, bytes_moved
-from benchmarks.clock import Call, Clock, Sampler
+from benchmarks.clock import Clock, NextCall, time_in_turns
 from benchmarks.contenders import CONTENDERS, Contender, Step, UnavailableError, failure
 
-FEWEST_ROUNDS, MOST_ROUNDS = 7, 200
 MOST_INPUT_SETS = 4096
 
 
@@ -83,7 +82,7 @@ def measure(
     torch._dynamo.reset()
     contenders = list(contenders)
     eager_errors = _eager_errors(problem, which)
-    ready: list[_Run] = []
+    ready: dict[Contender, NextCall] = {}
     results: dict[str, Measurement] = {}
     for position, contender in enumerate(contenders):
         report(f"{problem} {which}: checking {contender.name}")
@@ -104,32 +103,19 @@ def measure(
             sets = [_prepare(inputs, which, contender) for inputs in problem.input_sets]
             # Each begins with another: what one has just read, the next finds in the cache.
             begin = position * len(sets) // len(contenders)
-            ready.append(_Run(contender, step, sets[begin:] + sets[:begin]))
+            ready[contender] = _in_turn(step, sets[begin:] + sets[:begin])
     report(f"{problem} {which}: timing {len(ready)} contenders")
-    for run, times in _interleave(ready, clock, budget_s):
-        peak = clock.peak_mib(run.next_call())
-        run.clear()
-        results[run.contender.name] = Measurement(run.contender, statistics.median(times), peak)
+    times = time_in_turns(list(ready.values()), clock, budget_s)
+    for (contender, next_call), samples in zip(ready.items(), times, strict=True):
+        peak = clock.peak_mib(next_call())
+        results[contender.name] = Measurement(contender, statistics.median(samples), peak)
     return list(results.values())
 
 
-class _Run:
-    """A step and the inputs that it takes in turn."""
-
-    def __init__(self, contender: Contender, step: Step, sets: list[tuple[Tensor, ...]]) -> None:
-        self.contender = contender
-        self.step = step
-        self.sets = itertools.cycle(sets)
-        self.inputs = sets[0]
-
-    def clear(self) -> None:
-        self.inputs[0].grad = None
-
-    def next_call(self) -> Call:
-        """The step on its next inputs, with no gradient left over: clearing is not timed."""
-        self.clear()
-        self.inputs = next(self.sets)
-        return partial(self.step, *self.inputs)
+def _in_turn(step: Step, sets: list[tuple[Tensor, ...]]) -> NextCall:
+    """The step on one set of inputs after the other."""
+    cycle = itertools.cycle(sets)
+    return lambda: partial(step, *next(cycle))
 
 
 def _prepare(inputs: tuple[Tensor, ...], which: Pass, contender: Contender) -> tuple[Tensor, ...]:
@@ -145,24 +131,3 @@ def _eager_errors(problem: Problem, which: Pass) -> accuracy.Errors:
     step = eager.build(problem.case, which)
     result = step(*_prepare(problem.input_sets[0], which, eager))
     return accuracy.errors(result, problem.reference)
-
-
-def _interleave(runs: list[_Run], clock: Clock, budget_s: float) -> list[tuple[_Run, list[float]]]:
-    """Samples every run once a round, so that a change of the device's state meets all of them."""
-    if not runs:
-        return []
-    round_ms = 0.0
-    samplers = []
-    for run in runs:
-        run.next_call()()
-        sampler = Sampler(run.next_call, clock)
-        round_ms += 2 * sampler.sample() + sampler.lead_ms
-        samplers.append(sampler)
-        run.clear()
-    rounds = int(budget_s * 1e3 * len(runs) / round_ms)
-    times: list[list[float]] = [[] for _ in runs]
-    for _ in range(min(max(rounds, FEWEST_ROUNDS), MOST_ROUNDS)):
-        for run, sampler, samples in zip(runs, samplers, times, strict=True):
-            samples.append(sampler.sample())
-            run.clear()
-    return list(zip(runs, times, strict=True))
