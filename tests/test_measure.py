@@ -1,12 +1,15 @@
-"""How the benchmarks hand out inputs."""
+"""How the benchmarks hand out inputs, and how often they sample."""
 
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 
+import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.cases import CASES, Case, Pass
-from benchmarks.clock import Clock, NextCall
+from benchmarks.clock import FEWEST_ROUNDS, MOST_ROUNDS, WARM_UP, Clock, NextCall, time_in_turns
 from benchmarks.contenders import CONTENDERS, Contender, Step
 from benchmarks.measure import make_problem, measure
 
@@ -44,3 +47,18 @@ def test_no_contender_reads_what_another_has_just_read() -> None:
     timed = [read[name] - checked for name in names]
     assert min(map(len, timed)) > 10
     assert len(set.union(*timed)) == sum(map(len, timed))
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "warm_up_ms", "rounds"),
+    [(0.0, 0.0, FEWEST_ROUNDS), (0.04, 0.0, 20), (1e3, 0.0, MOST_ROUNDS), (0.04, 60.0, 20)],
+)
+def test_rounds(budget_s: float, warm_up_ms: float, rounds: int) -> None:
+    clock = NoClock(torch.device("cpu"), cache_bytes=1, buffer_numel=1)
+    clock.warm_up_ms = warm_up_ms
+    calls = Counter[str]()
+    runs = [lambda name=name: partial(calls.update, [name]) for name in ("first", "second")]
+    times = time_in_turns(runs, clock, budget_s)
+    assert [len(samples) for samples in times] == [rounds] * 2
+    before = WARM_UP + 2 * int(warm_up_ms / 2)  # a sample, of a millisecond, is two calls
+    assert calls == dict.fromkeys(("first", "second"), before + 2 * rounds)
