@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -32,6 +34,16 @@ def loss_and_gradients(function, sample, tensors, grad_output=None):
         grad_output = torch.randn(loss.shape, generator=generator, dtype=torch.float64) * 3
     roots = [tensors[i] for i in sample.differentiable]
     return loss, torch.autograd.grad(loss, roots, grad_output.to(loss.device, loss.dtype))
+
+
+@contextlib.contextmanager
+def deterministic():
+    """Torch's deterministic mode, which also fills new tensors with nan."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def record_leaf_calls(function):

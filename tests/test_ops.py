@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.accuracy import RATIO, SIMILAR, assert_accurate, similar
-from tests.calls import dtypes, leaves, loss_and_gradients, record_leaf_calls, specs
+from tests.calls import deterministic, dtypes, leaves, loss_and_gradients, record_leaf_calls, specs
 from tests.specs import SPECS
 from tests.specs.spec import Sample
 
@@ -95,6 +96,27 @@ def test_repeatable(spec, dtype, device):
         first, *others = [loss_and_gradients(spec.op, sample, sample.tensors) for _ in range(3)]
         for other in others:
             torch.testing.assert_close(other, first, rtol=0, atol=0, equal_nan=True)
+
+
+@specs
+@dtypes
+@pytest.mark.parametrize("shape", [(600, 4099), (5, 131_101)], ids=["rows", "wide rows"])
+def test_repeatable_20_times(spec, dtype, shape, device):
+    """Bit for bit where all threads or blocks share a loss; in torch's deterministic mode, too."""
+    tensors = tuple(t.to(device) for t in spec.operands(*shape, dtype=dtype))
+    sample = Sample(str(shape), tensors)
+    (_, args, _), *_ = record_leaf_calls(lambda: sample.call(spec.op))
+
+    def results():
+        loss, gradients = loss_and_gradients(spec.op, sample, tensors)
+        fused = spec.part("with_grad")(*args) if "with_grad" in spec.parts else ()
+        return loss, *gradients, *fused
+
+    runs = [results() for _ in range(20)]
+    with deterministic():
+        runs.append(results())
+    for run in runs:
+        torch.testing.assert_close(run, runs[0], rtol=0, atol=0)
 
 
 @specs
@@ -334,6 +356,45 @@ def test_more_than_2_to_the_31_elements(device):
     assert loss.item() == total.item()
     assert gradient[-1, -1].item() == 20.0
     assert gradient[0, 0].item() == 4.0
+
+
+@pytest.mark.parametrize("shape", [(16385, 131_080), (16385, 8193, 16)], ids=["rows", "columns"])
+@pytest.mark.parametrize(
+    "name", ["cross_entropy", "cross_entropy_probabilities", "nll_loss", "softmax_kl_div"]
+)
+def test_more_than_2_to_the_31_logits(name, shape, device):
+    """All logits are 0 but the last ones, which lie beyond 32 bits."""
+    if device == "cpu":
+        pytest.skip(reason="takes minutes on two cores; the same loops run with 64-bit indices")
+    spec = SPECS[name]
+    generator = torch.Generator(device).manual_seed(0)
+    normal = partial(torch.randn, generator=generator, device=device)
+    input = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    input[-1] = normal(shape[1:])
+    if name in ("cross_entropy", "nll_loss"):
+        rows = (shape[0], *shape[2:])
+        target = torch.randint(shape[1], rows, generator=generator, device=device)
+    else:
+        target = normal(1, *shape[1:]).softmax(1).bfloat16().expand(shape)
+    options = {"dim": 1} if name == "softmax_kl_div" else {}
+    options["reduction"] = 2
+    sample = Sample(name, (input, target), {**options, "dtype": torch.float32})
+    (_, args, _), *_ = record_leaf_calls(lambda: sample.call(spec.op))
+    loss, (gradient,) = loss_and_gradients(spec.op, sample, sample.tensors, torch.ones(()))
+    results = [(loss, gradient)]
+    if "with_grad" in spec.parts:
+        results.append(spec.part("with_grad")(*args)[:2])
+    expected = []
+    for i in (0, shape[0] - 1):
+        slices = [t[i : i + 1] for t in sample.tensors]
+        exact = tuple(t.double() if t.is_floating_point() else t for t in slices)
+        one = Sample(name, exact, options)
+        expected.append(loss_and_gradients(spec.torch_loss, one, exact, torch.ones(())))
+    total = (shape[0] - 1) * expected[0][0] + expected[1][0]
+    for loss, gradient in results:
+        torch.testing.assert_close(loss.double(), total, rtol=1e-4, atol=1e-6)
+        for i, (_, (exact,)) in zip((0, -1), expected, strict=True):
+            torch.testing.assert_close(gradient[i].double(), exact[0], rtol=1e-2, atol=1e-9)
 
 
 @specs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from tests.calls import deterministic
 from tests.conformance import ledger, samples
 from tests.conformance.compare import Call, compare, evaluate, evaluate_exactly, losses, noise
 from tests.conformance.compare import assert_same as assert_same_results
@@ -221,15 +221,6 @@ def test_grad_modes(loss, mode, device):
                 results = [f(**leaves.tensors, **call.options) for f in (call.ours, call.theirs)]
                 assert results[0].requires_grad == results[1].requires_grad == bool(requires)
                 assert results[0].is_inference() == results[1].is_inference()
-
-
-@contextlib.contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @losses
