@@ -33,13 +33,12 @@ class Leaf:
         exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 
         def kernel(*inputs: Any) -> Any:
-            if is_excluded(AUTOGRAD):
-                return call_boxed(handle, *inputs)
+            before = is_excluded(AUTOGRAD)
             exclude(AUTOGRAD, True)
             try:
                 return call_boxed(handle, *inputs)
             finally:
-                exclude(AUTOGRAD, False)
+                exclude(AUTOGRAD, before)
 
         class Direct(torch.autograd.Function):
             @staticmethod
