@@ -18,6 +18,24 @@ PLAIN = (Tensor, torch.nn.Parameter)
 AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
+def below_autograd(op: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:
+    """The op's own kernel, for plain tensors. Takes positional arguments."""
+    handle, call_boxed = op._handle, torch._C._dispatch_call_boxed
+    # As torch._C._AutoDispatchBelowAutograd, whose object alone costs half a microsecond.
+    is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+    def kernel(*inputs: Any) -> Any:
+        before = is_excluded(AUTOGRAD)
+        exclude(AUTOGRAD, True)
+        try:
+            return call_boxed(handle, *inputs)
+        finally:
+            exclude(AUTOGRAD, before)
+
+    return kernel
+
+
 class Leaf:
     """An op with its autograd formula. Takes positional arguments."""
 
@@ -27,18 +45,7 @@ class Leaf:
         backward: Callable[..., Any],
         setup_context: Callable[..., Any],
     ) -> None:
-        handle, call_boxed = op._handle, torch._C._dispatch_call_boxed
-        # As torch._C._AutoDispatchBelowAutograd, whose object alone costs half a microsecond.
-        is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-        exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
-
-        def kernel(*inputs: Any) -> Any:
-            before = is_excluded(AUTOGRAD)
-            exclude(AUTOGRAD, True)
-            try:
-                return call_boxed(handle, *inputs)
-            finally:
-                exclude(AUTOGRAD, before)
+        kernel = below_autograd(op)
 
         class Direct(torch.autograd.Function):
             @staticmethod

@@ -96,8 +96,8 @@ struct CrossEntropyArgs {
   double label_smoothing = 0;  // 0 when off; never negative
   // Of the logits, before all else: they stand for softcap * tanh(logit / softcap). 0: none.
   double softcap = 0;
-  // acc_t [rows, 2]: largest logit, log(sum(exp(logit - largest))). Null where the CUDA kernels
-  // need not write them.
+  // acc_t [rows, 2]: largest logit, log(sum(exp(logit - largest))). Null where a forward need
+  // not write them; the CPU makes the gradient from them.
   void* stats = nullptr;
   void* row_losses = nullptr;    // acc_t [rows]
   void* loss = nullptr;          // one element of loss_dtype; null with reduction none

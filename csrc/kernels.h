@@ -14,7 +14,7 @@ void huber_loss(const ElementwiseArgs& args, void* stream);
 void kl_div(const ElementwiseArgs& args, void* stream);
 void binary_cross_entropy_with_logits(const ElementwiseArgs& args, void* stream);
 
-// Writes stats, row_losses, total_weight and, unless the reduction is none, loss; with
+// Writes row_losses, total_weight, stats unless null and, unless the reduction is none, loss; with
 // grad_input also the gradient, in the same pass over the logits.
 void cross_entropy_forward(const CrossEntropyArgs& args, void* stream);
 // Writes grad_input from stats and total_weight.

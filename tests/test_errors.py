@@ -348,7 +348,9 @@ def test_leaf_ops_refuse_tensors_of_other_devices():
         (fused.mse_loss_backward, (loss, a, a, a, 1, True, True, True)),
         (fused.cross_entropy_forward, (a, t, w, 1, -100, 0.0, torch.float32)),
         (fused.cross_entropy_backward, (loss, a, t, w, stats, total, 1, -100, 0.0)),
+        (fused.cross_entropy_value, (a, t, 1, -100, 0.0)),
         (fused.nll_loss_forward, (a, t, w, 1, -100, torch.float32)),
+        (fused.nll_loss_value, (a, t, 1, -100)),
     ]
     for op, args in calls:
         op(*args)
@@ -402,6 +404,10 @@ def test_leaf_ops_check_for_themselves():
         fused.cross_entropy_forward(a, t[:2], None, 1, -100, 0.0, torch.float32)
     with pytest.raises(RuntimeError, match="target of shape"):
         fused.nll_loss_forward(a, t[:2], None, 1, -100, torch.float32)
+    with pytest.raises(RuntimeError, match="target of shape"):
+        fused.cross_entropy_value(a, t[:2], 1, -100, 0.0)
+    with pytest.raises(RuntimeError, match="reduction"):
+        fused.nll_loss_value(a, t, 3, -100)
     with pytest.raises(RuntimeError, match="total_weight"):
         fused.nll_loss_backward(loss, a, t, None, total.double(), 1, -100)
     row_pairs = {  # what comes before and after the statistics

@@ -180,6 +180,18 @@ def reduction_of(op, args):
     return args[[argument.name for argument in op._schema.arguments].index("reduction")]
 
 
+def value_arguments(spec, forward, args):
+    """What ``X_value`` takes for a call of ``X_forward``, if it can stand in for it."""
+    if "value" not in spec.parts:
+        return None
+    op = spec.part("value")
+    given = dict(zip((argument.name for argument in forward._schema.arguments), args, strict=False))
+    if given["weight"] is not None or given["dtype"] != given["input"].dtype:
+        return None
+    values = (given[argument.name] for argument in op._schema.arguments)
+    return tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in values)
+
+
 @specs
 def test_opcheck_leaves(spec, device):
     """Forward and backward as autograd calls them, and the ops that passes insert."""
@@ -205,10 +217,30 @@ def test_opcheck_leaves(spec, device):
             factor = torch.full((), 0.3, device=device)
             calls.append((with_grad, tuple(detached), {"grad_output": factor}))
             calls.append((in_place, (detached[0].clone(), *detached[1:]), {"grad_output": factor}))
+        if alone := value_arguments(spec, *calls[0][:2]):
+            calls.append((spec.part("value"), alone, {}))
         for op, args, kwargs in calls:
             seen.add(op.name().removeprefix("fused::"))
             opcheck(op, args, kwargs, sample.name)
     assert seen == {f"{spec.name}_{part}" for part in spec.parts}
+
+
+@specs
+@dtypes
+def test_value(spec, dtype, device):
+    """Without its statistics the loss is the same, bit for bit."""
+    if "value" not in spec.parts:
+        pytest.skip(reason=f"{spec.name} has no such op")
+    ran = 0
+    for sample in spec.samples(device, dtype):
+        (forward, args, _), *_ = record_leaf_calls(lambda s=sample: s.call(spec.op))
+        if alone := value_arguments(spec, forward, args):
+            loss, *_ = forward(*args)
+            torch.testing.assert_close(
+                spec.part("value")(*alone), loss, rtol=0, atol=0, equal_nan=True
+            )
+            ran += 1
+    assert ran > 5
 
 
 @specs
@@ -418,14 +450,17 @@ def test_autocast(spec, device):
 
 @specs
 def test_ops_for_passes_say_that_they_are_not_differentiable(spec):
-    if "with_grad" not in spec.parts:
+    (forward, args, _), *_ = record_leaf_calls(lambda: spec.op(*spec.operands(4, 5)))
+    calls = {"with_grad": args, "value": value_arguments(spec, forward, args)}
+    calls = {part: given for part, given in calls.items() if part in spec.parts}
+    if not calls:
         pytest.skip(reason=f"{spec.name} has no such op")
-    (_, args, _), *_ = record_leaf_calls(lambda: spec.op(*spec.operands(4, 5)))
-    args = (args[0].requires_grad_(), *args[1:])
-    with pytest.raises(RuntimeError, match="not differentiable"):
-        spec.part("with_grad")(*args)
-    with torch.no_grad():
-        spec.part("with_grad")(*args)
+    for part, (input, *others) in calls.items():
+        leaf = input.clone().requires_grad_()
+        with pytest.raises(RuntimeError, match="not differentiable"):
+            spec.part(part)(leaf, *others)
+        with torch.no_grad():
+            spec.part(part)(leaf, *others)
 
 
 @specs

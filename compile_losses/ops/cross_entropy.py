@@ -27,7 +27,7 @@ from torch import Tensor
 
 from compile_losses import library
 from compile_losses.distributed import mesh_of
-from compile_losses.eager import plain
+from compile_losses.eager import below_autograd, plain
 from compile_losses.ops import checks, cross_entropy_probabilities
 from compile_losses.ops.transforms import double_backward, needs_torch
 from compile_losses.ops.with_grad import declare_with_grad
@@ -45,6 +45,12 @@ public = library.define(
 #: the loss of ``softcap * tanh(input / softcap)``, and so are the statistics.
 forward = library.define(
     f"cross_entropy_forward(Tensor input, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)"
+)
+#: The loss alone, in input's dtype, for eager calls that record no gradient: to return three
+#: tensors takes as long as the loss of a few rows.
+value = library.define(
+    "cross_entropy_value(Tensor input, Tensor target, int reduction, int ignore_index, "
+    "float label_smoothing) -> Tensor"
 )
 backward = library.define(
     "cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
@@ -115,7 +121,9 @@ def public_kernel(
         and checks.fits_classes(input, target)
     ):
         checks.check_reduction(NAME, reduction)
-        loss, _, _ = direct_forward.of_plain(
+        if not (input.requires_grad and torch.is_grad_enabled()):
+            return direct_value(input, target, reduction, ignore_index, label_smoothing)
+        loss, _, _ = direct_forward.differentiable(
             input, target, None, reduction, ignore_index, label_smoothing, input.dtype, None
         )
         return loss
@@ -166,6 +174,18 @@ def forward_fake(
 
 
 library.register_fake(forward, forward_fake)
+
+
+def value_fake(
+    input: Tensor, target: Tensor, reduction: int, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    options = (reduction, ignore_index, label_smoothing)
+    return forward_fake(input, target, None, *options, input.dtype)[0]
+
+
+library.register_fake(value, value_fake)
+library.register_not_differentiable(value)
+direct_value = below_autograd(value)
 
 
 def backward_fake(

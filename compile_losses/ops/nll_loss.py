@@ -28,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from compile_losses import library
 from compile_losses.distributed import mesh_of
-from compile_losses.eager import plain
+from compile_losses.eager import below_autograd, plain
 from compile_losses.ops import checks
 from compile_losses.ops.transforms import double_backward, needs_torch
 
@@ -44,6 +44,8 @@ forward = library.define(
     f"{NAME}_forward(Tensor input, Tensor target, Tensor? weight, {OPTIONS}, ScalarType dtype) "
     "-> (Tensor, Tensor)"
 )
+#: The loss alone, in input's dtype, for eager calls that record no gradient.
+value = library.define(f"{NAME}_value(Tensor input, Tensor target, {OPTIONS}) -> Tensor")
 backward = library.define(
     f"{NAME}_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
     f"Tensor total_weight, {OPTIONS}) -> Tensor"
@@ -87,7 +89,11 @@ def public_kernel(
         and checks.fits_classes(input, target)
     ):
         checks.check_reduction(NAME, reduction)
-        loss, _ = direct_forward.of_plain(input, target, None, reduction, ignore_index, input.dtype)
+        if not (input.requires_grad and torch.is_grad_enabled()):
+            return direct_value(input, target, reduction, ignore_index)
+        loss, _ = direct_forward.differentiable(
+            input, target, None, reduction, ignore_index, input.dtype
+        )
         return loss
     mesh = mesh_of(NAME, input=input, target=target, weight=weight)
     target = checks.class_indices(input, target)
@@ -128,6 +134,15 @@ def forward_fake(
 
 
 library.register_fake(forward, forward_fake)
+
+
+def value_fake(input: Tensor, target: Tensor, reduction: int, ignore_index: int) -> Tensor:
+    return forward_fake(input, target, None, reduction, ignore_index, input.dtype)[0]
+
+
+library.register_fake(value, value_fake)
+library.register_not_differentiable(value)
+direct_value = below_autograd(value)
 
 
 def backward_fake(

@@ -111,27 +111,18 @@ struct ClassTargets {
     }
   }
 
-  // The loss and the total weight, by a kernel that writes row_losses.
+  // The loss and the total weight, by a kernel that also writes row_losses.
   std::tuple<Tensor, Tensor> forward(Kernel kernel, const Tensor& input, ScalarType dtype) {
-    const bool each = args.reduction == Reduction::kNone;
-    const Tensor row_losses = empty(input, row_shape, acc);
     const Tensor total_weight = empty(input, {}, acc);
-    Tensor loss = each ? row_losses : empty(input, {}, dtype);
-    std::optional<Tensor> partials;
-    args.row_losses = row_losses.data_ptr();
     args.total_weight = total_weight.data_ptr();
-    if (!each) {
-      args.loss = loss.data_ptr();
-      args.loss_dtype = dtype_of(loss, op, "dtype");
-    }
-    if (input.is_cuda() && row_sum_shares(args.rows) > 1) {
-      partials = empty(input, {row_sum_shares(args.rows), 2}, ScalarType::Double);
-      args.partials = static_cast<double*>(partials->data_ptr());
-    }
-    const Launch launch(input);
-    kernel(args, launch.stream());
-    if (each && dtype != acc) loss = torch::stable::to(loss, dtype);
-    return {loss, total_weight};
+    return {loss(kernel, input, dtype), total_weight};
+  }
+
+  // The loss alone, in input's dtype.
+  Tensor value(Kernel kernel, const Tensor& input) {
+    const Scratch total_weight(input, acc_size());
+    args.total_weight = total_weight.data();
+    return loss(kernel, input, input.scalar_type());
   }
 
   // What every backward reads. The returned tensor must outlive the kernel's launch.
@@ -155,6 +146,28 @@ struct ClassTargets {
     args.grad_output_dtype = dtype_of(grad_output, op, "grad_output");
     args.grad_output_stride = each ? 1 : 0;
     return dense;
+  }
+
+ private:
+  int64_t acc_size() const { return acc == ScalarType::Double ? sizeof(double) : sizeof(float); }
+
+  Tensor loss(Kernel kernel, const Tensor& input, ScalarType dtype) {
+    const bool each = args.reduction == Reduction::kNone;
+    const Tensor loss = each ? empty(input, row_shape, acc) : empty(input, {}, dtype);
+    std::optional<Scratch> row_losses, partials;
+    if (!each) {
+      row_losses.emplace(input, args.rows * acc_size());
+      args.loss = loss.data_ptr();
+      args.loss_dtype = dtype_of(loss, op, "dtype");
+    }
+    args.row_losses = each ? loss.data_ptr() : row_losses->data();
+    if (input.is_cuda() && row_sum_shares(args.rows) > 1) {
+      partials.emplace(input, row_sum_shares(args.rows) * 2 * sizeof(double));
+      args.partials = static_cast<double*>(partials->data());
+    }
+    const Launch launch(input);
+    kernel(args, launch.stream());
+    return each && dtype != acc ? torch::stable::to(loss, dtype) : loss;
   }
 };
 

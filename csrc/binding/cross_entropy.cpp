@@ -27,6 +27,14 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& input, const Tensor& ta
   return run_forward(input, problem, std::nullopt, dtype);
 }
 
+Tensor value(const Tensor& input, const Tensor& target, int64_t reduction, int64_t ignore_index,
+             double label_smoothing) {
+  ClassTargets problem("cross_entropy", input, target, std::nullopt, reduction, ignore_index,
+                       label_smoothing);
+  problem.lay_out(input, std::nullopt);
+  return problem.value(&cross_entropy_forward, input);
+}
+
 Tensor backward(const Tensor& grad_output, const Tensor& input, const Tensor& target,
                 const std::optional<Tensor>& weight, const Tensor& stats,
                 const Tensor& total_weight, int64_t reduction, int64_t ignore_index,
@@ -110,6 +118,7 @@ void scale(const Tensor& grad, const Tensor& factor) {
 
 STABLE_TORCH_LIBRARY_IMPL(fused, FUSED_DISPATCH_KEY, library) {
   library.impl("cross_entropy_forward", FUSED_BOX(&forward));
+  library.impl("cross_entropy_value", FUSED_BOX(&value));
   library.impl("cross_entropy_backward", FUSED_BOX(&backward));
   library.impl("cross_entropy_with_grad", FUSED_BOX(&with_grad));
   library.impl("cross_entropy_with_grad_", FUSED_BOX(&with_grad_));

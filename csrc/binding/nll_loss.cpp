@@ -12,6 +12,12 @@ std::tuple<Tensor, Tensor> forward(const Tensor& input, const Tensor& target,
   return problem.forward(&nll_loss_forward, input, dtype);
 }
 
+Tensor value(const Tensor& input, const Tensor& target, int64_t reduction, int64_t ignore_index) {
+  ClassTargets problem("nll_loss", input, target, std::nullopt, reduction, ignore_index, 0);
+  problem.lay_out(input, std::nullopt);
+  return problem.value(&nll_loss_forward, input);
+}
+
 Tensor backward(const Tensor& grad_output, const Tensor& input, const Tensor& target,
                 const std::optional<Tensor>& weight, const Tensor& total_weight, int64_t reduction,
                 int64_t ignore_index) {
@@ -29,6 +35,7 @@ Tensor backward(const Tensor& grad_output, const Tensor& input, const Tensor& ta
 
 STABLE_TORCH_LIBRARY_IMPL(fused, FUSED_DISPATCH_KEY, library) {
   library.impl("nll_loss_forward", FUSED_BOX(&forward));
+  library.impl("nll_loss_value", FUSED_BOX(&value));
   library.impl("nll_loss_backward", FUSED_BOX(&backward));
 }
 

@@ -80,21 +80,26 @@ Sizes broadcast_shape(const Tensor& input, const Tensor& target, const char* op)
 
 namespace {
 
-// Asks the kernel to back a large new tensor with huge pages, where it leaves that to programs: to
-// fault small pages in takes several times as long as to compute a gradient. Only a hint.
-void prefer_huge_pages(const Tensor& tensor) {
+// Asks the operating system to back large new memory with huge pages, where it leaves that to
+// programs: to fault small pages in takes several times as long as to compute a gradient. Only a
+// hint.
+void prefer_huge_pages(const void* memory, int64_t bytes) {
 #if !defined(FUSED_CUDA) && defined(MADV_HUGEPAGE)
   constexpr int64_t kFewestBytes = 4 << 20;  // two huge pages of the usual size
-  const int64_t bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
   if (bytes < kFewestBytes) return;
   static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-  const uintptr_t start = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+  const uintptr_t start = reinterpret_cast<uintptr_t>(memory);
   const uintptr_t first = (start + page - 1) / page * page;  // other pages may hold other data, too
   const uintptr_t last = (start + bytes) / page * page;
   madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #else
-  static_cast<void>(tensor);
+  static_cast<void>(memory), static_cast<void>(bytes);
 #endif
+}
+
+void prefer_huge_pages(const Tensor& tensor) {
+  prefer_huge_pages(tensor.data_ptr(),
+                    tensor.numel() * static_cast<int64_t>(tensor.element_size()));
 }
 
 // Below the dispatcher's boxed calls, which cost several times an allocation.
@@ -206,6 +211,17 @@ Tensor empty_pointwise(const Tensor& first, const Tensor& second, const Sizes& s
 Tensor empty_gradient(const Tensor& tensor) {
   return empty_like(tensor, sizes_of(tensor), tensor.scalar_type());
 }
+
+#ifdef FUSED_CUDA
+Scratch::Scratch(const Tensor& like, int64_t bytes)
+    : memory_(empty(like, {bytes}, ScalarType::Byte)) {}
+void* Scratch::data() const { return memory_.data_ptr(); }
+#else
+Scratch::Scratch(const Tensor& /*like*/, int64_t bytes) : memory_(new std::byte[bytes]) {
+  prefer_huge_pages(memory_.get(), bytes);
+}
+void* Scratch::data() const { return memory_.get(); }
+#endif
 
 Tensor as_contiguous(const Tensor& tensor, ScalarType dtype) {
   return as_contiguous(tensor.scalar_type() == dtype ? tensor : torch::stable::to(tensor, dtype));

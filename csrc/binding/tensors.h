@@ -8,6 +8,8 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <cstddef>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -72,6 +74,21 @@ Tensor empty_pointwise(const Tensor& first, const Tensor& second, const Sizes& s
                        ScalarType dtype, bool computed);
 // Uninitialised, as empty_like gives it.
 Tensor empty_gradient(const Tensor& tensor);
+
+// Uninitialised memory for the kernels of one call. On a GPU they may still run when it is given
+// back: whoever gets it next works behind them, on the same stream.
+class Scratch {
+ public:
+  Scratch(const Tensor& like, int64_t bytes);
+  void* data() const;
+
+ private:
+#ifdef FUSED_CUDA
+  Tensor memory_;
+#else
+  std::unique_ptr<std::byte[]> memory_;  // a tensor takes longer to make than a small loss
+#endif
+};
 
 // The tensor itself where it is so already: the ops that convert cost more than a small kernel.
 Tensor as_contiguous(const Tensor& tensor, ScalarType dtype);

@@ -40,8 +40,10 @@ void finish_row(const CrossEntropyArgs& args, int64_t row, int64_t offset, acc_t
   if (args.parts) return finish_part(args, row, offset, largest, sum, weighted_sum);
   const RowTarget<acc_t> target(args, row);
   const CrossEntropyRow<acc_t> summary{largest, math::log(sum)};
-  static_cast<acc_t*>(args.stats)[2 * row] = summary.largest;
-  static_cast<acc_t*>(args.stats)[2 * row + 1] = summary.log_sum;
+  if (args.stats) {
+    static_cast<acc_t*>(args.stats)[2 * row] = summary.largest;
+    static_cast<acc_t*>(args.stats)[2 * row + 1] = summary.log_sum;
+  }
   static_cast<acc_t*>(args.row_losses)[row] =
       target.index < 0
           ? acc_t(0)

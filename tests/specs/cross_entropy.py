@@ -164,5 +164,6 @@ SPEC = Spec(
     ),
     matches=MATCHES,
     near_misses=NEAR_MISSES,
+    parts=("forward", "value", "backward", "with_grad", "with_grad_"),
     broadcasts=False,
 )

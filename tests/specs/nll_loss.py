@@ -115,6 +115,6 @@ SPEC = Spec(
     matches=MATCHES,
     near_misses=NEAR_MISSES,
     # In a graph it is torch's own, see ops/nll_loss.py: no pass meets it there.
-    parts=("forward", "backward"),
+    parts=("forward", "value", "backward"),
     broadcasts=False,
 )
