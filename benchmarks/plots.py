@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OURS, OTHERS = "#d1495b", "#8d99ae"
+OTHER_LINES = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown")
 MOST_BARS = 8  # sizes; above that, lines
 LINES = {"ours_kernel": "-", "ours_compiled": "--", "ours_eager": ":"}
 FIGURES = {"ms": "ms a step", "peak_mib": "MiB above inputs and gradients"}  # of a step
@@ -122,6 +123,7 @@ def _lines(rows: list[Row], problems: list[tuple[str, str]]) -> Figure:
             (row for row in rows if row.which == which and row.ms),
             key=lambda row: position(row.shape),
         )
+        axes.set_prop_cycle(color=OTHER_LINES)
         for name in dict.fromkeys(row.contender for row in timed):
             members = [row for row in timed if row.contender == name]
             style = {"linestyle": LINES[name], "color": OURS} if name in LINES else {}
