@@ -130,14 +130,16 @@ def test_blocks_are_held_where_planned(dtype, options, monkeypatch):
         return plans[-1]
 
     monkeypatch.setattr(row_chunks, "plan", recorded)
-    rows, hidden, classes = 512, 512, 12_000
+    rows, hidden, classes = 256, 256, 12_000
     (x, w, b), target = leaves("cpu", dtype, rows=rows, hidden=hidden, classes=classes, ignored=0)
-    most = most_allocated(lambda: op(x, w, target, linear_bias=b, **options))
+    # oneDNN packs operands of bfloat16 as suits the processor: with AMX they take megabytes.
+    with torch.backends.mkldnn.flags(enabled=False):
+        most = most_allocated(lambda: op(x, w, target, linear_bias=b, **options))
     (planned,) = plans
     assert planned.first_rows == rows
     gradients = x.nbytes + w.nbytes + b.nbytes
     logits = rows * classes * dtype.itemsize
-    # A product on the CPU packs some of its operands.
+    # Other products on the CPU pack some of theirs.
     assert gradients < most <= gradients + planned.held + logits / 10
     assert planned.held <= logits / 2
 
