@@ -418,7 +418,7 @@ def test_more_than_2_to_the_31_logits(name, shape, device):
         target = torch.randint(shape[1], rows, generator=generator, device=device)
     elif name == "softmax_kl_div":
         # From rows of zeros exactly 0: a rounding error would be the same in each, and add up.
-        target = torch.zeros((), dtype=torch.bfloat16, device=device).expand(shape)
+        target = torch.zeros(1, *shape[1:], dtype=torch.bfloat16, device=device).expand(shape)
     else:
         target = normal(1, *shape[1:]).softmax(1).bfloat16().expand(shape)
     options = {"dim": 1} if name == "softmax_kl_div" else {}
