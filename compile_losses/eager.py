@@ -82,9 +82,13 @@ class Leaf:
 
     def of_plain(self, input: Tensor, target: Tensor, *others: Any) -> Any:
         """The same for tensors that are :func:`plain`, and no others beside them."""
-        if torch.is_grad_enabled() and (input.requires_grad or target.requires_grad):
+        if records_gradient(input, target):
             return self.differentiable(input, target, *others)
         return self.kernel(input, target, *others)
+
+
+def records_gradient(input: Tensor, target: Tensor) -> bool:
+    return torch.is_grad_enabled() and (input.requires_grad or target.requires_grad)
 
 
 def in_a_mode() -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from compile_losses.eager import Leaf
+from compile_losses.eager import Leaf, below_autograd
 
 PACKAGE = Path(__file__).parent
 INSTALL_COMMAND = "pip install --no-build-isolation ."
@@ -57,20 +57,21 @@ def register_autograd(
     return Leaf(op, backward, setup_context)
 
 
-def register_not_differentiable(op: torch._ops.OpOverload[..., Any]) -> None:
-    """For ops that only compiled graphs call, below autograd."""
+def register_not_differentiable(op: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:
+    """For ops of calls that record no gradient. Returns the op below autograd, a shorter way."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise RuntimeError(
-                f"{op.name()} is not differentiable: it is for graphs whose gradients are already "
-                "explicit. Detach its arguments, or call the public op"
+                f"{op.name()} is not differentiable: it is for calls that record no gradient. "
+                "Detach its arguments, or call the public op"
             )
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args, **kwargs)
 
     implement(op, kernel, "Autograd")
+    return below_autograd(op)
 
 
 def implement(op: torch._ops.OpOverload[..., Any], kernel: Callable[..., Any], key: str) -> None:

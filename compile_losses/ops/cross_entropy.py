@@ -27,7 +27,7 @@ from torch import Tensor
 
 from compile_losses import library
 from compile_losses.distributed import mesh_of
-from compile_losses.eager import below_autograd, plain
+from compile_losses.eager import plain, records_gradient
 from compile_losses.ops import checks, cross_entropy_probabilities
 from compile_losses.ops.transforms import double_backward, needs_torch
 from compile_losses.ops.with_grad import declare_with_grad
@@ -121,7 +121,7 @@ def public_kernel(
         and checks.fits_classes(input, target)
     ):
         checks.check_reduction(NAME, reduction)
-        if not (input.requires_grad and torch.is_grad_enabled()):
+        if not records_gradient(input, target):
             return direct_value(input, target, reduction, ignore_index, label_smoothing)
         loss, _, _ = direct_forward.differentiable(
             input, target, None, reduction, ignore_index, label_smoothing, input.dtype, None
@@ -184,8 +184,7 @@ def value_fake(
 
 
 library.register_fake(value, value_fake)
-library.register_not_differentiable(value)
-direct_value = below_autograd(value)
+direct_value = library.register_not_differentiable(value)
 
 
 def backward_fake(

@@ -28,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from compile_losses import library
 from compile_losses.distributed import mesh_of
-from compile_losses.eager import below_autograd, plain
+from compile_losses.eager import plain, records_gradient
 from compile_losses.ops import checks
 from compile_losses.ops.transforms import double_backward, needs_torch
 
@@ -89,7 +89,7 @@ def public_kernel(
         and checks.fits_classes(input, target)
     ):
         checks.check_reduction(NAME, reduction)
-        if not (input.requires_grad and torch.is_grad_enabled()):
+        if not records_gradient(input, target):
             return direct_value(input, target, reduction, ignore_index)
         loss, _ = direct_forward.differentiable(
             input, target, None, reduction, ignore_index, input.dtype
@@ -141,8 +141,7 @@ def value_fake(input: Tensor, target: Tensor, reduction: int, ignore_index: int)
 
 
 library.register_fake(value, value_fake)
-library.register_not_differentiable(value)
-direct_value = below_autograd(value)
+direct_value = library.register_not_differentiable(value)
 
 
 def backward_fake(
