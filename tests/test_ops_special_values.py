@@ -138,6 +138,25 @@ def test_cross_entropy_no_rows(reduction, device):
     assert torch.autograd.grad(ours.sum(), x)[0].shape == (0, 9)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kl_div_of_every_16_bit_target(dtype, device):
+    """Little more than the result's rounding may be wrong with any, also where terms cancel."""
+    numbers = torch.arange(-(2**15), 2**15, device=device).to(torch.int16).view(dtype)
+    target = numbers[numbers.isfinite() & (numbers >= 0)]
+    assert target.numel() > 2**14
+    finfo = torch.finfo(dtype)
+    logarithm = target.double().clamp(min=1e-300).log()
+    for input in (torch.full_like(target, -1.5), logarithm.clamp(min=finfo.min).to(dtype)):
+        exact = F.kl_div(input.double(), target.double(), reduction="none")
+        ours = torch.ops.fused.kl_div(input, target, reduction=0).double()
+        rounding = finfo.eps * exact.abs() + finfo.smallest_normal * finfo.eps
+        arithmetic = 2.0**-20 * target.double() * (1 + input.double().abs())  # in float32
+        wrong = ~((ours - exact).abs() <= rounding + arithmetic) & (exact.abs() < finfo.max)
+        assert not wrong.any(), (target[wrong][:5], input[wrong][:5], ours[wrong][:5])
+    negative = numbers[numbers < 0]
+    assert torch.ops.fused.kl_div(negative, negative, reduction=0).isnan().all()
+
+
 @pytest.mark.parametrize("value", [0.0, 1e-45, 1e-40, 1e-7, 0.5, 1.0, 2.0, 1e38, torch.inf, -1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_kl_div_special_values(value, dtype, device):

@@ -83,8 +83,8 @@ namespace {
 // Asks the operating system to back large new memory with huge pages, where it leaves that to
 // programs: to fault small pages in takes several times as long as to compute a gradient. Only a
 // hint.
-void prefer_huge_pages(const void* memory, int64_t bytes) {
 #if !defined(FUSED_CUDA) && defined(MADV_HUGEPAGE)
+void prefer_huge_pages(const void* memory, int64_t bytes) {
   constexpr int64_t kFewestBytes = 4 << 20;  // two huge pages of the usual size
   if (bytes < kFewestBytes) return;
   static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
@@ -92,15 +92,16 @@ void prefer_huge_pages(const void* memory, int64_t bytes) {
   const uintptr_t first = (start + page - 1) / page * page;  // other pages may hold other data, too
   const uintptr_t last = (start + bytes) / page * page;
   madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#else
-  static_cast<void>(memory), static_cast<void>(bytes);
-#endif
 }
 
 void prefer_huge_pages(const Tensor& tensor) {
   prefer_huge_pages(tensor.data_ptr(),
                     tensor.numel() * static_cast<int64_t>(tensor.element_size()));
 }
+#else
+template <typename... Memory>
+void prefer_huge_pages(const Memory&... /*memory*/) {}
+#endif
 
 // Below the dispatcher's boxed calls, which cost several times an allocation.
 Tensor empty_strided(const Tensor& like, const Sizes& shape, const int64_t* strides,

@@ -51,6 +51,16 @@ struct ContiguousArgs {
   Total total;   // its scale is the gradient's, too
 };
 
+// By the shorter arithmetic of a loss that has one for 16-bit operands, if both are.
+template <typename input_t, typename target_t, typename Loss>
+__device__ __forceinline__ float value_of(const Loss& loss, float x, float y) {
+  if constexpr (sizeof(input_t) == 2 && sizeof(target_t) == 2 &&
+                requires { loss.value_of_16_bit(x, y); })
+    return loss.value_of_16_bit(x, y);
+  else
+    return loss.value(x, y);
+}
+
 // How a launch shares out the packets. The host works it out: on the device it costs 0.15 us.
 struct Tiles {
   int64_t packets;
@@ -85,9 +95,9 @@ __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kT
   float packet_sum = 0, tile_sum = 0;
   const auto element = [&](float x, float y, float g, float w) {
     const auto weighted = [w](float value) { return kWeighted ? w * value : value; };
-    if constexpr (kSum) packet_sum += weighted(loss.value(x, y));
+    if constexpr (kSum) packet_sum += weighted(value_of<input_t, target_t>(loss, x, y));
     if constexpr (kMode == Mode::kTotal) return 0.f;
-    if constexpr (kMode == Mode::kLosses) return weighted(loss.value(x, y));
+    if constexpr (kMode == Mode::kLosses) return weighted(value_of<input_t, target_t>(loss, x, y));
     if constexpr (kMode == Mode::kGradientOfEach)
       return weighted(loss.grad_input(x, y)) * (g * scale);
     return weighted(loss.grad_input(x, y)) * scale;
