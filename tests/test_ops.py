@@ -382,6 +382,46 @@ def memory_given_back():
     torch.cuda.empty_cache()
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("memory_given_back")
+@pytest.mark.parametrize("layout", ["dense", "gaps", "sequences"])
+@pytest.mark.parametrize(("rows", "cols"), [(1580, 13184), (5144, 4992), (20_000, 2304)])
+@dtypes
+def test_cross_entropy_of_many_long_rows(dtype, rows, cols, layout):
+    """The sums over all rows begin while the last of them are under way."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(rows, cols, generator=generator, device="cuda").to(dtype)
+    logits[1::50, :2000] = -torch.inf
+    logits[2], logits[3, 7], logits[4, 9] = -torch.inf, torch.nan, torch.inf
+    logits[5::60, 11] = 1e4
+    if layout == "gaps":  # and classes behind the last packet of 16 bytes
+        logits = logits[:, : cols - 125]
+    classes = logits.shape[1]
+    target = torch.randint(2000, classes, (rows,), generator=generator, device="cuda")
+    target[::7] = -100
+    weight = torch.rand(classes, generator=generator, device="cuda").to(dtype)
+    if layout == "sequences":
+        logits, target = logits.view(2, -1, classes).transpose(1, 2), target.view(2, -1)
+
+    def results(function, logits, weight):
+        losses = function(logits, target, weight, reduction=0)
+        # Of no row that is special.
+        mean = function(logits, torch.where(losses.isfinite(), target, -100))
+        leaf = logits.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(function(leaf, target, weight), leaf)
+        gradient = gradient.transpose(1, 2) if layout == "sequences" else gradient
+        return losses, mean, gradient.reshape(rows, classes)[::97].clone()
+
+    spec = SPECS["cross_entropy"]
+    ours = results(spec.op, logits, weight)
+    eager = results(spec.torch_loss, logits, weight)
+    exact = results(spec.torch_loss, logits.double(), weight.double())
+    for what, *values in zip(("losses", "mean", "gradient"), ours, eager, exact, strict=True):
+        assert_accurate(*values, what)
+    again = results(spec.op, logits, weight)
+    torch.testing.assert_close(again, ours, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.usefixtures("memory_given_back")
 def test_more_than_2_to_the_31_elements(device):
     """Indices beyond 32 bits; the target is expanded."""
