@@ -23,14 +23,17 @@ struct KlDiv {
       return kLogInput ? input : math::log(input);
     }
 
-    // log(target) - log_input, of a probability as target.
+    // log(target) - log_input, of a probability as target. kFast: by the hardware's logarithm.
+    template <bool kFast = false>
     static FUSED_HOST_DEVICE acc_t distance(acc_t input, acc_t target) {
+      if constexpr (kFast) return math::fast_log(target) - input;
       return kLogInput ? math::log(target) - input : math::log_of_quotient(target, input);
     }
 
+    template <bool kFast = false>
     FUSED_HOST_DEVICE acc_t value(acc_t input, acc_t target) const {
       if constexpr (kLogTarget) return math::exp(target) * (target - log_of(input));
-      return target * (target == acc_t(0) ? -log_of(input) : distance(input, target));
+      return target * (target == acc_t(0) ? -log_of(input) : distance<kFast>(input, target));
     }
 
     // On the device: the value of 16-bit operands, whose own rounding, 2^-12 of a target at least,
@@ -38,7 +41,7 @@ struct KlDiv {
     FUSED_HOST_DEVICE acc_t value_of_16_bit(acc_t input, acc_t target) const
       requires(kLogInput && !kLogTarget)
     {
-      return target * (target == acc_t(0) ? -input : math::fast_log(target) - input);
+      return value<true>(input, target);
     }
 
     // On the host: the value of what is_regular, by one logarithm without special cases. That of 0
