@@ -164,12 +164,6 @@ __global__ void __launch_bounds__(kLongRowThreads, 2)
     const RowSpan<scalar_t> span(x, args.cols);
     const RowTarget<acc_t> target(args, row);
     const acc_t scale = kGradient ? row_scale(args, row, target, common) : acc_t(0);
-    // In place before the row is written over; else last, so that no load of the row waits until
-    // the target is known.
-    const auto read_target = [&] {
-      return threadIdx.x == 0 && target.index >= 0 ? cap(to_acc<acc_t>(x[target.index])) : acc_t(0);
-    };
-    acc_t target_logit = kGradient ? read_target() : acc_t(0);
     const int loose_col = span.col_of_loose(threadIdx.x);
     const bool has_loose = threadIdx.x < span.loose;
     const acc_t loose = has_loose ? to_acc<acc_t>(x[loose_col]) : acc_t(0);
@@ -201,7 +195,9 @@ __global__ void __launch_bounds__(kLongRowThreads, 2)
                   threads * Packet<scalar_t>::kWidth, cap);
     }
     if (has_loose) softmax.add(cap(loose), kSmoothing && weight ? weight[loose_col] : acc_t(1));
-    if constexpr (!kGradient) target_logit = read_target();
+    // Only now, so that no load of the row waits until the target is known.
+    const acc_t target_logit =
+        threadIdx.x == 0 && target.index >= 0 ? cap(to_acc<acc_t>(x[target.index])) : acc_t(0);
     __syncthreads();
     softmax.combine_block(scratch);
     if (threadIdx.x == 0) finish_row(args, row, softmax, target, target_logit);
