@@ -422,6 +422,32 @@ def test_cross_entropy_of_many_long_rows(dtype, rows, cols, layout):
     torch.testing.assert_close(again, ours, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("memory_given_back")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("numel", [5_000_003, 33_333_333, 240_000_005])
+def test_large_losses_are_shared_out_whole(dtype, numel):
+    """More tiles than blocks that run at a time. Differences are integers, of exact squares."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    difference = torch.randint(-3, 4, (numel,), generator=generator, device="cuda").to(dtype)
+    target = torch.randint(-99, 99, (numel,), generator=generator, device="cuda").to(dtype)
+    input = target + difference
+    total = (difference * difference).sum(dtype=torch.float64)
+
+    def results():
+        mean = torch.ops.fused.mse_loss(input, target, dtype=torch.float32)
+        sum_, gradient = torch.ops.fused.mse_loss_with_grad(input, target, None, 2, torch.float32)
+        return mean, sum_, gradient, torch.ops.fused.mse_loss(input, target, reduction=0)
+
+    mean, sum_, gradient, losses = results()
+    assert mean.item() == pytest.approx(total.item() / numel, rel=2**-23)
+    assert sum_.item() == pytest.approx(total.item(), rel=2**-23)
+    assert gradient.equal(2 * difference)
+    assert losses.equal(difference * difference)
+    for again, first in zip(results(), (mean, sum_, gradient, losses), strict=True):
+        assert again.equal(first)
+
+
 @pytest.mark.usefixtures("memory_given_back")
 def test_more_than_2_to_the_31_elements(device):
     """Indices beyond 32 bits; the target is expanded."""

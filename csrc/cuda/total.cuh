@@ -13,7 +13,7 @@ struct Total {
   void* data;
   DType dtype;
   double scale;      // a division takes 0.05 us, of a small loss
-  double* partials;  // [gridDim.x]; unused by a grid of one block
+  double* partials;  // [gridDim.y, gridDim.x]; unused by a grid of one block
 
   __device__ __forceinline__ void write(double sum) const { store_as(data, dtype, 0, sum * scale); }
 
@@ -24,7 +24,7 @@ struct Total {
     const double sum = block_sum<kThreads, true>(thread_sum);
     if (threadIdx.x != 0) return;
     if (gridDim.x == 1) return write(sum);
-    partials[blockIdx.x] = sum;
+    partials[blockIdx.y * gridDim.x + blockIdx.x] = sum;
   }
 };
 
