@@ -39,12 +39,6 @@ enum class Mode {
   kGradientOfEach,    // grad_input, with a grad_output for each element
 };
 
-constexpr unsigned kMostGridRows = 8;
-// A block, for a grid of more than one row (see Tiles): each row's end, where the blocks add up
-// their sums, costs some of what an even load saves.
-template <Mode kMode>
-constexpr int64_t kFewestTiles = kMode == Mode::kTotal ? 48 : 2;
-
 struct ContiguousArgs {
   const void* input;
   const void* target;
@@ -69,10 +63,10 @@ __device__ __forceinline__ float value_of(const Loss& loss, float x, float y) {
 
 // How a launch shares out the packets. The host works it out: on the device it costs 0.15 us.
 //
-// Each row of the grid, which is as many blocks as run at a time, shares half of the tiles that the
-// rows in front have left, and the last one all that is left: multiprocessors don't read equally
-// fast (on an H200 one in twenty takes a quarter less time than the others), and one that is done
-// takes the next block.
+// A row of the grid is as many blocks as run at a time. It shares half of the tiles that the rows
+// in front have left, the last one all of them: multiprocessors don't read equally fast (of an
+// H200's one in twenty takes a quarter less time than the others), and one that is done takes the
+// next block.
 struct Tiles {
   int64_t packets;
   int64_t full;
@@ -184,6 +178,19 @@ __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kT
   if constexpr (kSum) args.total.add_block<kBlock>(sum);
 }
 
+constexpr unsigned kMostGridRows = 8;
+
+// See Tiles. Where nothing is written, an even load saves little more than the ends of the blocks
+// cost: there should be many tiles, and another block on the multiprocessor to read meanwhile.
+template <Mode kMode, typename Loss>
+unsigned grid_rows_for(int64_t full, int64_t blocks) {
+  constexpr bool kAlone = kThreads<Loss> == kThreadsPerMultiprocessor;
+  if (kMode == Mode::kTotal && (kAlone || full < 48 * blocks)) return 1;
+  unsigned rows = 1;
+  while (rows < kMostGridRows && full >> rows >= blocks) ++rows;
+  return rows;
+}
+
 template <Mode kMode, bool kWeighted, typename input_t, typename target_t, typename Loss>
 void launch_contiguous(const ContiguousArgs& args, const Loss& loss, cudaStream_t stream) {
   constexpr bool kSum = kMode == Mode::kTotal || kMode == Mode::kTotalAndGradient;
@@ -197,9 +204,7 @@ void launch_contiguous(const ContiguousArgs& args, const Loss& loss, cudaStream_
                         current_device().multiprocessors * kThreadsPerMultiprocessor / kBlock);
   const int64_t blocks = std::clamp<int64_t>(divide_up(packets, kTile), 1, most);
   const int64_t full = packets / kTile;
-  unsigned grid_rows = 1;
-  if (full >= kFewestTiles<kMode> * blocks)
-    while (grid_rows < kMostGridRows && full >> grid_rows >= blocks) ++grid_rows;
+  const unsigned grid_rows = grid_rows_for<kMode, Loss>(full, blocks);
   const Tiles tiles{packets, full, static_cast<unsigned>(all_full ? blocks : full % blocks)};
   contiguous_kernel<kMode, kWeighted, input_t, target_t>
       <<<dim3(static_cast<unsigned>(blocks), grid_rows), kBlock, 0, stream>>>(args, tiles, loss);
