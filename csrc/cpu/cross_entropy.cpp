@@ -65,8 +65,6 @@ void forward_row(const CrossEntropyArgs& args, int64_t row) {
   for (int64_t first = 0; first < args.cols; first += kTile) {
     const int64_t count = std::min(kTile, args.cols - first);
     const acc_t* x = read_capped(args, offset + first * stride, stride, count, buffer);
-    // Of this row or the next one: no load of these loops asks for it until they are done.
-    if (stride == 1) prefetch(args.input, args.dtype, offset + first + count, kTile);
     acc_t tile_largest = largest;
 #pragma omp simd reduction(max : tile_largest)
     for (int64_t i = 0; i < count; ++i) tile_largest = x[i] > tile_largest ? x[i] : tile_largest;
@@ -74,9 +72,14 @@ void forward_row(const CrossEntropyArgs& args, int64_t row) {
     const bool finite = tile_largest > -std::numeric_limits<acc_t>::infinity();
     const acc_t reference = finite ? tile_largest : acc_t(0);
     if (tile_largest > largest) sum *= math::exp(largest - tile_largest);
-    for (int64_t block = 0; block < count; block += kSumBlock)
+    for (int64_t block = 0; block < count; block += kSumBlock) {
+      // The next tile's block, of this row or the next one: no load of these loops asks for it
+      // until they are done. Not all of the tile at once: a core waits when many lines are on their
+      // way.
+      if (stride == 1) prefetch(args.input, args.dtype, offset + first + count + block, kSumBlock);
       sum += sum_of<acc_t>(block, std::min(count, block + kSumBlock),
                            [&](int64_t i) { return math::host::exp_term(x[i] - reference); });
+    }
     if (smoothing) {
       if (weights_seen > 0 && finite) weighted_sum += weights_seen * (reference - largest);
       acc_t tile_weighted = 0, tile_weights = 0;
