@@ -60,10 +60,10 @@ inline Choice choose_forward(const CrossEntropyArgs& args, const Device& device)
   if (!gradient) {
     // 16 for those of least arithmetic; others would take up to 15% longer.
     const bool light = args.dtype == DType::kFloat32 && packets >= 1024 &&
-                       !(args.label_smoothing > 0) && !(args.softcap > 0);
+                       args.label_smoothing == 0 && args.softcap == 0;
     return {Path::kBlock, 0,
-            independent_row_threads(args.rows, packets, light ? 16 : 32, device.multiprocessors,
-                                    kLongRowThreads)};
+            independent_row_threads(args.rows, packets, device.multiprocessors, kLongRowThreads,
+                                    light ? 16 : 32)};
   }
 
   if (bulk) {

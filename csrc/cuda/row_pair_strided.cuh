@@ -114,7 +114,7 @@ bool try_dense(const RowPairArgs& args, cudaStream_t stream) {
   // Rows that are read again should come from the L2 cache: fewer of them are under way at a time.
   const int threads =
       kForward && !args.grad_input.data
-          ? independent_row_threads(args.rows, packets, 32, current_device().multiprocessors,
+          ? independent_row_threads(args.rows, packets, current_device().multiprocessors,
                                     kRowPairThreads)
           : row_threads(packets, 8, kWarp, kRowPairThreads);
   if (threads == kWarp) {

@@ -15,8 +15,8 @@ inline int row_threads(int64_t packets, int64_t packets_per_thread, int64_t leas
 // For rows that are read once. A warp that waits for no other one overlaps its loads with their
 // arithmetic: no more of them share a row than `packets_per_thread` says or it takes to have two
 // rounds of blocks on the device.
-inline int independent_row_threads(int64_t rows, int64_t packets, int64_t packets_per_thread,
-                                   int multiprocessors, int most) {
+inline int independent_row_threads(int64_t rows, int64_t packets, int multiprocessors, int most,
+                                   int64_t packets_per_thread = 32) {
   const int64_t filling = divide_up(2048 * multiprocessors, rows);
   const int least =
       std::min(row_threads(filling, 1, kWarp, most), row_threads(packets, 4, kWarp, most));
