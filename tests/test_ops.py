@@ -422,6 +422,54 @@ def test_cross_entropy_of_many_long_rows(dtype, rows, cols, layout):
     torch.testing.assert_close(again, ours, rtol=0, atol=0, equal_nan=True)
 
 
+ROW_PAIRS = ["cross_entropy_probabilities", "softmax_kl_div", "softmax_js_div"]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("memory_given_back")
+@pytest.mark.parametrize("layout", ["dense", "gaps", "shifted"])
+@pytest.mark.parametrize("name", ROW_PAIRS)
+@dtypes
+def test_many_row_pairs_of_few_classes(name, dtype, layout):
+    """Rows that share a warp, and differ in where their packets of 16 bytes begin."""
+    spec, rows = SPECS[name], 70_001
+    generator = torch.Generator("cuda").manual_seed(0)
+    for classes in (1, 2, 3, 10, 21, 32, 100, 257):
+
+        def operand(classes=classes):
+            shape = (rows, classes + 5 if layout == "gaps" else classes)
+            numel = shape[0] * shape[1] + 1
+            flat = torch.randn(numel, generator=generator, device="cuda").to(dtype)
+            return flat[layout == "shifted" :][: numel - 1].view(shape)[:, :classes]
+
+        input, target = operand(), operand()
+        if name == "cross_entropy_probabilities":
+            target.copy_(target.softmax(1))
+        mean = Sample(f"mean, {classes} classes", (input.clone(), target), {"reduction": 1})
+        input[1::50, : classes // 2] = -torch.inf
+        input[2], input[3, -1], input[4, 0] = -torch.inf, torch.nan, torch.inf
+        input[5::60, -1] = 1e4
+        losses = Sample(f"losses, {classes} classes", (input, target), {"reduction": 0})
+        for sample in (losses, mean):
+            exact_tensors = tuple(t.double() for t in sample.tensors)
+            ours, our_gradients = loss_and_gradients(spec.op, sample, sample.tensors)
+            eager, eager_gradients = loss_and_gradients(spec.torch_loss, sample, sample.tensors)
+            exact, exact_gradients = loss_and_gradients(spec.torch_loss, sample, exact_tensors)
+            assert_accurate(ours, eager, exact, sample.name)
+            usual = exact.isfinite().expand(rows)  # elsewhere torch's gradient of target is nan
+            for gradients in zip(our_gradients, eager_gradients, exact_gradients, strict=True):
+                assert_accurate(*(g[usual] for g in gradients), f"{sample.name}, gradient")
+        (_, args, _), *_ = record_leaf_calls(lambda s=mean: s.call(spec.op))
+        unit = torch.ones((), dtype=torch.float64)
+        (_, (eager, *_)), (_, (exact, *_)) = (
+            loss_and_gradients(spec.torch_loss, mean, tensors, unit)
+            for tensors in (mean.tensors, exact_tensors)
+        )
+        loss, gradient, *_ = spec.part("with_grad")(*args)
+        torch.testing.assert_close(loss, ours, rtol=0, atol=0)
+        assert_accurate(gradient, eager, exact, f"{mean.name}, with the loss")
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("memory_given_back")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

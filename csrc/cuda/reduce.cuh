@@ -25,6 +25,24 @@ __device__ __forceinline__ T group_max(T value, unsigned mask = ~0u) {
   return value;
 }
 
+// As group_sum and group_max, of `lanes` neighbouring lanes, a power of two. All lanes of the warp
+// call, with the same number.
+template <typename T>
+__device__ __forceinline__ T lanes_sum(T value, int lanes) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2)
+    if (distance < lanes) value += __shfl_xor_sync(~0u, value, distance);
+  return value;
+}
+
+template <typename T>
+__device__ __forceinline__ T lanes_max(T value, int lanes) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2)
+    if (distance < lanes) value = ::max(value, __shfl_xor_sync(~0u, value, distance));
+  return value;
+}
+
 // The block's sum, in its first thread. Assumes whole warps, a one-dimensional block of at most
 // kThreads, and that all threads call it. It may be called again at once, unless kOnce: then no
 // more in this kernel, which saves a barrier.

@@ -29,13 +29,15 @@ constexpr bool kHasTargetLogits = Loss::State::kHasTargetLogits;
 template <typename Loss>
 constexpr bool kHasCross = Loss::State::kHasCross;
 
-// The largest target logit of a warp's lanes, in each of them; returns what the lane that has it
-// holds in `beside`.
+// The largest target logit of the lanes that share a row, in each of them; returns what the first
+// lane that has it holds in `beside`.
 template <typename acc_t>
-__device__ __forceinline__ acc_t beside_largest(acc_t& largest_target, acc_t beside) {
+__device__ __forceinline__ acc_t beside_largest(acc_t& largest_target, acc_t beside, int lanes) {
   const acc_t own = largest_target;
-  largest_target = group_max(own);
-  return __shfl_sync(~0u, beside, __ffs(__ballot_sync(~0u, own == largest_target)) - 1);
+  largest_target = lanes_max(own, lanes);
+  const int first = (threadIdx.x % kWarp) & -lanes;
+  const unsigned have = __ballot_sync(~0u, own == largest_target) >> first;
+  return __shfl_sync(~0u, beside, first + __ffs(have) - 1);
 }
 
 // One class of a row pair. What stands for several of them has these members, too (see PairPackets
@@ -69,12 +71,13 @@ __device__ __forceinline__ acc_t input_beside(const Classes& classes, acc_t larg
 }
 
 // Adds classes to a row's sums: those of a few packets in acc_t, and these in double, so that there
-// are few conversions. kWarpRow: the lanes of a warp, all of which call, share a row and the
-// origins and the pivot of their sums. So few groups of packets raise any of these: a larger logit
-// turns up for all lanes together, not for one or another of them.
-template <bool kWarpRow, typename Loss, typename Classes>
+// are few conversions. kShared: groups of `lanes` lanes of a warp, all of which call, share a row
+// and the origins and the pivot of their sums. So few groups of packets raise any of these: a
+// larger logit turns up for all lanes together, not for one or another of them.
+template <bool kShared, typename Loss, typename Classes>
 __device__ __forceinline__ void add_classes(const RowPairArgs& args, const Loss& loss,
-                                            typename Loss::State& state, const Classes& classes) {
+                                            typename Loss::State& state, const Classes& classes,
+                                            int lanes = 1) {
   constexpr int kPackets = Classes::kPackets, kWidth = Classes::kWidth;
   using acc_t = decltype(state.pivot);
   acc_t largest = -math::kInfinity<acc_t>, largest_target = largest;
@@ -85,14 +88,14 @@ __device__ __forceinline__ void add_classes(const RowPairArgs& args, const Loss&
     if constexpr (kHasTargetLogits<Loss>)
       largest_target = ::max(largest_target, classes.largest_target(u));
   }
-  const auto any = [](bool raised) { return kWarpRow ? __any_sync(~0u, raised) : raised; };
+  const auto any = [](bool raised) { return kShared ? __any_sync(~0u, raised) : raised; };
   if (any(largest > state.largest_input))
-    state.raise_input(kWarpRow ? group_max(largest) : largest, loss.inverse_temperature);
+    state.raise_input(kShared ? lanes_max(largest, lanes) : largest, loss.inverse_temperature);
   if constexpr (kHasTargetLogits<Loss>) {
     if (any(largest_target > state.largest_target)) {
       acc_t beside = 0;
       if constexpr (kHasCross<Loss>) beside = input_beside(classes, largest_target);
-      if constexpr (kWarpRow) beside = beside_largest(largest_target, beside);
+      if constexpr (kShared) beside = beside_largest(largest_target, beside, lanes);
       state.raise_target(largest_target, beside, loss.inverse_temperature);
     }
   }
@@ -149,12 +152,12 @@ struct SecondSums {
   }
 };
 
-// The sums of a warp's lanes that have the same origins and pivot, in each of them.
+// The sums of the lanes that share a row and have the same origins and pivot, in each of them.
 template <typename State>
-__device__ __forceinline__ void add_up_warp(State& state) {
-  state.exponentials = group_sum(state.exponentials);
-  state.mass = group_sum(state.mass);
-  if constexpr (State::kHasCross) state.cross = group_sum(state.cross);
+__device__ __forceinline__ void add_up_lanes(State& state, int lanes) {
+  state.exponentials = lanes_sum(state.exponentials, lanes);
+  state.mass = lanes_sum(state.mass, lanes);
+  if constexpr (State::kHasCross) state.cross = lanes_sum(state.cross, lanes);
 }
 
 // The state of all classes of a warp's lanes, in each of them. The lanes first agree on what their
@@ -165,10 +168,10 @@ __device__ __forceinline__ void combine_warp(const Loss& loss, State& state) {
   auto largest_target = state.largest_target;
   auto pivot = state.pivot;
   if constexpr (State::kHasTargetLogits) {
-    pivot = beside_largest(largest_target, pivot);
+    pivot = beside_largest(largest_target, pivot, kWarp);
   }
   state.align(largest, largest_target, pivot, loss.inverse_temperature);
-  add_up_warp(state);
+  add_up_lanes(state, kWarp);
 }
 
 // The state of a block of whole warps, in its first warp; the lanes of each have the same origins
@@ -176,7 +179,7 @@ __device__ __forceinline__ void combine_warp(const Loss& loss, State& state) {
 // again only after another barrier.
 template <typename Loss, typename State = typename Loss::State>
 __device__ __forceinline__ void combine_block(const Loss& loss, State& state, State* scratch) {
-  add_up_warp(state);
+  add_up_lanes(state, kWarp);
   if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = state;
   __syncthreads();
   if (threadIdx.x >= kWarp) return;

@@ -1,5 +1,6 @@
-// Row pairs whose classes lie side by side: a warp a row, or a block where rows are long. With the
-// gradient, and in the backward, each thread reads its classes again and writes theirs.
+// Row pairs whose classes lie side by side: some lanes of a warp a row, or a block where rows are
+// long. With the gradient, and in the backward, each thread reads its classes again and writes
+// theirs.
 //
 // Bytes moved per row, and in place: as in row_pair.cuh.
 #pragma once
@@ -8,17 +9,28 @@
 
 namespace fused::cuda {
 
-constexpr int kRowPairThreads = 384;      // at most
-constexpr int kRowPairWarpThreads = 256;  // of a block of one warp a row
-// Warps that a multiprocessor is to hold at least.
-template <typename acc_t>
-constexpr int kRowPairWarps = sizeof(acc_t) == 8 ? 12 : 24;
+constexpr int kRowPairThreads = 384;       // at most
+constexpr int kRowPairLanesThreads = 256;  // of a block whose warps have one row or more
+
+// What a kernel computes: kValue the sums of a row, in one pass or two; kWithGradient then the
+// gradient of input, too; kBackward both gradients, or one, from the sums.
+enum class RowPairPass { kValue, kWithGradient, kBackward };
+
+// How rows are read, by what is computed from them.
+template <typename Loss, typename acc_t, RowPairPass kPass>
+struct RowPairReads {
+  static constexpr bool kOnce = kPass == RowPairPass::kValue && !kHasSecondPass<Loss>;
+  static constexpr bool kDouble = sizeof(acc_t) == 8;
+  // Of each operand, that a thread has in flight.
+  static constexpr int kPackets = kOnce && !kDouble ? 4 : 2;
+  // That a multiprocessor is to hold at least.
+  static constexpr int kWarps = kDouble ? 12 : kPass == RowPairPass::kValue && !kOnce ? 32 : 24;
+};
 
 // Packets of a row pair: those of input as wide as 16 bytes, those of target of as many classes.
-template <typename input_t, typename target_t>
+template <typename input_t, typename target_t, int kPackets_>
 struct PairPackets {
-  // That a thread has in flight of each operand.
-  static constexpr int kPackets = 2;
+  static constexpr int kPackets = kPackets_;
   static constexpr int kWidth = Packet<input_t>::kWidth;
   using acc_t = acc_type<input_t>;
 
@@ -46,31 +58,41 @@ struct PairPackets {
 
 // Two dense rows as packets of kWidth classes, where both start on 16-byte boundaries at the same
 // class; as single, `loose`, classes otherwise.
-template <typename input_t, typename target_t>
+template <typename input_t, typename target_t, typename Reads>
 struct DensePair {
   using acc_t = acc_type<input_t>;
-  using Packets = PairPackets<input_t, target_t>;
+  using Packets = PairPackets<input_t, target_t, Reads::kPackets>;
   const input_t* x;
   const target_t* t;
   RowSpan<input_t> span;
 
-  __device__ __forceinline__ DensePair(const RowPairArgs& args, int64_t row)
+  // inside: whether the row has any classes for the caller.
+  __device__ __forceinline__ DensePair(const RowPairArgs& args, int64_t row, bool inside)
       : x(static_cast<const input_t*>(args.input.data) + row_offset(args.input.layout, row)),
         t(static_cast<const target_t*>(args.target.data) + row_offset(args.target.layout, row)),
         span(x, args.cols) {
-    if (is_aligned(t + span.head)) return;
-    span.head = 0;
-    span.packets = 0;
-    span.loose = static_cast<int>(args.cols);
+    if (!is_aligned(t + span.head)) {
+      span.head = 0;
+      span.packets = 0;
+      span.loose = static_cast<int>(args.cols);
+    }
+    if (!inside) span.packets = span.loose = 0;
+  }
+
+  template <typename packet_t, typename scalar_t>
+  static __device__ __forceinline__ void load(packet_t& packet, const scalar_t* source) {
+    packet = Reads::kOnce ? packet_t::load_streaming(source) : packet_t::load_to_l2(source);
   }
 
   // Calls body(classes) for packets, and each loose class, of a lane; where other lanes of its warp
-  // have more, with a count of 0.
-  template <typename Body>
+  // have more, with a count of 0. All lanes of a warp call. kWarpRow: they have the same row.
+  template <bool kWarpRow, typename Body>
   __device__ __forceinline__ void for_each(int lane, int lanes, Body&& body) const {
-    const int place = lane % kWarp;
+    const auto any_below = [&](int index, int count) {
+      return kWarpRow ? index - lane % kWarp < count : __any_sync(~0u, index < count);
+    };
 #pragma unroll 1
-    for (int first = lane; first - place < span.packets; first += Packets::kPackets * lanes) {
+    for (int first = lane; any_below(first, span.packets); first += Packets::kPackets * lanes) {
       Packets packets;
       packets.count = 0;
       packets.col = span.col_of_packet(first);
@@ -80,13 +102,13 @@ struct DensePair {
         if (first + u * lanes >= span.packets) break;
         packets.count = u + 1;
         const int col = packets.first_class(u);
-        packets.inputs[u] = Packet<input_t>::load_to_l2(x + col);
-        packets.targets[u] = Packet<target_t, Packets::kWidth>::load_to_l2(t + col);
+        load(packets.inputs[u], x + col);
+        load(packets.targets[u], t + col);
       }
       body(packets);
     }
 #pragma unroll 1
-    for (int index = lane; index - place < span.loose; index += lanes) {
+    for (int index = lane; any_below(index, span.loose); index += lanes) {
       const int col = span.col_of_loose(index);
       PairClass<acc_t> one{0, 0, col, 0};
       if (index < span.loose) one = {to_acc<acc_t>(x[col]), to_acc<acc_t>(t[col]), col};
@@ -109,18 +131,19 @@ __device__ __forceinline__ void store_classes(scalar_t* destination, const acc_t
 }
 
 // kBoth: of input and target, those that are wanted; else of input.
-template <bool kBoth, typename Loss, typename input_t, typename target_t>
+template <bool kBoth, bool kWarpRow, typename Loss, typename input_t, typename target_t,
+          typename Reads>
 __device__ __forceinline__ void write_gradients(const RowPairArgs& args, int64_t row,
                                                 const typename Loss::Gradient& gradient,
-                                                const DensePair<input_t, target_t>& pair, int lane,
-                                                int lanes) {
+                                                const DensePair<input_t, target_t, Reads>& pair,
+                                                int lane, int lanes) {
   using acc_t = acc_type<input_t>;
   input_t* grad_input = static_cast<input_t*>(args.grad_input.data);
   target_t* grad_target = kBoth ? static_cast<target_t*>(args.grad_target.data) : nullptr;
   if (grad_input) grad_input += row_offset(args.grad_input.layout, row);
   if (grad_target) grad_target += row_offset(args.grad_target.layout, row);
   const acc_t* weight = Loss::kWeighted ? static_cast<const acc_t*>(args.weight) : nullptr;
-  pair.for_each(lane, lanes, [&]<typename Classes>(const Classes& classes) {
+  pair.template for_each<kWarpRow>(lane, lanes, [&]<typename Classes>(const Classes& classes) {
     constexpr int kWidth = Classes::kWidth;
 #pragma unroll
     for (int u = 0; u < Classes::kPackets; ++u) {
@@ -145,23 +168,31 @@ __device__ __forceinline__ void write_gradients(const RowPairArgs& args, int64_t
   });
 }
 
-// kBlockRow: a block a row, else a warp a row. kForward: the sums first, in one pass or two, and at
-// most the gradient of input; else both gradients, from the statistics.
-template <typename Loss, typename input_t, typename target_t, bool kBlockRow, bool kForward>
-__global__ void __launch_bounds__(kBlockRow ? kRowPairThreads : kRowPairWarpThreads,
-                                  kRowPairWarps<acc_type<input_t>>* kWarp /
-                                      (kBlockRow ? kRowPairThreads : kRowPairWarpThreads))
-    row_pair_kernel(const __grid_constant__ RowPairArgs args, const Loss loss) {
+// Who shares a row: a block's threads, a warp's lanes or `row_lanes` of them, a power of two.
+enum class RowPairShare { kBlock, kWarp, kLanes };
+
+template <typename Loss, typename input_t, typename target_t, RowPairShare kShare,
+          RowPairPass kPass>
+__global__ void __launch_bounds__(kShare == RowPairShare::kBlock ? kRowPairThreads
+                                                                 : kRowPairLanesThreads,
+                                  RowPairReads<Loss, acc_type<input_t>, kPass>::kWarps* kWarp /
+                                      (kShare == RowPairShare::kBlock ? kRowPairThreads
+                                                                      : kRowPairLanesThreads))
+    row_pair_kernel(const __grid_constant__ RowPairArgs args, const Loss loss, int row_lanes) {
   using acc_t = acc_type<input_t>;
   using State = typename Loss::State;
-  if constexpr (kForward) let_next_start();
+  constexpr bool kBlockRow = kShare == RowPairShare::kBlock;
+  constexpr bool kWarpRow = kShare != RowPairShare::kLanes;
+  constexpr bool kBackward = kPass == RowPairPass::kBackward;
+  if constexpr (!kBackward) let_next_start();
   __shared__ State scratch[kWarp];
   __shared__ RowPairStatistics<acc_t> shared;
-  const int lane = kBlockRow ? threadIdx.x : threadIdx.x % kWarp;
-  const int lanes = kBlockRow ? blockDim.x : kWarp;
-  const int64_t rows = kBlockRow ? 1 : blockDim.x / kWarp;
-  const int64_t first = blockIdx.x * rows + (kBlockRow ? 0 : threadIdx.x / kWarp);
-  // Thread 0's, in every thread of a block; those of a warp are the same in all of its lanes.
+  const int voting = kWarpRow ? kWarp : row_lanes;  // lanes of a warp that share a row
+  const int lanes = kBlockRow ? blockDim.x : voting;
+  const int lane = kBlockRow ? threadIdx.x : threadIdx.x & (voting - 1);
+  const int64_t rows = kBlockRow ? 1 : blockDim.x / voting;
+  const int64_t own = kBlockRow ? 0 : threadIdx.x / voting;
+  // Thread 0's, in every thread of a block; those of lanes that share a row are the same anyway.
   const auto share = [&](RowPairStatistics<acc_t>& statistics) {
     if constexpr (kBlockRow) {
       if (threadIdx.x == 0) shared = statistics;
@@ -170,37 +201,40 @@ __global__ void __launch_bounds__(kBlockRow ? kRowPairThreads : kRowPairWarpThre
     }
   };
 
-  for (int64_t row = first; row < args.rows; row += gridDim.x * rows) {
-    const DensePair<input_t, target_t> pair(args, row);
+  for (int64_t first = blockIdx.x * rows; first < args.rows; first += gridDim.x * rows) {
+    const bool inside = first + own < args.rows;
+    const int64_t row = inside ? first + own : first;
+    const DensePair<input_t, target_t, RowPairReads<Loss, acc_t, kPass>> pair(args, row, inside);
     RowPairStatistics<acc_t> statistics;
-    if constexpr (kForward) {
+    if constexpr (kBackward) {
+      statistics = read_statistics<acc_t>(args, row);
+    } else {
       State state = State::none();
-      pair.for_each(lane, lanes,
-                    [&](const auto& classes) { add_classes<true>(args, loss, state, classes); });
+      pair.template for_each<kWarpRow>(lane, lanes, [&](const auto& classes) {
+        add_classes<true>(args, loss, state, classes, voting);
+      });
       if constexpr (kBlockRow) {
         combine_block(loss, state, scratch);
       } else {
-        __syncwarp();
-        add_up_warp(state);
+        add_up_lanes(state, voting);
       }
       if (!kBlockRow || threadIdx.x < kWarp) statistics = Loss::finish(state);
       if constexpr (kHasSecondPass<Loss>) {
         share(statistics);
         const typename Loss::SecondPass pass(loss, statistics);
         SecondSums sums;
-        pair.for_each(lane, lanes, [&](const auto& classes) { sums.add(pass, classes); });
-        sums.input = kBlockRow ? block_sum(sums.input) : group_sum(sums.input);
-        sums.target = kBlockRow ? block_sum(sums.target) : group_sum(sums.target);
+        pair.template for_each<kWarpRow>(lane, lanes,
+                                         [&](const auto& classes) { sums.add(pass, classes); });
+        sums.input = kBlockRow ? block_sum(sums.input) : lanes_sum(sums.input, voting);
+        sums.target = kBlockRow ? block_sum(sums.target) : lanes_sum(sums.target, voting);
         Loss::finish(statistics, sums.input, sums.target);
       }
-      if (lane == 0) write_row(args, loss, row, statistics);
+      if (lane == 0 && inside) write_row(args, loss, row, statistics);
       share(statistics);
-    } else {
-      statistics = read_statistics<acc_t>(args, row);
     }
-    if (args.grad_input.data || (!kForward && args.grad_target.data))
-      write_gradients<!kForward, Loss>(args, row, row_gradient(args, loss, row, statistics), pair,
-                                       lane, lanes);
+    if constexpr (kPass != RowPairPass::kValue)
+      write_gradients<kBackward, kWarpRow, Loss>(
+          args, row, row_gradient(args, loss, row, statistics), pair, lane, lanes);
   }
 }
 

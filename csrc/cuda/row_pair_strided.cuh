@@ -6,6 +6,8 @@
 // Bytes moved per row, and in place: as in row_pair.cuh.
 #pragma once
 
+#include <bit>
+
 #include "row_pair_dense.cuh"
 #include "row_threads.cuh"
 
@@ -98,6 +100,26 @@ inline unsigned row_pair_blocks(int64_t rows, int64_t rows_per_block) {
   return static_cast<unsigned>(std::min<int64_t>(divide_up(rows, rows_per_block), INT32_MAX));
 }
 
+template <auto kValue>
+constexpr std::integral_constant<decltype(kValue), kValue> constant;
+
+// How many threads share a row: lanes of a warp where it is short and rows are many, since what is
+// done once a row costs a warp the same for one row as for many. A lane then reads about 8 packets,
+// but 4 of the shortest rows.
+template <RowPairPass kPass>
+int row_pair_threads(int64_t rows, int64_t packets, const Device& device) {
+  const int64_t filling = divide_up(512 * device.multiprocessors, rows);
+  const int64_t wanted =
+      std::max(divide_up(packets, 8), std::min<int64_t>(divide_up(packets, 4), 4));
+  const int64_t lanes = std::max(wanted, filling);
+  if (lanes <= kWarp / 2)
+    return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(lanes, 1))));
+  // Rows that are read again should come from the L2 cache: fewer of them are under way at a time.
+  return kPass == RowPairPass::kValue
+             ? independent_row_threads(rows, packets, device.multiprocessors, kRowPairThreads)
+             : row_threads(packets, 8, kWarp, kRowPairThreads);
+}
+
 template <template <typename> class Loss, typename input_t, typename target_t, bool kForward>
 bool try_dense(const RowPairArgs& args, cudaStream_t stream) {
   if (args.input.dtype != dtype_of<input_t>() || args.target.dtype != dtype_of<target_t>())
@@ -111,20 +133,28 @@ bool try_dense(const RowPairArgs& args, cudaStream_t stream) {
   using RowLoss = Loss<acc_t>;
   const RowLoss loss(args.parameters);
   const int64_t packets = args.cols / Packet<input_t>::kWidth;
-  // Rows that are read again should come from the L2 cache: fewer of them are under way at a time.
-  const int threads =
-      kForward && !args.grad_input.data
-          ? independent_row_threads(args.rows, packets, current_device().multiprocessors,
-                                    kRowPairThreads)
-          : row_threads(packets, 8, kWarp, kRowPairThreads);
-  if (threads == kWarp) {
-    row_pair_kernel<RowLoss, input_t, target_t, false, kForward>
-        <<<row_pair_blocks(args.rows, kRowPairWarpThreads / kWarp), kRowPairWarpThreads, 0,
-           stream>>>(args, loss);
-  } else {
-    row_pair_kernel<RowLoss, input_t, target_t, true, kForward>
-        <<<row_pair_blocks(args.rows, 1), threads, 0, stream>>>(args, loss);
-  }
+  const auto start = [&]<RowPairPass kPass>(std::integral_constant<RowPairPass, kPass>) {
+    const int threads = row_pair_threads<kPass>(args.rows, packets, current_device());
+    const auto launch_shared = [&]<RowPairShare kShare>(
+                                   std::integral_constant<RowPairShare, kShare>,
+                                   int64_t rows_per_block, int block) {
+      row_pair_kernel<RowLoss, input_t, target_t, kShare, kPass>
+          <<<row_pair_blocks(args.rows, rows_per_block), block, 0, stream>>>(args, loss, threads);
+    };
+    constexpr int kBlock = kRowPairLanesThreads;
+    if (threads < kWarp)
+      launch_shared(constant<RowPairShare::kLanes>, kBlock / threads, kBlock);
+    else if (threads == kWarp)
+      launch_shared(constant<RowPairShare::kWarp>, kBlock / kWarp, kBlock);
+    else
+      launch_shared(constant<RowPairShare::kBlock>, 1, threads);
+  };
+  if constexpr (!kForward)
+    start(constant<RowPairPass::kBackward>);
+  else if (args.grad_input.data)
+    start(constant<RowPairPass::kWithGradient>);
+  else
+    start(constant<RowPairPass::kValue>);
   check_launch("row_pair_kernel");
   return true;
 }
