@@ -156,11 +156,11 @@ struct Softmax {
   // The state of all logits of kLanes neighbouring lanes, in each of them.
   template <int kLanes = kWarp>
   __device__ __forceinline__ void combine(unsigned mask = ~0u) {
-    raise(group_max<kLanes>(largest, mask));
-    sum = group_sum<kLanes>(sum, mask);
+    raise(group_max(largest, kLanes, mask));
+    sum = group_sum(sum, kLanes, mask);
     if constexpr (kSmoothing) {
-      weighted = group_sum<kLanes>(weighted, mask);
-      weights = group_sum<kLanes>(weights, mask);
+      weighted = group_sum(weighted, kLanes, mask);
+      weights = group_sum(weights, kLanes, mask);
     }
   }
 

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
     if (span.loose > 0)
 #pragma unroll
       for (int u = 0; u < kLoose; ++u) softmax.largest = ::max(softmax.largest, loose[u]);
-    softmax.largest = cap(group_max<kLanes>(softmax.largest, mask));
+    softmax.largest = cap(group_max(softmax.largest, kLanes, mask));
     const acc_t origin = softmax.reference();
 #pragma unroll
     for (int u = 0; u < kPackets; ++u) {
@@ -113,8 +113,8 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
               (weight ? weight[span.col_of_loose(index)] : acc_t(1)) * (origin - logit);
         softmax.sum += fast_exp(logit - origin);
       }
-    softmax.sum = group_sum<kLanes>(softmax.sum, mask);
-    if constexpr (kSmoothing) softmax.weighted = group_sum<kLanes>(softmax.weighted, mask);
+    softmax.sum = group_sum(softmax.sum, kLanes, mask);
+    if constexpr (kSmoothing) softmax.weighted = group_sum(softmax.weighted, kLanes, mask);
     if (lane == 0) finish_row(args, row, softmax, target, target_logit);
     if constexpr (!kGradient) continue;
 

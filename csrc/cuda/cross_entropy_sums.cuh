@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(kSumThreads)
       double2 part = make_double2(0, 0);
       if (threadIdx.x < gridDim.x)
         part = *static_cast<const double2*>(__cluster_map_shared_rank(&own, threadIdx.x));
-      weights = group_sum<kMaxCluster>(part.x, (1u << kMaxCluster) - 1);
-      losses = group_sum<kMaxCluster>(part.y, (1u << kMaxCluster) - 1);
+      weights = group_sum(part.x, kMaxCluster, (1u << kMaxCluster) - 1);
+      losses = group_sum(part.y, kMaxCluster, (1u << kMaxCluster) - 1);
       if (threadIdx.x == 0) write_sums<acc_t>(args, finished, weights, losses);
     }
     __cluster_barrier_arrive();  // no block may leave while its `own` is read

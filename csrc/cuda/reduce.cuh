@@ -7,39 +7,22 @@ namespace fused::cuda {
 
 constexpr int kWarp = 32;
 
-// The sum over the kLanes neighbouring lanes that share `mask`, in every one of them.
-template <int kLanes = kWarp, typename T>
-__device__ __forceinline__ T group_sum(T value, unsigned mask = ~0u) {
+// The sum over `lanes` neighbouring lanes, a power of two, that share `mask`, in every one of them.
+// All lanes of the mask call, with the same number.
+template <typename T>
+__device__ __forceinline__ T group_sum(T value, int lanes = kWarp, unsigned mask = ~0u) {
 #pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2)
-    value += __shfl_xor_sync(mask, value, distance);
+  for (int distance = kWarp / 2; distance > 0; distance /= 2)
+    if (distance < lanes) value += __shfl_xor_sync(mask, value, distance);
   return value;
 }
 
 // As group_sum; a nan is passed over.
-template <int kLanes = kWarp, typename T>
-__device__ __forceinline__ T group_max(T value, unsigned mask = ~0u) {
-#pragma unroll
-  for (int distance = kLanes / 2; distance > 0; distance /= 2)
-    value = ::max(value, __shfl_xor_sync(mask, value, distance));
-  return value;
-}
-
-// As group_sum and group_max, of `lanes` neighbouring lanes, a power of two. All lanes of the warp
-// call, with the same number.
 template <typename T>
-__device__ __forceinline__ T lanes_sum(T value, int lanes) {
+__device__ __forceinline__ T group_max(T value, int lanes = kWarp, unsigned mask = ~0u) {
 #pragma unroll
   for (int distance = kWarp / 2; distance > 0; distance /= 2)
-    if (distance < lanes) value += __shfl_xor_sync(~0u, value, distance);
-  return value;
-}
-
-template <typename T>
-__device__ __forceinline__ T lanes_max(T value, int lanes) {
-#pragma unroll
-  for (int distance = kWarp / 2; distance > 0; distance /= 2)
-    if (distance < lanes) value = ::max(value, __shfl_xor_sync(~0u, value, distance));
+    if (distance < lanes) value = ::max(value, __shfl_xor_sync(mask, value, distance));
   return value;
 }
 
@@ -56,7 +39,7 @@ __device__ __forceinline__ double block_sum(double value) {
   __syncthreads();
   if (threadIdx.x < kWarp) {
     value = threadIdx.x < blockDim.x / kWarp ? sums[threadIdx.x] : 0;
-    value = group_sum<kWarps>(value);
+    value = group_sum(value, kWarps);
   }
   return value;
 }

@@ -34,7 +34,7 @@ constexpr bool kHasCross = Loss::State::kHasCross;
 template <typename acc_t>
 __device__ __forceinline__ acc_t beside_largest(acc_t& largest_target, acc_t beside, int lanes) {
   const acc_t own = largest_target;
-  largest_target = lanes_max(own, lanes);
+  largest_target = group_max(own, lanes);
   const int first = (threadIdx.x % kWarp) & -lanes;
   const unsigned have = __ballot_sync(~0u, own == largest_target) >> first;
   return __shfl_sync(~0u, beside, first + __ffs(have) - 1);
@@ -90,7 +90,7 @@ __device__ __forceinline__ void add_classes(const RowPairArgs& args, const Loss&
   }
   const auto any = [](bool raised) { return kShared ? __any_sync(~0u, raised) : raised; };
   if (any(largest > state.largest_input))
-    state.raise_input(kShared ? lanes_max(largest, lanes) : largest, loss.inverse_temperature);
+    state.raise_input(kShared ? group_max(largest, lanes) : largest, loss.inverse_temperature);
   if constexpr (kHasTargetLogits<Loss>) {
     if (any(largest_target > state.largest_target)) {
       acc_t beside = 0;
@@ -155,9 +155,9 @@ struct SecondSums {
 // The sums of the lanes that share a row and have the same origins and pivot, in each of them.
 template <typename State>
 __device__ __forceinline__ void add_up_lanes(State& state, int lanes) {
-  state.exponentials = lanes_sum(state.exponentials, lanes);
-  state.mass = lanes_sum(state.mass, lanes);
-  if constexpr (State::kHasCross) state.cross = lanes_sum(state.cross, lanes);
+  state.exponentials = group_sum(state.exponentials, lanes);
+  state.mass = group_sum(state.mass, lanes);
+  if constexpr (State::kHasCross) state.cross = group_sum(state.cross, lanes);
 }
 
 // The state of all classes of a warp's lanes, in each of them. The lanes first agree on what their

@@ -225,8 +225,8 @@ __global__ void __launch_bounds__(kShare == RowPairShare::kBlock ? kRowPairThrea
         SecondSums sums;
         pair.template for_each<kWarpRow>(lane, lanes,
                                          [&](const auto& classes) { sums.add(pass, classes); });
-        sums.input = kBlockRow ? block_sum(sums.input) : lanes_sum(sums.input, voting);
-        sums.target = kBlockRow ? block_sum(sums.target) : lanes_sum(sums.target, voting);
+        sums.input = kBlockRow ? block_sum(sums.input) : group_sum(sums.input, voting);
+        sums.target = kBlockRow ? block_sum(sums.target) : group_sum(sums.target, voting);
         Loss::finish(statistics, sums.input, sums.target);
       }
       if (lane == 0 && inside) write_row(args, loss, row, statistics);

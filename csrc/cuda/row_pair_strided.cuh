@@ -100,9 +100,6 @@ inline unsigned row_pair_blocks(int64_t rows, int64_t rows_per_block) {
   return static_cast<unsigned>(std::min<int64_t>(divide_up(rows, rows_per_block), INT32_MAX));
 }
 
-template <auto kValue>
-constexpr std::integral_constant<decltype(kValue), kValue> constant;
-
 // How many threads share a row: lanes of a warp where it is short and rows are many, since what is
 // done once a row costs a warp the same for one row as for many. A lane then reads about 8 packets,
 // but 4 of the shortest rows.
@@ -112,12 +109,26 @@ int row_pair_threads(int64_t rows, int64_t packets, const Device& device) {
   const int64_t wanted =
       std::max(divide_up(packets, 8), std::min<int64_t>(divide_up(packets, 4), 4));
   const int64_t lanes = std::max(wanted, filling);
-  if (lanes <= kWarp / 2)
-    return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(lanes, 1))));
+  if (lanes <= kWarp / 2) return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(lanes)));
   // Rows that are read again should come from the L2 cache: fewer of them are under way at a time.
   return kPass == RowPairPass::kValue
              ? independent_row_threads(rows, packets, device.multiprocessors, kRowPairThreads)
              : row_threads(packets, 8, kWarp, kRowPairThreads);
+}
+
+template <typename input_t, typename target_t, RowPairPass kPass, typename Loss>
+void launch_dense_rows(const RowPairArgs& args, const Loss& loss, cudaStream_t stream) {
+  const int threads =
+      row_pair_threads<kPass>(args.rows, args.cols / Packet<input_t>::kWidth, current_device());
+  auto kernel = row_pair_kernel<Loss, input_t, target_t, RowPairShare::kBlock, kPass>;
+  int block = threads;
+  if (threads <= kWarp) {
+    block = kRowPairLanesThreads;
+    kernel = threads < kWarp ? row_pair_kernel<Loss, input_t, target_t, RowPairShare::kLanes, kPass>
+                             : row_pair_kernel<Loss, input_t, target_t, RowPairShare::kWarp, kPass>;
+  }
+  kernel<<<row_pair_blocks(args.rows, block / threads), block, 0, stream>>>(args, loss, threads);
+  check_launch("row_pair_kernel");
 }
 
 template <template <typename> class Loss, typename input_t, typename target_t, bool kForward>
@@ -129,33 +140,13 @@ bool try_dense(const RowPairArgs& args, cudaStream_t stream) {
          {&args.input, &args.target, &args.grad_input, &args.grad_target})
       if (operand->data && operand->layout.col_stride != 1) return false;
   }
-  using acc_t = acc_type<input_t>;
-  using RowLoss = Loss<acc_t>;
-  const RowLoss loss(args.parameters);
-  const int64_t packets = args.cols / Packet<input_t>::kWidth;
-  const auto start = [&]<RowPairPass kPass>(std::integral_constant<RowPairPass, kPass>) {
-    const int threads = row_pair_threads<kPass>(args.rows, packets, current_device());
-    const auto launch_shared = [&]<RowPairShare kShare>(
-                                   std::integral_constant<RowPairShare, kShare>,
-                                   int64_t rows_per_block, int block) {
-      row_pair_kernel<RowLoss, input_t, target_t, kShare, kPass>
-          <<<row_pair_blocks(args.rows, rows_per_block), block, 0, stream>>>(args, loss, threads);
-    };
-    constexpr int kBlock = kRowPairLanesThreads;
-    if (threads < kWarp)
-      launch_shared(constant<RowPairShare::kLanes>, kBlock / threads, kBlock);
-    else if (threads == kWarp)
-      launch_shared(constant<RowPairShare::kWarp>, kBlock / kWarp, kBlock);
-    else
-      launch_shared(constant<RowPairShare::kBlock>, 1, threads);
-  };
+  const Loss<acc_type<input_t>> loss(args.parameters);
   if constexpr (!kForward)
-    start(constant<RowPairPass::kBackward>);
+    launch_dense_rows<input_t, target_t, RowPairPass::kBackward>(args, loss, stream);
   else if (args.grad_input.data)
-    start(constant<RowPairPass::kWithGradient>);
+    launch_dense_rows<input_t, target_t, RowPairPass::kWithGradient>(args, loss, stream);
   else
-    start(constant<RowPairPass::kValue>);
-  check_launch("row_pair_kernel");
+    launch_dense_rows<input_t, target_t, RowPairPass::kValue>(args, loss, stream);
   return true;
 }
 
