@@ -161,6 +161,31 @@ def test_inlined_classes_may_be_uint8(smoothing, graphs):
     assert "fused" not in graphs["joint"][0]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("cols", [2, 4, 7])
+@pytest.mark.parametrize("loss", ["cross_entropy", "softmax_kl_div"])
+def test_short_pairs_of_rows_are_the_op(loss, cols, dtype, graphs):
+    """Without a gradient; with one, of class probabilities only, and of fewer bytes."""
+    op = getattr(torch.ops.fused, loss)
+
+    def function(a, b):
+        return op(a, b)
+
+    a, b = (torch.randn(257, cols, device="cuda", dtype=dtype).softmax(1) for _ in range(2))
+    compiled = torch.compile(function, backend="compile_losses")
+    tolerance = {"rtol": 2e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(compiled(a, b), function(a, b), **tolerance)
+    a.requires_grad_()
+    results = [
+        (value, *torch.autograd.grad(value, a)) for value in (compiled(a, b), function(a, b))
+    ]
+    torch.testing.assert_close(*results, **tolerance)
+    assert "fused" not in graphs["post"][0]
+    is_kernel = loss == "softmax_kl_div" or cols * dtype.itemsize >= 20
+    assert ("fused" in graphs["joint"][-1]) == is_kernel
+
+
 @pytest.mark.parametrize(("rows", "held"), [(64, True), (63, False)])
 def test_gradient_of_a_transposed_product(rows, held, graphs, device):
     """Two products read it through a view: it has their strides at once, without a copy. Rows of

@@ -228,19 +228,59 @@ def test_simple_losses(loss, options, dtypes, is_slow):
 
 
 @pytest.mark.parametrize(
-    ("device", "classes", "choice"),
-    [("cuda", 8, "inlined"), ("cuda", 10, "kernel"), ("cpu", 8, "kernel")],
+    ("name", "with_gradient", "in_bfloat16", "in_float32"),
+    [
+        ("cross_entropy", False, 9, 4),
+        ("cross_entropy", True, 9, 4),
+        ("cross_entropy_probabilities", False, 13, 7),
+        ("cross_entropy_probabilities", True, 9, 4),
+        ("softmax_kl_div", False, 13, 7),
+        ("softmax_kl_div", True, 1, 1),
+        ("softmax_js_div", False, 1, 1),
+        ("softmax_js_div", True, 1, 1),
+    ],
 )
-def test_short_rows(device, classes, choice):
-    """On a GPU, a row of less than 20 bytes is left to torch's own ops."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_short_rows(name, with_gradient, in_bfloat16, in_float32, dtype):
+    """On a GPU, rows of so few classes at most are left to torch's own ops."""
+    longest = in_bfloat16 if dtype == torch.bfloat16 else in_float32
+    for cols in range(2, longest + 3):
+        graph = _graph_of_rows(name, cols, dtype, "cuda", with_gradient)
+        (loss,) = find_losses(graph)
+        slow = slow_path(loss)
+        assert (slow is not None and slow.reason == "its rows are short") == (cols <= longest)
+        if not with_gradient:  # whose writing out needs the device
+            (decision,) = plan(graph)
+            assert decision.choice == ("inlined" if cols <= longest else "kernel")
+            assert ("its rows are short" in decision.reason) == (cols <= longest)
+    (loss,) = find_losses(_graph_of_rows(name, 2, dtype, "cpu", with_gradient))
+    assert slow_path(loss) is None
+
+
+def _graph_of_rows(name, cols, dtype, device, with_gradient):
+    """Of the loss of 64 rows, on a device that need not be there."""
+    weight, options, needs = {
+        "cross_entropy": ((None,), (1, -100, 0.0), ()),
+        "cross_entropy_probabilities": ((None,), (1, 0.0), (True, False)),
+        "softmax_kl_div": ((), (1, 1.0, 1), (True, False)),
+        "softmax_js_div": ((), (1, 0.5, 1.0, 1), (True, False)),
+    }[name]
+    forward = getattr(torch.ops.fused, f"{name}_forward")
+    backward = getattr(torch.ops.fused, f"{name}_backward")
+
+    def step(input, target):
+        loss, *saved = forward(input, target, *weight, *options, dtype)
+        if not with_gradient:
+            return loss
+        ones = torch.ones_like(loss)
+        return loss, backward(ones, input, target, *weight, *saved, *options, *needs)
+
     with FakeTensorMode(allow_non_fake_inputs=True):
-        input = torch.empty(64, classes, dtype=torch.bfloat16, device=device)
-        target = torch.empty(64, dtype=torch.int64, device=device)
-        forward = torch.ops.fused.cross_entropy_forward
-        graph = make_fx(lambda x, t: forward(x, t, None, 1, -100, 0.0, x.dtype)[0])(input, target)
-    (decision,) = plan(graph.graph)
-    assert decision.choice == choice
-    assert ("its rows are short" in decision.reason) == (choice == "inlined")
+        input = torch.empty(64, cols, dtype=dtype, device=device)
+        target = torch.empty_like(input)
+        if name == "cross_entropy":
+            target = torch.empty(64, dtype=torch.int64, device=device)
+        return make_fx(step)(input, target).graph
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,15 @@ from compile_losses.lower.calls import Loss
 from compile_losses.lower.cost import hint_of, laid_out_alike
 from compile_losses.ops.checks import NARROW
 
-#: On a GPU, in bytes of logits: a row with so few takes less time than what is done once a row.
+#: On a GPU, in bytes of logits: a row with fewer takes less time than what is done once a row.
 SHORT_ROW = 20
+_WITH_SHORT_ROWS = ("cross_entropy", "cross_entropy_probabilities")
+
+#: Of pairs of rows without a gradient, in bytes of one and in classes: Inductor unrolls a reduction
+#: over fewer than 8 numbers.
+SHORT_PAIR = 28
+FEW_CLASSES = 8
+_WITH_SHORT_PAIRS = ("cross_entropy_probabilities", "softmax_kl_div")
 
 #: Losses of so little arithmetic that Inductor's loop over them is as fast on a CPU; of the second
 #: kind unless all arguments are of 16 bits.
@@ -78,10 +85,12 @@ def _slow_rows(loss: Loss, input: Tensor, others: Sequence[Tensor]) -> SlowPath 
     pairs = [t for t in others if t.dim() == input.dim() and t.is_floating_point()]
     if _has_classes_apart(loss, input, *pairs):
         return SlowPath("its classes are not neighbours in memory", 4.5)
-    row = hint_of(input.shape[_class_dim(loss, input)]) * input.element_size()
-    if loss.name == "cross_entropy" and row < SHORT_ROW:
-        return SlowPath("its rows are short", 2)
-    return None
+    classes = hint_of(input.shape[_class_dim(loss, input)])
+    row = classes * input.element_size()
+    is_short = loss.name in _WITH_SHORT_ROWS and row < SHORT_ROW
+    if loss.name in _WITH_SHORT_PAIRS and not loss.backwards:
+        is_short |= row < SHORT_PAIR or classes < FEW_CLASSES
+    return SlowPath("its rows are short", 2) if is_short else None
 
 
 def _are_read_in_packets(input: Tensor, pos_weight: object, others: Sequence[Tensor]) -> bool:
