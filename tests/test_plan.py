@@ -212,7 +212,8 @@ def test_slow_rows(device, input, reason):
     [
         ("mse_loss", (None,), (torch.float32, torch.float32), True),
         ("mse_loss", (None,), (torch.bfloat16, torch.float32), True),
-        ("mse_loss", (None,), (torch.bfloat16, torch.bfloat16), False),
+        ("mse_loss", (None,), (torch.bfloat16, torch.bfloat16), True),
+        ("l1_loss", (None,), (torch.float16, torch.float16), True),
         ("huber_loss", (None,), (torch.bfloat16, torch.bfloat16), True),
         ("kl_div", (), (torch.float32, torch.float32), False),
     ],

@@ -26,10 +26,8 @@ SHORT_PAIR = 28
 FEW_CLASSES = 8
 _WITH_SHORT_PAIRS = ("cross_entropy_probabilities", "softmax_kl_div")
 
-#: Losses of so little arithmetic that Inductor's loop over them is as fast on a CPU; of the second
-#: kind unless all arguments are of 16 bits.
-_SIMPLE = ("smooth_l1_loss", "huber_loss")
-_SIMPLE_IF_WIDE = ("mse_loss", "l1_loss")
+#: Losses of so little arithmetic that Inductor's loop over them is as fast on a CPU.
+_SIMPLE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 
 
 @dataclass(frozen=True)
@@ -60,9 +58,9 @@ def _slow_on_a_cpu(loss: Loss, input: Tensor, others: Sequence[Tensor]) -> SlowP
         return SlowPath("its arguments are laid out in different orders", 2.5)
     if loss.backwards:
         return None
-    narrow = all(t.dtype in NARROW for t in (input, *others) if t.is_floating_point())
-    if loss.name in _SIMPLE or (loss.name in _SIMPLE_IF_WIDE and not narrow):
+    if loss.name in _SIMPLE:
         return SlowPath("a loop of so little arithmetic is as fast without a call around it", 1.1)
+    narrow = all(t.dtype in NARROW for t in (input, *others) if t.is_floating_point())
     if loss.name == "cross_entropy" and narrow and _has_classes_apart(loss, input):
         return SlowPath("its classes are not neighbours in memory", 2.5)
     return None
