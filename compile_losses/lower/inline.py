@@ -7,6 +7,7 @@ loss and its gradient, and Inductor fuses that with its neighbours.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +23,21 @@ from torch.utils._pytree import tree_leaves
 
 import compile_losses.ops
 from compile_losses.lower.aliases import readers_of
-from compile_losses.lower.calls import Loss, fused_call, fused_op, named_arguments
+from compile_losses.lower.calls import (
+    Loss,
+    fused_call,
+    fused_op,
+    is_elementwise,
+    named_arguments,
+)
 from compile_losses.lower.cost import MATMULS
-from compile_losses.ops.checks import REDUCTIONS, accumulation_type, batch_of, promoted_dtype
+from compile_losses.ops.checks import (
+    REDUCTIONS,
+    accumulation_type,
+    batch_of,
+    promoted_dtype,
+    reduction_name,
+)
 
 aten = torch.ops.aten
 
@@ -86,11 +99,12 @@ def _trace(node: Node, reference: Callable[..., Tensor]) -> Graph | None:
     sources = node.all_input_nodes
     values = [source.meta["val"] for source in sources]
     tensors = [value for value in values if isinstance(value, Tensor)]
-    compute = _forward if part == "forward" else _backward
 
     def function(*inputs: Any) -> Any:
         bound = torch.fx.node.map_arg(named, dict(zip(sources, inputs, strict=True)).__getitem__)
-        return compute(reference, bound, options)
+        if part == "forward":
+            return _forward(reference, bound, options)
+        return _backward(reference, bound, options, of_elements=is_elementwise(name))
 
     with tensors[0].fake_mode:  # type: ignore[attr-defined]
         traced = make_fx(function)(*values)
@@ -123,17 +137,28 @@ def _forward(reference: Callable[..., Tensor], named: dict[str, Any], options: l
     return reference(*(_cast(named[name], dtype) for name in options))
 
 
-def _backward(reference: Callable[..., Tensor], named: dict[str, Any], options: list[str]) -> Any:
+def _backward(
+    reference: Callable[..., Tensor],
+    named: dict[str, Any],
+    options: list[str],
+    *,
+    of_elements: bool,
+) -> Any:
     grad_output = named["grad_output"]
     needs = {k.removeprefix("needs_grad_"): v for k, v in named.items() if k.startswith("needs_")}
     given = {k: v for k, v in needs.items() if named[k] is not None} or {"input": True}
-    if named["reduction"] == REDUCTIONS["batchmean"]:
-        grad_output = grad_output / batch_of(named["input"])
-        named = {**named, "reduction": REDUCTIONS["sum"]}
     # The elementwise losses give their gradients before the sum over what was broadcast, unrounded.
     shape = torch.broadcast_shapes(*(named[k].shape for k in given if k != "weight"))
     floating = [named[k] for k in ("input", "target") if named[k].is_floating_point()]
     wide = accumulation_type(promoted_dtype(grad_output, *floating))
+    # One number is divided here, where torch's formulas of the means multiply each element.
+    divisors = {"batchmean": batch_of(named["input"])}
+    if of_elements:
+        divisors["mean"] = math.prod(shape)
+    divisor = divisors.get(reduction_name(named["reduction"]))
+    if divisor is not None:
+        grad_output = grad_output.to(wide) / divisor
+        named = {**named, "reduction": REDUCTIONS["sum"]}
     leaves = {
         name: (named[name] if named[name].shape == shape else named[name].to(wide).expand(shape))
         .detach()
