@@ -24,10 +24,10 @@ CUDA_FILES := $(wildcard csrc/cuda/*.cu)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all conformance asan memcheck lint bench cuda-check clean
+.PHONY: help setup demo test test-all conformance asan memcheck racecheck synccheck lint bench cuda-check clean
 
 help:  ## this list
-	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*  ## ' '/^[a-z -]+:.*  ## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## create .venv, install the pinned torch, build the package
 
@@ -73,12 +73,12 @@ asan: $(STAMP)  ## the op tests on CPU kernels built with AddressSanitizer
 		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(ASAN_DIR) \
 		$(BIN)/pytest -p compile_losses -p no:cacheprovider $(ASAN_TESTS)
 
-# The tests that end the device's context on purpose do so in processes of their own, which are not
-# watched.
-MEMCHECK_TESTS ?= tests/conformance/test_hostile.py
-memcheck: $(STAMP)  ## the same arguments on a GPU, under compute-sanitizer
-	compute-sanitizer --tool memcheck --target-processes application-only --error-exitcode 1 \
-		$(BIN)/python -m pytest -p no:cacheprovider -m gpu $(MEMCHECK_TESTS)
+# Only this project's kernels are watched, and not the tests that end the device's context on purpose:
+# they do so in processes of their own.
+SANITIZED_TESTS ?= tests/conformance/test_hostile.py
+memcheck racecheck synccheck: $(STAMP)  ## GPU tests under that tool of compute-sanitizer
+	compute-sanitizer --tool $@ --kernel-name kns=fused --target-processes application-only \
+		--error-exitcode 1 $(BIN)/python -m pytest -p no:cacheprovider -m gpu $(SANITIZED_TESTS)
 
 lint: $(STAMP)  ## ruff, mypy and clang-format
 	$(BIN)/python -m ruff check .
