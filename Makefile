@@ -73,12 +73,9 @@ asan: $(STAMP)  ## the op tests on CPU kernels built with AddressSanitizer
 		ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=$(ASAN_DIR) \
 		$(BIN)/pytest -p compile_losses -p no:cacheprovider $(ASAN_TESTS)
 
-# Only this project's kernels are watched, and not the tests that end the device's context on purpose:
-# they do so in processes of their own.
-SANITIZED_TESTS ?= tests/conformance/test_hostile.py
-memcheck racecheck synccheck: $(STAMP)  ## GPU tests under that tool of compute-sanitizer
-	compute-sanitizer --tool $@ --kernel-name kns=fused --target-processes application-only \
-		--error-exitcode 1 $(BIN)/python -m pytest -p no:cacheprovider -m gpu $(SANITIZED_TESTS)
+SANITIZE_FLAGS ?=
+memcheck racecheck synccheck: $(STAMP)  ## what of the GPU tests has not been under that tool yet
+	$(BIN)/python -m tests.sanitize $@ $(SANITIZE_FLAGS)
 
 lint: $(STAMP)  ## ruff, mypy and clang-format
 	$(BIN)/python -m ruff check .

@@ -158,7 +158,8 @@ def current_commit() -> str:
 
     try:
         commit = git("rev-parse", "--short=10", "HEAD")
-        changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+        results = (":!benchmarks/results", ":!tests/sanitize/clean.csv")
+        changed = git("status", "--porcelain", "--", ".", *results)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{commit}-dirty" if changed else commit

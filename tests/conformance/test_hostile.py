@@ -1,8 +1,8 @@
 """Arguments that no caller means: the ops refuse them or compute, and never leave their buffers.
 
 What they read and write is checked by `make asan`, which runs these tests on kernels built with
-AddressSanitizer, and on a GPU by `make memcheck`, which runs them under compute-sanitizer. Targets
-out of range end a GPU's context, and have processes of their own in tests/test_errors.py.
+AddressSanitizer, and on a GPU by `make memcheck`. Targets out of range end a GPU's context, and
+have processes of their own in tests/test_errors.py.
 """
 
 from __future__ import annotations

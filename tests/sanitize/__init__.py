@@ -1,0 +1,1 @@
+"""The GPU tests under compute-sanitizer, see tests.sanitize.__main__."""

@@ -1,0 +1,181 @@
+"""Runs GPU tests under compute-sanitizer: ``python -m tests.sanitize memcheck racecheck``.
+
+Many processes run at a time, each a batch of cases of one test under one tool. The tests in which a
+tool found nothing are kept in clean.csv, with a hash of csrc/: while the kernels stay the same, the
+next run goes on where this one ended. ``--again`` repeats them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import shutil
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory
+
+import torch
+
+from benchmarks import report
+from benchmarks.progress import progress
+from tests.sanitize.batches import Batch, GpuTest, Outcome, collect, make_batches, run
+
+RECORD = Path(__file__).parent / "clean.csv"
+TOOLS = ("memcheck", "racecheck", "synccheck")
+#: Batches of large tests on a device.
+LARGE_AT_A_TIME = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tool found nothing in any case of a test. ``seconds`` are those of all its processes."""
+
+    tool: str
+    test: str
+    cases: str
+    passed: str
+    seconds: str
+    device: str
+    torch: str
+    commit: str
+    csrc: str
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.tool, self.test
+
+
+def csrc_hash() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(p for p in (report.ROOT / "csrc").rglob("*") if p.is_file()):
+        digest.update(str(path.relative_to(report.ROOT)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def run_all(
+    todo: Sequence[Batch], processes: int, gpus: int, deadline: float
+) -> Iterator[tuple[Batch, Outcome | None]]:
+    """Every batch and its outcome, as they end; None where the deadline came before its start."""
+
+    def start(batch: Batch, slots: SimpleQueue[int], log: Path) -> Outcome | None:
+        if time.monotonic() > deadline:
+            return None
+        gpu = slots.get()
+        try:
+            return run(batch, gpu, gpus, log)
+        finally:
+            slots.put(gpu)
+
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        futures: dict[Future[Outcome | None], Batch] = {}
+        for large, workers in ((True, min(LARGE_AT_A_TIME * gpus, processes)), (False, processes)):
+            slots: SimpleQueue[int] = SimpleQueue()
+            for worker in range(workers):
+                slots.put(worker % gpus)
+            pool = stack.enter_context(ThreadPoolExecutor(workers))
+            for number, batch in enumerate(todo):
+                if batch.test.large == large:
+                    futures[pool.submit(start, batch, slots, folder / f"{number}.log")] = batch
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+def sanitize(
+    tests: Sequence[GpuTest],
+    tools: Sequence[str],
+    record: Path,
+    common: dict[str, str],
+    *,
+    processes: int,
+    gpus: int = 1,
+    seconds: float = float("inf"),
+    again: bool = False,
+) -> bool:
+    """Runs what the record does not have of these kernels, and keeps what is clean. Was all?"""
+    rows = report.kept(record, Row, append=True)
+
+    def is_clean(tool: str, test: GpuTest) -> bool:
+        row = rows.get((tool, test.name))
+        return row is not None and (row.csrc, row.cases) == (common["csrc"], str(len(test.cases)))
+
+    wanted = [(tool, t) for t in tests for tool in tools if again or not is_clean(tool, t)]
+    known = {key: float(row.seconds) / int(row.cases) for key, row in rows.items()}
+    todo = make_batches(wanted, known)
+    left = Counter(batch.key for batch in todo)
+    outcomes: dict[tuple[str, ...], list[Outcome]] = defaultdict(list)
+    with progress(len(todo)) as bar:
+        for batch, outcome in run_all(todo, processes, gpus, time.monotonic() + seconds):
+            bar.advance()
+            if outcome is None:
+                continue
+            bar.describe(f"{batch.tool} {batch.test.name}")
+            left[batch.key] -= 1
+            outcomes[batch.key].append(outcome)
+            parts = outcomes[batch.key]
+            if outcome.trouble:
+                bar.print(f"{batch.tool} {' '.join(batch.cases)}: {outcome.trouble}")
+                rows.pop(batch.key, None)
+            elif left[batch.key] or any(part.trouble for part in parts):
+                continue
+            else:
+                rows[batch.key] = Row(
+                    batch.tool,
+                    batch.test.name,
+                    cases=str(len(batch.test.cases)),
+                    passed=str(sum(part.passed for part in parts)),
+                    seconds=f"{sum(part.seconds for part in parts):.0f}",
+                    **common,
+                )
+            report.write(record, Row, sorted(rows.values(), key=lambda row: row.key))
+    for tool in tools:
+        clean = sum(len(test.cases) for test in tests if is_clean(tool, test))
+        print(f"{tool}: clean in {clean} of {sum(len(test.cases) for test in tests)} cases")
+    troubles = sum(bool(part.trouble) for parts in outcomes.values() for part in parts)
+    print(f"{troubles} batches were not clean, {sum(left.values())} were not run")
+    return not troubles
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.sanitize", description=__doc__)
+    parser.add_argument("tools", nargs="+", choices=TOOLS, metavar="tool", help=", ".join(TOOLS))
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="as pytest takes them")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start none after that")
+    parser.add_argument("--again", action="store_true", help="also what the record has")
+    parser.add_argument("--commit", help="where there is no repository to ask")
+    options = parser.parse_args(arguments)
+    if shutil.which("compute-sanitizer") is None:
+        raise SystemExit("compute-sanitizer, of the CUDA toolkit, is not on the PATH")
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no CUDA device, without which every test is skipped")
+    common = {
+        "device": report.device_name(torch.device("cuda")),
+        "torch": torch.__version__,
+        "commit": options.commit or report.current_commit(),
+        "csrc": csrc_hash(),
+    }
+    is_clean = sanitize(
+        collect(options.tests),
+        options.tools,
+        RECORD,
+        common,
+        processes=options.processes,
+        gpus=torch.cuda.device_count(),
+        seconds=options.seconds,
+        again=options.again,
+    )
+    return 0 if is_clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,158 @@
+"""Cases of a test that run in one process under one tool, and what tool and pytest say of them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+#: Of a batch, beside some 20 of its start; of a case that was never timed.
+BATCH_SECONDS, CASE_SECONDS = 60.0, 8.0
+#: Tests that launch cuBLAS's and Triton's kernels, too, or CUDA graphs.
+OTHER_KERNELS = re.compile(
+    r"tests/(distributed/|conformance/test_compile|"
+    r"test_(compile|inline|linear_cross_entropy\w*|lower|surroundings|training)\.py)"
+    r"|test_17_linear_cross_entropy"
+)
+
+
+@dataclass(frozen=True)
+class GpuTest:
+    """A test function, and pytest's names of its cases. Large ones take gigabytes of a device."""
+
+    name: str
+    cases: tuple[str, ...]
+    large: bool = False
+
+    @property
+    def launches_others(self) -> bool:
+        return OTHER_KERNELS.search(self.name) is not None
+
+
+@dataclass(frozen=True)
+class Batch:
+    tool: str
+    test: GpuTest
+    cases: tuple[str, ...]
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.tool, self.test.name
+
+    @property
+    def unfiltered(self) -> bool:
+        """Racecheck breaks some of cuBLAS's kernels where a filter leaves them out."""
+        return self.tool == "racecheck" and self.test.launches_others
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a batch; ``trouble`` is empty where all went well."""
+
+    passed: int
+    trouble: str
+    seconds: float = 0.0
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self.cases: dict[str, list[str]] = defaultdict(list)
+        self.large: set[str] = set()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            name = item.nodeid.partition("[")[0]
+            self.cases[name].append(item.nodeid)
+            if "memory_given_back" in getattr(item, "fixturenames", ()):
+                self.large.add(name)
+
+
+def collect(paths: Sequence[str]) -> list[GpuTest]:
+    """The tests marked gpu."""
+    found, output = _Collector(), io.StringIO()
+    options = ["--collect-only", "-qq", "-p", "no:cacheprovider", "-m", "gpu"]
+    with contextlib.redirect_stdout(output):
+        status = pytest.main([*options, *paths], plugins=[found])
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise SystemExit(f"pytest could not collect the tests:\n{output.getvalue()}")
+    return [GpuTest(name, tuple(cases), name in found.large) for name, cases in found.cases.items()]
+
+
+def make_batches(
+    wanted: Iterable[tuple[str, GpuTest]], case_seconds: Mapping[tuple[str, ...], float]
+) -> list[Batch]:
+    """The longest cases first, as many together as take BATCH_SECONDS by what is known of them."""
+    timed: list[tuple[float, Batch]] = []
+    for tool, test in wanted:
+        seconds = case_seconds.get((tool, test.name), CASE_SECONDS)
+        size = max(1, int(BATCH_SECONDS / max(seconds, 0.1)))
+        for first in range(0, len(test.cases), size):
+            timed.append((seconds, Batch(tool, test, test.cases[first : first + size])))
+    return [batch for _, batch in sorted(timed, key=lambda pair: -pair[0])]
+
+
+def judge(output: str, log: str, status: int, *, unfiltered: bool) -> tuple[int, str]:
+    """How many cases passed, and what is wrong.
+
+    Args:
+        output: what pytest printed.
+        log: what the tool wrote.
+        status: what the process returned.
+        unfiltered: other kernels than ours were watched, too; what is found in those is not ours.
+    """
+    ends = re.findall(r"^(\d+ \w+.*) in [\d.]+s\b", output, re.MULTILINE)
+    if not ends:
+        return 0, "pytest gave no summary"
+    counts = {kind: int(number) for number, kind in re.findall(r"(\d+) ([a-z]+)", ends[-1])}
+    passed = counts.get("passed", 0)
+    if not counts.keys().isdisjoint(("failed", "error", "errors")):
+        return passed, ends[-1]
+    if passed == 0:  # nothing was launched; then the tool gives no summary, either
+        return 0, ""
+    summaries = re.findall(r"SUMMARY: (.*)", log)
+    if not summaries:
+        return passed, "the tool gave no summary"
+    if not re.match(r"0 (errors|hazards)", summaries[-1]):
+        return passed, "" if unfiltered and "fused" not in log else summaries[-1]
+    return passed, "" if status == 0 else f"exit status {status}"
+
+
+def run(batch: Batch, gpu: int, gpus: int, log: Path) -> Outcome:
+    """Runs a batch on a device, which it sees as the first one."""
+    command = ["compute-sanitizer", "--tool", batch.tool, "--log-file", str(log)]
+    # Tests that end their device's context on purpose do so in processes of their own.
+    command += ["--target-processes", "application-only", "--launch-timeout", "300"]
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": ",".join(str((gpu + i) % gpus) for i in range(gpus)),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "OMP_NUM_THREADS": "2",
+    }
+    if not batch.unfiltered:
+        command += ["--kernel-name", "kns=fused"]
+    if batch.tool == "memcheck":
+        # Torch raises what a call of the API fails with; importing cuda-python tries some that do.
+        command += ["--report-api-errors", "no"]
+        if not batch.test.launches_others:
+            # Each tensor has memory of its own, so that to read past its end is an error.
+            environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    command += [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *batch.cases]
+    start = time.monotonic()
+    process = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    text = log.read_text(errors="replace") if log.exists() else ""
+    passed, trouble = judge(process.stdout, text, process.returncode, unfiltered=batch.unfiltered)
+    if trouble:
+        trouble = f"{trouble}\n{text[-2000:]}\n{process.stdout[-2000:]}"
+    return Outcome(passed, trouble, time.monotonic() - start)

@@ -1,0 +1,131 @@
+"""What counts as clean under compute-sanitizer, and that the rest is run again."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+
+import pytest
+
+from tests.sanitize.__main__ import main, sanitize
+from tests.sanitize.batches import Batch, GpuTest, judge, make_batches
+
+CLEAN = "========= ERROR SUMMARY: 0 errors\n"
+HAZARD = "========= Error: Race reported between Read access at {} and\n"
+HAZARD += "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "log", "status", "unfiltered", "expected"),
+    [
+        ("4 passed, 1 skipped, 9 warnings in 3.1s", CLEAN, 0, False, (4, "")),
+        ("4 passed in 83.1s (0:01:23)", CLEAN, 0, False, (4, "")),
+        ("4 skipped in 3.1s", "", 255, False, (0, "")),
+        ("4 passed in 3.1s", "", 0, False, (4, "the tool gave no summary")),
+        ("4 passed in 3.1s", CLEAN, 11, False, (4, "exit status 11")),
+        ("1 failed, 3 passed in 3.1s", CLEAN, 1, False, (3, "1 failed, 3 passed")),
+        ("3 passed, 1 error in 3.1s", CLEAN, 1, False, (3, "3 passed, 1 error")),
+        ("Fatal Python error", CLEAN, -11, False, (0, "pytest gave no summary")),
+        ("no tests ran in 0.1s", CLEAN, 4, False, (0, "pytest gave no summary")),
+        ("4 passed in 3.1s", HAZARD.format("nvjet"), 0, True, (4, "")),
+        ("4 passed in 3.1s", HAZARD.format("nvjet"), 0, False, (4, "1 hazard displayed (1 e")),
+        ("4 passed in 3.1s", HAZARD.format("void fused::k"), 0, True, (4, "1 hazard displayed (")),
+        ("4 passed in 3.1s", CLEAN.replace("0", "10"), 0, False, (4, "10 errors")),
+    ],
+)
+def test_judge(output, log, status, unfiltered, expected):
+    passed, trouble = judge(f"....\n{output}\n", log, status, unfiltered=unfiltered)
+    assert passed == expected[0]
+    assert trouble.startswith(expected[1])
+    assert bool(trouble) == bool(expected[1])
+
+
+def test_batches_are_whole_and_the_longest_cases_come_first():
+    short, long, new = (GpuTest(name, tuple(f"{name}[{i}]" for i in range(9))) for name in "sln")
+    made = make_batches(
+        [(tool, test) for test in (short, long, new) for tool in ("memcheck", "racecheck")],
+        {("memcheck", "s"): 2.0, ("racecheck", "s"): 2.0, ("memcheck", "l"): 1000.0},
+    )
+    assert made[0] == Batch("memcheck", long, ("l[0]",))
+    for tool in ("memcheck", "racecheck"):
+        for test in (short, long, new):
+            parts = [b.cases for b in made if b.key == (tool, test.name)]
+            assert sum(parts, ()) == test.cases
+    assert [len(b.cases) for b in made if b.test is short] == [9, 9]
+    assert {len(b.cases) for b in made if b.test is new} == {7, 2}
+
+
+def test_racecheck_has_no_filter_beside_other_kernels():
+    linear = GpuTest("tests/test_linear_cross_entropy_held.py::test_a", ())
+    assert Batch("racecheck", linear, ()).unfiltered
+    assert not Batch("memcheck", linear, ()).unfiltered
+    assert not Batch("racecheck", GpuTest("tests/test_ops.py::test_a", ()), ()).unfiltered
+
+
+# A compute-sanitizer that finds what the test's folder says.
+TOOL = """#!/bin/bash
+while [ "$1" != {python} ]; do [ "$1" = --log-file ] && log=$2; shift; done
+echo call >> {folder}/calls
+"$@"; status=$?
+cat {folder}/finding > $log
+exit $status
+"""
+
+
+def test_what_is_clean_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(TOOL.format(python=sys.executable, folder=tmp_path))
+    tool.chmod(0o755)
+    finding, record = tmp_path / "finding", tmp_path / "clean.csv"
+    (tmp_path / "calls").touch()
+    path = tmp_path / "test_nothing.py"
+    path.write_text("import pytest\n@pytest.mark.parametrize('i', [0, 1])\ndef test_a(i): pass\n")
+    test = GpuTest(f"{path}::test_a", (f"{path}::test_a[0]", f"{path}::test_a[1]"), large=True)
+    common = {"device": "d", "torch": "t", "commit": "c", "csrc": "one"}
+
+    def run(csrc="one", **options):
+        """Whether all was clean, how many processes ran, and the record."""
+        before = (tmp_path / "calls").read_text().count("call")
+        clean = sanitize(
+            [test], ["memcheck"], record, {**common, "csrc": csrc}, processes=1, **options
+        )
+        ran = (tmp_path / "calls").read_text().count("call") - before
+        rows = list(csv.DictReader(record.open())) if record.exists() else []
+        return clean, ran, [(row["tool"], row["cases"], row["passed"], row["csrc"]) for row in rows]
+
+    finding.write_text(CLEAN.replace("0", "2"))
+    assert run() == (False, 1, [])
+    finding.write_text(CLEAN)
+    assert run(seconds=-1.0) == (True, 0, [])
+    assert run() == (True, 1, [("memcheck", "2", "2", "one")])
+    assert run() == (True, 0, [("memcheck", "2", "2", "one")])
+    assert run("two") == (True, 1, [("memcheck", "2", "2", "two")])
+    assert run("two", again=True) == (True, 1, [("memcheck", "2", "2", "two")])
+    finding.write_text(CLEAN.replace("0", "2"))
+    assert run("two", again=True) == (False, 1, [])
+
+
+def test_collect():
+    script = "from tests.sanitize.batches import collect\n"
+    script += (
+        "for test in collect(['tests/test_ops.py']): print(test.name, len(test.cases), test.large)"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout
+    assert "tests/test_ops.py::test_more_than_2_to_the_31_elements 1 True\n" in output
+    assert "tests/test_ops.py::test_with_grad " in output
+    assert "tests/test_ops.py::test_with_grad 88 True" not in output
+
+
+@pytest.mark.parametrize("problem", ["tool", "device"])
+def test_what_is_missing_is_named(problem, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    if problem == "device":
+        (tmp_path / "compute-sanitizer").write_text("")
+        (tmp_path / "compute-sanitizer").chmod(0o755)
+    with pytest.raises(SystemExit, match={"tool": "on the PATH", "device": "no CUDA"}[problem]):
+        main(["memcheck"])
