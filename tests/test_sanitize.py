@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.sanitize.__main__ import main, sanitize
+from tests.sanitize.__main__ import main, sanitize, visible_devices
 from tests.sanitize.batches import Batch, GpuTest, judge, make_batches
 
 CLEAN = "========= ERROR SUMMARY: 0 errors\n"
@@ -66,7 +66,7 @@ def test_racecheck_has_no_filter_beside_other_kernels():
 # A compute-sanitizer that finds what the test's folder says.
 TOOL = """#!/bin/bash
 while [ "$1" != {python} ]; do [ "$1" = --log-file ] && log=$2; shift; done
-echo call >> {folder}/calls
+echo call $CUDA_VISIBLE_DEVICES >> {folder}/calls
 "$@"; status=$?
 cat {folder}/finding > $log
 exit $status
@@ -102,9 +102,13 @@ def test_what_is_clean_is_kept(tmp_path, monkeypatch):
     assert run() == (True, 1, [("memcheck", "2", "2", "one")])
     assert run() == (True, 0, [("memcheck", "2", "2", "one")])
     assert run("two") == (True, 1, [("memcheck", "2", "2", "two")])
-    assert run("two", again=True) == (True, 1, [("memcheck", "2", "2", "two")])
+    assert run("two", again=True, devices=["5", "7"]) == (True, 1, [("memcheck", "2", "2", "two")])
     finding.write_text(CLEAN.replace("0", "2"))
     assert run("two", again=True) == (False, 1, [])
+    assert (tmp_path / "calls").read_text().split() == [
+        *["call", "0"] * 3,
+        *["call", "5,7", "call", "0"],
+    ]
 
 
 def test_collect():
@@ -118,6 +122,13 @@ def test_collect():
     assert "tests/test_ops.py::test_more_than_2_to_the_31_elements 1 True\n" in output
     assert "tests/test_ops.py::test_with_grad " in output
     assert "tests/test_ops.py::test_with_grad 88 True" not in output
+
+
+@pytest.mark.parametrize(("named", "expected"), [("", ["0", "1"]), ("3,GPU-a,1", ["3", "GPU-a"])])
+def test_visible_devices(named, expected, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert visible_devices() == expected
 
 
 @pytest.mark.parametrize("problem", ["tool", "device"])

@@ -61,27 +61,35 @@ def csrc_hash() -> str:
     return digest.hexdigest()[:12]
 
 
+def visible_devices() -> list[str]:
+    """The devices that the processes are shared out to, as CUDA_VISIBLE_DEVICES names them."""
+    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",")[:count] if named else [str(index) for index in range(count)]
+
+
 def run_all(
-    todo: Sequence[Batch], processes: int, gpus: int, deadline: float
+    todo: Sequence[Batch], processes: int, devices: Sequence[str], deadline: float
 ) -> Iterator[tuple[Batch, Outcome | None]]:
     """Every batch and its outcome, as they end; None where the deadline came before its start."""
 
     def start(batch: Batch, slots: SimpleQueue[int], log: Path) -> Outcome | None:
         if time.monotonic() > deadline:
             return None
-        gpu = slots.get()
+        slot = slots.get()
         try:
-            return run(batch, gpu, gpus, log)
+            first = slot % len(devices)  # tests of several devices see the others behind it
+            return run(batch, ",".join([*devices[first:], *devices[:first]]), log)
         finally:
-            slots.put(gpu)
+            slots.put(slot)
 
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         futures: dict[Future[Outcome | None], Batch] = {}
-        for large, workers in ((True, min(LARGE_AT_A_TIME * gpus, processes)), (False, processes)):
+        most_large = min(LARGE_AT_A_TIME * len(devices), processes)
+        for large, workers in ((True, most_large), (False, processes)):
             slots: SimpleQueue[int] = SimpleQueue()
             for worker in range(workers):
-                slots.put(worker % gpus)
+                slots.put(worker)
             pool = stack.enter_context(ThreadPoolExecutor(workers))
             for number, batch in enumerate(todo):
                 if batch.test.large == large:
@@ -97,7 +105,7 @@ def sanitize(
     common: dict[str, str],
     *,
     processes: int,
-    gpus: int = 1,
+    devices: Sequence[str] = ("0",),
     seconds: float = float("inf"),
     again: bool = False,
 ) -> bool:
@@ -114,7 +122,7 @@ def sanitize(
     left = Counter(batch.key for batch in todo)
     outcomes: dict[tuple[str, ...], list[Outcome]] = defaultdict(list)
     with progress(len(todo)) as bar:
-        for batch, outcome in run_all(todo, processes, gpus, time.monotonic() + seconds):
+        for batch, outcome in run_all(todo, processes, devices, time.monotonic() + seconds):
             bar.advance()
             if outcome is None:
                 continue
@@ -170,7 +178,7 @@ def main(arguments: Sequence[str]) -> int:
         RECORD,
         common,
         processes=options.processes,
-        gpus=torch.cuda.device_count(),
+        devices=visible_devices(),
         seconds=options.seconds,
         again=options.again,
     )

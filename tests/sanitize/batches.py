@@ -127,14 +127,14 @@ def judge(output: str, log: str, status: int, *, unfiltered: bool) -> tuple[int,
     return passed, "" if status == 0 else f"exit status {status}"
 
 
-def run(batch: Batch, gpu: int, gpus: int, log: Path) -> Outcome:
-    """Runs a batch on a device, which it sees as the first one."""
+def run(batch: Batch, devices: str, log: Path) -> Outcome:
+    """Runs a batch on the first of these devices, as CUDA_VISIBLE_DEVICES names them."""
     command = ["compute-sanitizer", "--tool", batch.tool, "--log-file", str(log)]
     # Tests that end their device's context on purpose do so in processes of their own.
     command += ["--target-processes", "application-only", "--launch-timeout", "300"]
     environment = {
         **os.environ,
-        "CUDA_VISIBLE_DEVICES": ",".join(str((gpu + i) % gpus) for i in range(gpus)),
+        "CUDA_VISIBLE_DEVICES": devices,
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "OMP_NUM_THREADS": "2",
     }
