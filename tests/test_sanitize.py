@@ -12,6 +12,7 @@ from tests.sanitize.__main__ import main, sanitize, visible_devices
 from tests.sanitize.batches import Batch, GpuTest, judge, make_batches
 
 CLEAN = "========= ERROR SUMMARY: 0 errors\n"
+UNWATCHED = "========= Error: Target application terminated before first instrumented API call\n"
 HAZARD = "========= Error: Race reported between Read access at {} and\n"
 HAZARD += "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
 
@@ -22,6 +23,9 @@ HAZARD += "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
         ("4 passed, 1 skipped, 9 warnings in 3.1s", CLEAN, 0, False, (4, "")),
         ("4 passed in 83.1s (0:01:23)", CLEAN, 0, False, (4, "")),
         ("4 skipped in 3.1s", "", 255, False, (0, "")),
+        ("4 skipped in 3.1s", CLEAN, 5, False, (0, "")),
+        ("4 skipped in 3.1s", CLEAN.replace("0", "2"), 5, False, (0, "2 errors")),
+        ("4 passed in 3.1s", UNWATCHED, 255, False, (0, "")),
         ("4 passed in 3.1s", "", 0, False, (4, "the tool gave no summary")),
         ("4 passed in 3.1s", CLEAN, 11, False, (4, "exit status 11")),
         ("1 failed, 3 passed in 3.1s", CLEAN, 1, False, (3, "1 failed, 3 passed")),
@@ -97,6 +101,8 @@ def test_what_is_clean_is_kept(tmp_path, monkeypatch):
 
     finding.write_text(CLEAN.replace("0", "2"))
     assert run() == (False, 1, [])
+    finding.write_text(UNWATCHED)
+    assert run() == (True, 1, [])
     finding.write_text(CLEAN)
     assert run(seconds=-1.0) == (True, 0, [])
     assert run() == (True, 1, [("memcheck", "2", "2", "one")])
@@ -106,22 +112,19 @@ def test_what_is_clean_is_kept(tmp_path, monkeypatch):
     finding.write_text(CLEAN.replace("0", "2"))
     assert run("two", again=True) == (False, 1, [])
     assert (tmp_path / "calls").read_text().split() == [
-        *["call", "0"] * 3,
+        *["call", "0"] * 4,
         *["call", "5,7", "call", "0"],
     ]
 
 
 def test_collect():
     script = "from tests.sanitize.batches import collect\n"
-    script += (
-        "for test in collect(['tests/test_ops.py']): print(test.name, len(test.cases), test.large)"
-    )
+    script += "print(*((t.name, t.large) for t in collect(['tests/test_ops.py'])), sep='\\n')"
     output = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     ).stdout
-    assert "tests/test_ops.py::test_more_than_2_to_the_31_elements 1 True\n" in output
-    assert "tests/test_ops.py::test_with_grad " in output
-    assert "tests/test_ops.py::test_with_grad 88 True" not in output
+    assert "('tests/test_ops.py::test_more_than_2_to_the_31_elements', True)\n" in output
+    assert "('tests/test_ops.py::test_with_grad', False)\n" in output
 
 
 @pytest.mark.parametrize(("named", "expected"), [("", ["0", "1"]), ("3,GPU-a,1", ["3", "GPU-a"])])

@@ -25,6 +25,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from benchmarks import report
+from benchmarks.options import provenance
 from benchmarks.progress import progress
 from tests.sanitize.batches import Batch, GpuTest, Outcome, collect, make_batches, run
 
@@ -135,6 +136,8 @@ def sanitize(
                 rows.pop(batch.key, None)
             elif left[batch.key] or any(part.trouble for part in parts):
                 continue
+            elif not any(part.passed for part in parts):
+                continue  # skipped, as where there is one device only, or not watched
             else:
                 rows[batch.key] = Row(
                     batch.tool,
@@ -166,12 +169,7 @@ def main(arguments: Sequence[str]) -> int:
         raise SystemExit("compute-sanitizer, of the CUDA toolkit, is not on the PATH")
     if not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device, without which every test is skipped")
-    common = {
-        "device": report.device_name(torch.device("cuda")),
-        "torch": torch.__version__,
-        "commit": options.commit or report.current_commit(),
-        "csrc": csrc_hash(),
-    }
+    common = {**provenance(options, torch.device("cuda")), "csrc": csrc_hash()}
     is_clean = sanitize(
         collect(options.tests),
         options.tools,

@@ -57,7 +57,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a batch; ``trouble`` is empty where all went well."""
+    """Of a batch: the cases that passed while watched. ``trouble`` is empty where all went well."""
 
     passed: int
     trouble: str
@@ -102,7 +102,7 @@ def make_batches(
 
 
 def judge(output: str, log: str, status: int, *, unfiltered: bool) -> tuple[int, str]:
-    """How many cases passed, and what is wrong.
+    """How many cases passed while the tool watched, and what is wrong.
 
     Args:
         output: what pytest printed.
@@ -117,20 +117,22 @@ def judge(output: str, log: str, status: int, *, unfiltered: bool) -> tuple[int,
     passed = counts.get("passed", 0)
     if not counts.keys().isdisjoint(("failed", "error", "errors")):
         return passed, ends[-1]
-    if passed == 0:  # nothing was launched; then the tool gives no summary, either
-        return 0, ""
     summaries = re.findall(r"SUMMARY: (.*)", log)
     if not summaries:
+        # Of a process that launches nothing itself there is none.
+        if passed == 0 or "before first instrumented API call" in log:
+            return 0, ""
         return passed, "the tool gave no summary"
     if not re.match(r"0 (errors|hazards)", summaries[-1]):
         return passed, "" if unfiltered and "fused" not in log else summaries[-1]
-    return passed, "" if status == 0 else f"exit status {status}"
+    # Without a test that ran, the suite's status is not 0.
+    return passed, "" if status == 0 or passed == 0 else f"exit status {status}"
 
 
 def run(batch: Batch, devices: str, log: Path) -> Outcome:
     """Runs a batch on the first of these devices, as CUDA_VISIBLE_DEVICES names them."""
     command = ["compute-sanitizer", "--tool", batch.tool, "--log-file", str(log)]
-    # Tests that end their device's context on purpose do so in processes of their own.
+    # Processes that a test starts are not watched: some end their device's context on purpose.
     command += ["--target-processes", "application-only", "--launch-timeout", "300"]
     environment = {
         **os.environ,
