@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+import time
 
 import pytest
 
-from tests.sanitize.__main__ import main, sanitize, visible_devices
-from tests.sanitize.batches import Batch, GpuTest, judge, make_batches
+from tests.sanitize.__main__ import main, run_all, sanitize, visible_devices
+from tests.sanitize.batches import Batch, GpuTest, Processes, judge, make_batches, run
 
 CLEAN = "========= ERROR SUMMARY: 0 errors\n"
 UNWATCHED = "========= Error: Target application terminated before first instrumented API call\n"
@@ -30,6 +31,10 @@ HAZARD += "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
         ("4 passed in 3.1s", CLEAN, 11, False, (4, "exit status 11")),
         ("1 failed, 3 passed in 3.1s", CLEAN, 1, False, (3, "1 failed, 3 passed")),
         ("3 passed, 1 error in 3.1s", CLEAN, 1, False, (3, "3 passed, 1 error")),
+        ("1 failed, 3 passed in 3.1s", HAZARD.format("fused::k"), 1, False, (3, "1 hazard displ")),
+        ("1 failed, 3 passed in 3.1s", HAZARD.format("nvjet"), 1, True, (3, "1 failed, 3 passed")),
+        ("Fatal Python error", HAZARD.format("fused::k"), -11, True, (0, "1 hazard displayed")),
+        ("4 passed in 3.1s", HAZARD.format("nvjet"), 11, True, (4, "exit status 11")),
         ("Fatal Python error", CLEAN, -11, False, (0, "pytest gave no summary")),
         ("no tests ran in 0.1s", CLEAN, 4, False, (0, "pytest gave no summary")),
         ("4 passed in 3.1s", HAZARD.format("nvjet"), 0, True, (4, "")),
@@ -60,16 +65,28 @@ def test_batches_are_whole_and_the_longest_cases_come_first():
     assert {len(b.cases) for b in made if b.test is new} == {7, 2}
 
 
-def test_racecheck_has_no_filter_beside_other_kernels():
-    linear = GpuTest("tests/test_linear_cross_entropy_held.py::test_a", ())
-    assert Batch("racecheck", linear, ()).unfiltered
-    assert not Batch("memcheck", linear, ()).unfiltered
-    assert not Batch("racecheck", GpuTest("tests/test_ops.py::test_a", ()), ()).unfiltered
+def test_batches_by_the_time_under_another_tool():
+    test = GpuTest("t", tuple(f"t[{i}]" for i in range(4)))
+    known = {("memcheck", "t"): 20.0, ("synccheck", "t"): 30.0}
+    for tool, size in (("memcheck", 3), ("racecheck", 2), ("synccheck", 2)):
+        assert len(make_batches([(tool, test)], known)[0].cases) == size
+
+
+def test_what_racecheck_may_break_is_run_case_by_case():
+    linear = GpuTest("tests/test_linear_cross_entropy_held.py::test_a", ("a[0]", "a[1]"))
+    assert [b.cases for b in make_batches([("racecheck", linear)], {})] == [("a[0]",), ("a[1]",)]
+    assert [b.cases for b in make_batches([("memcheck", linear)], {})] == [linear.cases]
 
 
 # A compute-sanitizer that finds what the test's folder says.
 TOOL = """#!/bin/bash
-while [ "$1" != {python} ]; do [ "$1" = --log-file ] && log=$2; shift; done
+filter=none
+while [ "$1" != {python} ]; do
+    [ "$1" = --log-file ] && log=$2
+    [ "$1" = --kernel-name ] && filter=$2
+    shift
+done
+export FILTER=$filter
 echo call $CUDA_VISIBLE_DEVICES >> {folder}/calls
 "$@"; status=$?
 cat {folder}/finding > $log
@@ -77,13 +94,17 @@ exit $status
 """
 
 
-def test_what_is_clean_is_kept(tmp_path, monkeypatch):
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text(TOOL.format(python=sys.executable, folder=tmp_path))
-    tool.chmod(0o755)
-    finding, record = tmp_path / "finding", tmp_path / "clean.csv"
+    path = tmp_path / "compute-sanitizer"
+    path.write_text(TOOL.format(python=sys.executable, folder=tmp_path))
+    path.chmod(0o755)
     (tmp_path / "calls").touch()
+
+
+def test_what_is_clean_is_kept(tmp_path, tool):
+    finding, record = tmp_path / "finding", tmp_path / "clean.csv"
     path = tmp_path / "test_nothing.py"
     path.write_text("import pytest\n@pytest.mark.parametrize('i', [0, 1])\ndef test_a(i): pass\n")
     test = GpuTest(f"{path}::test_a", (f"{path}::test_a[0]", f"{path}::test_a[1]"), large=True)
@@ -115,6 +136,57 @@ def test_what_is_clean_is_kept(tmp_path, monkeypatch):
         *["call", "0"] * 4,
         *["call", "5,7", "call", "0"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "test", "finding", "trouble", "calls"),
+    [
+        ("test_lower", "os.environ['FILTER'] == 'none'", CLEAN, "", 2),
+        ("test_lower", "False", CLEAN, "1 failed", 2),
+        ("test_lower", "True", CLEAN, "", 1),
+        ("test_lower", "False", HAZARD.format("fused::k"), "1 hazard displayed", 1),
+        ("test_lower", "os.kill(os.getppid(), 9)", CLEAN, "ended after", 1),
+        ("test_ops", "os.environ['FILTER'] == 'none'", CLEAN, "1 failed", 1),
+    ],
+)
+def test_without_a_filter_where_that_breaks_a_test(
+    name, test, finding, trouble, calls, tmp_path, tool
+):
+    (tmp_path / "finding").write_text(finding)
+    path = tmp_path / "tests" / f"{name}.py"
+    path.parent.mkdir()
+    path.write_text(f"import os\ndef test_a(): assert {test}\n")
+    batch = Batch("racecheck", GpuTest(f"{path}::test_a", ()), (f"{path}::test_a",))
+    outcome = run(batch, "0", tmp_path / "log", 60.0, Processes())
+    assert outcome.trouble.startswith(trouble)
+    assert bool(outcome.trouble) == bool(trouble)
+    assert (tmp_path / "calls").read_text().count("call") == calls
+
+
+def test_batches_have_a_limit(tmp_path, tool):
+    (tmp_path / "finding").write_text(CLEAN)
+    path = tmp_path / "test_long.py"
+    path.write_text("import time\ndef test_a(): time.sleep(600)\n")
+    batch = Batch("memcheck", GpuTest(f"{path}::test_a", ()), (f"{path}::test_a",))
+    outcome = run(batch, "0", tmp_path / "log", 2.0, Processes())
+    assert outcome.trouble.startswith("ended after 2 s")
+    assert outcome.seconds < 60
+
+
+def test_batches_end_with_the_run(tmp_path, tool):
+    (tmp_path / "finding").write_text(CLEAN)
+    path = tmp_path / "test_long.py"
+    path.write_text("import time\ndef test_a(): pass\ndef test_b(): time.sleep(600)\n")
+    names = [f"{path}::test_{x}" for x in "abb"]
+    todo = [Batch("memcheck", GpuTest(name, ()), (name,)) for name in names]
+    start = time.monotonic()
+    outcomes = run_all(todo, 2, ["0"], deadline=start + 600, limit=600.0)
+    batch, outcome = next(outcomes)
+    assert batch is todo[0]
+    assert outcome is not None
+    assert not outcome.trouble
+    outcomes.close()
+    assert time.monotonic() - start < 60
 
 
 def test_collect():

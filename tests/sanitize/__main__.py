@@ -27,12 +27,14 @@ import torch
 from benchmarks import report
 from benchmarks.options import provenance
 from benchmarks.progress import progress
-from tests.sanitize.batches import Batch, GpuTest, Outcome, collect, make_batches, run
+from tests.sanitize.batches import Batch, GpuTest, Outcome, Processes, collect, make_batches, run
 
 RECORD = Path(__file__).parent / "clean.csv"
 TOOLS = ("memcheck", "racecheck", "synccheck")
 #: Batches of large tests on a device.
 LARGE_AT_A_TIME = 3
+#: The seconds after which a batch is ended: many times what it should take.
+LIMIT = 1800.0
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,10 @@ def visible_devices() -> list[str]:
 
 
 def run_all(
-    todo: Sequence[Batch], processes: int, devices: Sequence[str], deadline: float
+    todo: Sequence[Batch], processes: int, devices: Sequence[str], deadline: float, limit: float
 ) -> Iterator[tuple[Batch, Outcome | None]]:
     """Every batch and its outcome, as they end; None where the deadline came before its start."""
+    running = Processes()
 
     def start(batch: Batch, slots: SimpleQueue[int], log: Path) -> Outcome | None:
         if time.monotonic() > deadline:
@@ -79,7 +82,8 @@ def run_all(
         slot = slots.get()
         try:
             first = slot % len(devices)  # tests of several devices see the others behind it
-            return run(batch, ",".join([*devices[first:], *devices[:first]]), log)
+            order = ",".join([*devices[first:], *devices[:first]])
+            return run(batch, order, log, limit, running)
         finally:
             slots.put(slot)
 
@@ -95,6 +99,9 @@ def run_all(
             for number, batch in enumerate(todo):
                 if batch.test.large == large:
                     futures[pool.submit(start, batch, slots, folder / f"{number}.log")] = batch
+            # Where the run is broken off, these come before the wait for the pool.
+            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+        stack.callback(running.end)
         for future in as_completed(futures):
             yield futures[future], future.result()
 
@@ -108,6 +115,7 @@ def sanitize(
     processes: int,
     devices: Sequence[str] = ("0",),
     seconds: float = float("inf"),
+    limit: float = LIMIT,
     again: bool = False,
 ) -> bool:
     """Runs what the record does not have of these kernels, and keeps what is clean. Was all?"""
@@ -123,7 +131,8 @@ def sanitize(
     left = Counter(batch.key for batch in todo)
     outcomes: dict[tuple[str, ...], list[Outcome]] = defaultdict(list)
     with progress(len(todo)) as bar:
-        for batch, outcome in run_all(todo, processes, devices, time.monotonic() + seconds):
+        deadline = time.monotonic() + seconds
+        for batch, outcome in run_all(todo, processes, devices, deadline, limit):
             bar.advance()
             if outcome is None:
                 continue
@@ -162,6 +171,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--tests", nargs="+", default=["tests"], help="as pytest takes them")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start none after that")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of a batch")
     parser.add_argument("--again", action="store_true", help="also what the record has")
     parser.add_argument("--commit", help="where there is no repository to ask")
     options = parser.parse_args(arguments)
@@ -178,6 +188,7 @@ def main(arguments: Sequence[str]) -> int:
         processes=options.processes,
         devices=visible_devices(),
         seconds=options.seconds,
+        limit=options.limit,
         again=options.again,
     )
     return 0 if is_clean else 1

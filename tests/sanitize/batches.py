@@ -6,12 +6,14 @@ import contextlib
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -41,18 +43,21 @@ class GpuTest:
 
 @dataclass(frozen=True)
 class Batch:
+    """``unfiltered``: the kernels of others are watched, too."""
+
     tool: str
     test: GpuTest
     cases: tuple[str, ...]
+    unfiltered: bool = False
 
     @property
     def key(self) -> tuple[str, ...]:
         return self.tool, self.test.name
 
     @property
-    def unfiltered(self) -> bool:
+    def may_break_others(self) -> bool:
         """Racecheck breaks some of cuBLAS's kernels where a filter leaves them out."""
-        return self.tool == "racecheck" and self.test.launches_others
+        return self.tool == "racecheck" and self.test.launches_others and not self.unfiltered
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,47 @@ class Outcome:
     passed: int
     trouble: str
     seconds: float = 0.0
+
+
+class Processes:
+    """Processes that run, with all that they start, until they end or are ended together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[int] | None = set()  # None once they were ended
+
+    def output(
+        self, command: Sequence[str], environment: Mapping[str, str], limit: float
+    ) -> tuple[str, int]:
+        """What a command prints, and its status, which is -9 if it was ended: after ``limit`` s."""
+        with self._lock:
+            if self._running is None:
+                return "", -signal.SIGKILL
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            self._running.add(process.pid)
+        try:
+            output, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        with self._lock:
+            if self._running is not None:
+                self._running.remove(process.pid)
+        return output, process.returncode
+
+    def end(self) -> None:
+        with self._lock:
+            for group in self._running or ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
+            self._running = None
 
 
 class _Collector:
@@ -92,13 +138,24 @@ def make_batches(
     wanted: Iterable[tuple[str, GpuTest]], case_seconds: Mapping[tuple[str, ...], float]
 ) -> list[Batch]:
     """The longest cases first, as many together as take BATCH_SECONDS by what is known of them."""
+    slowest: dict[str, float] = {}  # a tool's own time, else that of the others
+    for (_, name), seconds in case_seconds.items():
+        slowest[name] = max(seconds, slowest.get(name, 0.0))
     timed: list[tuple[float, Batch]] = []
     for tool, test in wanted:
-        seconds = case_seconds.get((tool, test.name), CASE_SECONDS)
+        seconds = case_seconds.get((tool, test.name), slowest.get(test.name, CASE_SECONDS))
         size = max(1, int(BATCH_SECONDS / max(seconds, 0.1)))
+        if Batch(tool, test, ()).may_break_others:
+            size = 1  # what breaks takes the rest of its process with it
         for first in range(0, len(test.cases), size):
             timed.append((seconds, Batch(tool, test, test.cases[first : first + size])))
     return [batch for _, batch in sorted(timed, key=lambda pair: -pair[0])]
+
+
+def findings(log: str) -> str:
+    """The tool's summary, unless it is of nothing."""
+    summaries = re.findall(r"SUMMARY: (.*)", log)
+    return summaries[-1] if summaries and not re.match(r"0 (errors|hazards)", summaries[-1]) else ""
 
 
 def judge(output: str, log: str, status: int, *, unfiltered: bool) -> tuple[int, str]:
@@ -111,26 +168,35 @@ def judge(output: str, log: str, status: int, *, unfiltered: bool) -> tuple[int,
         unfiltered: other kernels than ours were watched, too; what is found in those is not ours.
     """
     ends = re.findall(r"^(\d+ \w+.*) in [\d.]+s\b", output, re.MULTILINE)
+    counts = {
+        kind: int(number) for number, kind in re.findall(r"(\d+) ([a-z]+)", "".join(ends[-1:]))
+    }
+    passed = counts.get("passed", 0)
+    if (found := findings(log)) and not (unfiltered and "fused" not in log):
+        return passed, found
     if not ends:
         return 0, "pytest gave no summary"
-    counts = {kind: int(number) for number, kind in re.findall(r"(\d+) ([a-z]+)", ends[-1])}
-    passed = counts.get("passed", 0)
     if not counts.keys().isdisjoint(("failed", "error", "errors")):
         return passed, ends[-1]
-    summaries = re.findall(r"SUMMARY: (.*)", log)
-    if not summaries:
+    if "SUMMARY: " not in log:
         # Of a process that launches nothing itself there is none.
         if passed == 0 or "before first instrumented API call" in log:
             return 0, ""
         return passed, "the tool gave no summary"
-    if not re.match(r"0 (errors|hazards)", summaries[-1]):
-        return passed, "" if unfiltered and "fused" not in log else summaries[-1]
     # Without a test that ran, the suite's status is not 0.
     return passed, "" if status == 0 or passed == 0 else f"exit status {status}"
 
 
-def run(batch: Batch, devices: str, log: Path) -> Outcome:
-    """Runs a batch on the first of these devices, as CUDA_VISIBLE_DEVICES names them."""
+def run(batch: Batch, devices: str, log: Path, limit: float, processes: Processes) -> Outcome:
+    """Runs a batch, and where racecheck may have broken another's kernel, once more unfiltered.
+
+    Args:
+        batch: what to run.
+        devices: as CUDA_VISIBLE_DEVICES names them; the batch runs on the first.
+        log: a file for the tool to write.
+        limit: the seconds after which the batch is ended.
+        processes: runs it.
+    """
     command = ["compute-sanitizer", "--tool", batch.tool, "--log-file", str(log)]
     # Processes that a test starts are not watched: some end their device's context on purpose.
     command += ["--target-processes", "application-only", "--launch-timeout", "300"]
@@ -148,13 +214,18 @@ def run(batch: Batch, devices: str, log: Path) -> Outcome:
         if not batch.test.launches_others:
             # Each tensor has memory of its own, so that to read past its end is an error.
             environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
-    command += [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *batch.cases]
+    command += [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q"]
+    command += ["--tb=short", "--show-capture=no", *batch.cases]
     start = time.monotonic()
-    process = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    output, status = processes.output(command, environment, limit)
     text = log.read_text(errors="replace") if log.exists() else ""
-    passed, trouble = judge(process.stdout, text, process.returncode, unfiltered=batch.unfiltered)
+    passed, trouble = judge(output, text, status, unfiltered=batch.unfiltered)
+    ended = status == -signal.SIGKILL
+    if trouble and batch.may_break_others and not findings(text) and not ended:
+        log.unlink(missing_ok=True)
+        again = run(replace(batch, unfiltered=True), devices, log, limit, processes)
+        return replace(again, seconds=time.monotonic() - start)
     if trouble:
-        trouble = f"{trouble}\n{text[-2000:]}\n{process.stdout[-2000:]}"
+        trouble = f"ended after {time.monotonic() - start:.0f} s" if ended else trouble
+        trouble = f"{trouble}\n{text[-2000:]}\n{output[-4000:]}"
     return Outcome(passed, trouble, time.monotonic() - start)
