@@ -141,12 +141,13 @@ def test_what_is_clean_is_kept(tmp_path, tool):
 @pytest.mark.parametrize(
     ("name", "test", "finding", "trouble", "calls"),
     [
-        ("test_lower", "os.environ['FILTER'] == 'none'", CLEAN, "", 2),
-        ("test_lower", "False", CLEAN, "1 failed", 2),
+        ("test_lower", "filter == 'none', illegal", CLEAN, "", 2),
+        ("test_lower", "False, illegal", CLEAN, "1 failed", 2),
+        ("test_lower", "filter == 'none', 'wrong'", CLEAN, "1 failed", 1),
         ("test_lower", "True", CLEAN, "", 1),
-        ("test_lower", "False", HAZARD.format("fused::k"), "1 hazard displayed", 1),
-        ("test_lower", "os.kill(os.getppid(), 9)", CLEAN, "ended after", 1),
-        ("test_ops", "os.environ['FILTER'] == 'none'", CLEAN, "1 failed", 1),
+        ("test_lower", "False, illegal", HAZARD.format("fused::k"), "1 hazard displayed", 1),
+        ("test_lower", "os.kill(os.getppid(), 9)", CLEAN, "killed after", 1),
+        ("test_ops", "filter == 'none', illegal", CLEAN, "1 failed", 1),
     ],
 )
 def test_without_a_filter_where_that_breaks_a_test(
@@ -155,7 +156,8 @@ def test_without_a_filter_where_that_breaks_a_test(
     (tmp_path / "finding").write_text(finding)
     path = tmp_path / "tests" / f"{name}.py"
     path.parent.mkdir()
-    path.write_text(f"import os\ndef test_a(): assert {test}\n")
+    text = "import os\nfilter = os.environ['FILTER']\nillegal = 'an illegal memory access was "
+    path.write_text(f"{text}encountered'\ndef test_a(): assert {test}\n")
     batch = Batch("racecheck", GpuTest(f"{path}::test_a", ()), (f"{path}::test_a",))
     outcome = run(batch, "0", tmp_path / "log", 60.0, Processes())
     assert outcome.trouble.startswith(trouble)
@@ -169,7 +171,7 @@ def test_batches_have_a_limit(tmp_path, tool):
     path.write_text("import time\ndef test_a(): time.sleep(600)\n")
     batch = Batch("memcheck", GpuTest(f"{path}::test_a", ()), (f"{path}::test_a",))
     outcome = run(batch, "0", tmp_path / "log", 2.0, Processes())
-    assert outcome.trouble.startswith("ended after 2 s")
+    assert outcome.trouble.startswith("killed after 2 s")
     assert outcome.seconds < 60
 
 
