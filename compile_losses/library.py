@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -133,9 +133,14 @@ def fingerprint() -> str:
     AOTAutograd's key has neither the autograd formulas of an op nor its kernels in it: without this
     a changed formula would be answered from the cache with the old gradient.
     """
+    return hash_of([*PACKAGE.rglob("*.py"), *PACKAGE.glob("*.so")], PACKAGE)
+
+
+def hash_of(files: Iterable[Path], folder: Path) -> str:
+    """A hash of what files hold, and of their names in a folder."""
     digest = hashlib.sha256()
-    for path in sorted([*PACKAGE.rglob("*.py"), *PACKAGE.glob("*.so")]):
-        digest.update(str(path.relative_to(PACKAGE)).encode())
+    for path in sorted(files):
+        digest.update(str(path.relative_to(folder)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import os
 import shutil
 import sys
@@ -27,6 +26,7 @@ import torch
 from benchmarks import report
 from benchmarks.options import provenance
 from benchmarks.progress import progress
+from compile_losses.library import hash_of
 from tests.sanitize.batches import Batch, GpuTest, Outcome, Processes, collect, make_batches, run
 
 RECORD = Path(__file__).parent / "clean.csv"
@@ -57,11 +57,8 @@ class Row:
 
 
 def csrc_hash() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(p for p in (report.ROOT / "csrc").rglob("*") if p.is_file()):
-        digest.update(str(path.relative_to(report.ROOT)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+    files = (path for path in (report.ROOT / "csrc").rglob("*") if path.is_file())
+    return hash_of(files, report.ROOT)[:12]
 
 
 def visible_devices() -> list[str]:
@@ -95,13 +92,12 @@ def run_all(
             slots: SimpleQueue[int] = SimpleQueue()
             for worker in range(workers):
                 slots.put(worker)
-            pool = stack.enter_context(ThreadPoolExecutor(workers))
+            pool = ThreadPoolExecutor(workers)
+            stack.callback(pool.shutdown, cancel_futures=True)
             for number, batch in enumerate(todo):
                 if batch.test.large == large:
                     futures[pool.submit(start, batch, slots, folder / f"{number}.log")] = batch
-            # Where the run is broken off, these come before the wait for the pool.
-            stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-        stack.callback(running.end)
+        stack.callback(running.end)  # first of the callbacks, where the run is broken off
         for future in as_completed(futures):
             yield futures[future], future.result()
 

@@ -81,7 +81,7 @@ class Processes:
     def output(
         self, command: Sequence[str], environment: Mapping[str, str], limit: float
     ) -> tuple[str, int]:
-        """What a command prints, and its status, which is -9 if it was ended: after ``limit`` s."""
+        """What a command prints, and its status: -9 if it was ended, as after ``limit`` seconds."""
         with self._lock:
             if self._running is None:
                 return "", -signal.SIGKILL
