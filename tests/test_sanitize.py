@@ -16,6 +16,9 @@ CLEAN = "========= ERROR SUMMARY: 0 errors\n"
 UNWATCHED = "========= Error: Target application terminated before first instrumented API call\n"
 HAZARD = "========= Error: Race reported between Read access at {} and\n"
 HAZARD += "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
+INTERNAL = "========= Internal Sanitizer Error: The Sanitizer failed to handle an exception.\n"
+BROKEN = INTERNAL + HAZARD.splitlines(keepends=True)[1]
+TWO = INTERNAL + HAZARD.format("fused::k").replace("1 hazard", "2 hazards")
 
 
 @pytest.mark.parametrize(
@@ -41,6 +44,7 @@ HAZARD += "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
         ("4 passed in 3.1s", HAZARD.format("nvjet"), 0, False, (4, "1 hazard displayed (1 e")),
         ("4 passed in 3.1s", HAZARD.format("void fused::k"), 0, True, (4, "1 hazard displayed (")),
         ("4 passed in 3.1s", CLEAN.replace("0", "10"), 0, False, (4, "10 errors")),
+        ("4 passed in 3.1s", BROKEN, 0, True, (4, "1 hazard displayed (1 error")),
     ],
 )
 def test_judge(output, log, status, unfiltered, expected):
@@ -80,16 +84,16 @@ def test_what_racecheck_may_break_is_run_case_by_case():
 
 # A compute-sanitizer that finds what the test's folder says.
 TOOL = """#!/bin/bash
-filter=none
+UNFILTERED=-unfiltered
 while [ "$1" != {python} ]; do
     [ "$1" = --log-file ] && log=$2
-    [ "$1" = --kernel-name ] && filter=$2
+    [ "$1" = --kernel-name ] && UNFILTERED=
     shift
 done
-export FILTER=$filter
+export UNFILTERED
 echo call $CUDA_VISIBLE_DEVICES >> {folder}/calls
 "$@"; status=$?
-cat {folder}/finding > $log
+cat {folder}/finding$UNFILTERED > $log
 exit $status
 """
 
@@ -141,23 +145,27 @@ def test_what_is_clean_is_kept(tmp_path, tool):
 @pytest.mark.parametrize(
     ("name", "test", "finding", "trouble", "calls"),
     [
-        ("test_lower", "filter == 'none', illegal", CLEAN, "", 2),
+        ("test_lower", "unfiltered, illegal", CLEAN, "", 2),
         ("test_lower", "False, illegal", CLEAN, "1 failed", 2),
-        ("test_lower", "filter == 'none', 'wrong'", CLEAN, "1 failed", 1),
+        ("test_lower", "unfiltered, 'wrong'", CLEAN, "1 failed", 1),
         ("test_lower", "True", CLEAN, "", 1),
         ("test_lower", "False, illegal", HAZARD.format("fused::k"), "1 hazard displayed", 1),
+        ("test_lower", "False, illegal", TWO, "2 hazards displayed", 1),
+        ("test_lower", "unfiltered, illegal", BROKEN, "", 2),
+        ("test_lower", "unfiltered, 'wrong'", BROKEN, "1 hazard displayed", 1),
         ("test_lower", "os.kill(os.getppid(), 9)", CLEAN, "killed after", 1),
-        ("test_ops", "filter == 'none', illegal", CLEAN, "1 failed", 1),
+        ("test_ops", "unfiltered, illegal", CLEAN, "1 failed", 1),
     ],
 )
 def test_without_a_filter_where_that_breaks_a_test(
     name, test, finding, trouble, calls, tmp_path, tool
 ):
     (tmp_path / "finding").write_text(finding)
+    (tmp_path / "finding-unfiltered").write_text(CLEAN)
     path = tmp_path / "tests" / f"{name}.py"
     path.parent.mkdir()
-    text = "import os\nfilter = os.environ['FILTER']\nillegal = 'an illegal memory access was "
-    path.write_text(f"{text}encountered'\ndef test_a(): assert {test}\n")
+    text = "import os\nunfiltered = os.environ['UNFILTERED']\nillegal = 'an illegal memory access"
+    path.write_text(f"{text} was encountered'\ndef test_a(): assert {test}\n")
     batch = Batch("racecheck", GpuTest(f"{path}::test_a", ()), (f"{path}::test_a",))
     outcome = run(batch, "0", tmp_path / "log", 60.0, Processes())
     assert outcome.trouble.startswith(trouble)
