@@ -70,16 +70,16 @@ def test_dtypes_of_numbers(loss, device):
     options = [{"reduction": reduction} for reduction in ("none", "mean", "sum")]
     if loss == "kl_div":
         options += [{"reduction": "batchmean"}, {"reduction": "none", "log_target": True}]
-    for shapes in (((5,), ()), ((), (5,)), ((), ())):
-        for kinds in itertools.product(DTYPES, repeat=3 if "weight" in OPTIONS[loss] else 2):
-            input, target, *weight = (
-                draw.positive(*shape).to(dtype)
-                for shape, dtype in zip((*shapes, shapes[0]), kinds, strict=False)
-            )
-            calls = [{"input": input, "target": target}]
-            if weight:
-                calls.append({**calls[0], "weight": weight[0]})
-            for tensors, option in itertools.product(calls, options):
+    several = [("input", "target")]
+    if "weight" in OPTIONS[loss]:
+        several.append(("input", "target", "weight"))
+    for shapes, names in itertools.product((((5,), ()), ((), (5,)), ((), ())), several):
+        for kinds in itertools.product(DTYPES, repeat=len(names)):
+            tensors = {
+                name: draw.positive(*shape).to(dtype)
+                for name, shape, dtype in zip(names, (*shapes, shapes[0]), kinds, strict=False)
+            }
+            for option in options:
                 call = Call(loss, tensors, option)
                 compare(call)
                 compare(call, call.differentiable)
