@@ -46,8 +46,8 @@ def assert_accurate(
     largest = max(like, finite.max().item() if finite.numel() else 0.0)
     finfo = torch.finfo(ours.dtype)
     allowed = 2 * largest + ULPS * (finfo.eps * exact.abs() + finfo.smallest_normal * finfo.eps)
-    if ours.dtype == torch.float64:  # then the reference is no better than torch's result
-        allowed += ULPS * finfo.eps * exact.abs().max()
+    if ours.dtype == torch.float64:  # then the reference is torch's own, which errs as much again
+        allowed += largest + ULPS * finfo.eps * exact.abs().max()
     error = (ours64 - exact).abs()
     overflow = exact.abs() > finfo.max
     error = torch.where(overflow & ours64.isinf(), torch.zeros_like(error), error)
