@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -197,6 +199,56 @@ def test_batches_end_with_the_run(tmp_path, tool):
     assert not outcome.trouble
     outcomes.close()
     assert time.monotonic() - start < 60
+
+
+# A kernel whose name is one of this project's, and what makes each tool object to it.
+KERNEL = """
+namespace fused {
+template <typename T>
+__global__ void kernel(T* out) {
+  __shared__ T shared[64];
+  shared[threadIdx.x] = threadIdx.x;
+  __syncthreads();
+  out[threadIdx.x] = shared[63 - threadIdx.x];
+}
+}
+extern "C" void launch(float* out) { fused::kernel<<<1, 64>>>(out); }
+"""
+FAULTS = {
+    "memcheck": ("out[threadIdx.x]", "out[threadIdx.x + 1]"),
+    "racecheck": ("__syncthreads();", ""),
+    "synccheck": ("__syncthreads();", "if (threadIdx.x < 16) __syncthreads();"),
+}
+LAUNCH = """
+import ctypes, torch
+
+def test_a():
+    out = torch.zeros(64, device="cuda")
+    ctypes.CDLL({library!r}).launch(ctypes.c_void_p(out.data_ptr()))
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+@pytest.mark.parametrize("fault", [False, True])
+@pytest.mark.parametrize(
+    ("tool", "unfiltered"),
+    [("memcheck", False), ("racecheck", False), ("racecheck", True), ("synccheck", False)],
+)
+def test_faults_are_found(tool, unfiltered, fault, tmp_path):
+    source, library, path = (tmp_path / name for name in ("k.cu", "k.so", "test_kernel.py"))
+    source.write_text(KERNEL.replace(*FAULTS[tool]) if fault else KERNEL)
+    command = ["nvcc", "-arch=native", "-shared", "-Xcompiler=-fPIC"]
+    subprocess.run([*command, "-o", str(library), str(source)], check=True)
+    path.write_text(LAUNCH.format(library=str(library)))
+    batch = Batch(tool, GpuTest(f"{path}::test_a", ()), (f"{path}::test_a",), unfiltered)
+    outcome = run(batch, "0", tmp_path / "log", 120.0, Processes())
+    if fault:
+        assert re.match(r"\d+ (error|hazard)", outcome.trouble), outcome.trouble
+    else:
+        assert outcome.trouble == ""
+        assert outcome.passed == 1
 
 
 def test_collect():

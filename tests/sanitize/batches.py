@@ -229,6 +229,10 @@ def run(batch: Batch, devices: str, log: Path, limit: float, processes: Processe
         if not batch.test.launches_others:
             # Each tensor has memory of its own, so that to read past its end is an error.
             environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    if batch.tool == "racecheck" and not batch.test.launches_others:
+        # It loses track of what several threads launch at once, and may then not return. CUDA
+        # graphs, which can't be captured so, are among the tests that launch other kernels.
+        environment["CUDA_LAUNCH_BLOCKING"] = "1"
     command += [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q"]
     command += ["--tb=short", "--show-capture=no", *batch.cases]
     start = time.monotonic()
