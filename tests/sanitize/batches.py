@@ -221,7 +221,9 @@ def run(batch: Batch, devices: str, log: Path, limit: float, processes: Processe
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "OMP_NUM_THREADS": "2",
     }
-    if not batch.unfiltered:
+    if batch.unfiltered:
+        command += ["--force-synchronization-limit", "1"]
+    else:
         command += ["--kernel-name", "kns=fused"]
     if batch.tool == "memcheck":
         # Torch raises what a call of the API fails with; importing cuda-python tries some that do.
