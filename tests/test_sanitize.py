@@ -11,46 +11,38 @@ import time
 
 import pytest
 
-from tests.sanitize.__main__ import main, run_all, sanitize, visible_devices
+from tests.sanitize.__main__ import main, run_all, sanitize, sanitizer_version, visible_devices
 from tests.sanitize.batches import Batch, GpuTest, Processes, judge, make_batches, run
 
 CLEAN = "========= ERROR SUMMARY: 0 errors\n"
 UNWATCHED = "========= Error: Target application terminated before first instrumented API call\n"
-HAZARD = "========= Error: Race reported between Read access at {} and\n"
+HAZARD = "========= Error: Race reported between Read access at fused::k and\n"
 HAZARD += "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
-INTERNAL = "========= Internal Sanitizer Error: The Sanitizer failed to handle an exception.\n"
-BROKEN = INTERNAL + HAZARD.splitlines(keepends=True)[1]
-TWO = INTERNAL + HAZARD.format("fused::k").replace("1 hazard", "2 hazards")
 
 
 @pytest.mark.parametrize(
-    ("output", "log", "status", "unfiltered", "expected"),
+    ("output", "log", "status", "expected"),
     [
-        ("4 passed, 1 skipped, 9 warnings in 3.1s", CLEAN, 0, False, (4, "")),
-        ("4 passed in 83.1s (0:01:23)", CLEAN, 0, False, (4, "")),
-        ("4 skipped in 3.1s", "", 255, False, (0, "")),
-        ("4 skipped in 3.1s", CLEAN, 5, False, (0, "")),
-        ("4 skipped in 3.1s", CLEAN.replace("0", "2"), 5, False, (0, "2 errors")),
-        ("4 passed in 3.1s", UNWATCHED, 255, False, (0, "")),
-        ("4 passed in 3.1s", "", 0, False, (4, "the tool gave no summary")),
-        ("4 passed in 3.1s", CLEAN, 11, False, (4, "exit status 11")),
-        ("1 failed, 3 passed in 3.1s", CLEAN, 1, False, (3, "1 failed, 3 passed")),
-        ("3 passed, 1 error in 3.1s", CLEAN, 1, False, (3, "3 passed, 1 error")),
-        ("1 failed, 3 passed in 3.1s", HAZARD.format("fused::k"), 1, False, (3, "1 hazard displ")),
-        ("1 failed, 3 passed in 3.1s", HAZARD.format("nvjet"), 1, True, (3, "1 failed, 3 passed")),
-        ("Fatal Python error", HAZARD.format("fused::k"), -11, True, (0, "1 hazard displayed")),
-        ("4 passed in 3.1s", HAZARD.format("nvjet"), 11, True, (4, "exit status 11")),
-        ("Fatal Python error", CLEAN, -11, False, (0, "pytest gave no summary")),
-        ("no tests ran in 0.1s", CLEAN, 4, False, (0, "pytest gave no summary")),
-        ("4 passed in 3.1s", HAZARD.format("nvjet"), 0, True, (4, "")),
-        ("4 passed in 3.1s", HAZARD.format("nvjet"), 0, False, (4, "1 hazard displayed (1 e")),
-        ("4 passed in 3.1s", HAZARD.format("void fused::k"), 0, True, (4, "1 hazard displayed (")),
-        ("4 passed in 3.1s", CLEAN.replace("0", "10"), 0, False, (4, "10 errors")),
-        ("4 passed in 3.1s", BROKEN, 0, True, (4, "1 hazard displayed (1 error")),
+        ("4 passed, 1 skipped, 9 warnings in 3.1s", CLEAN, 0, (4, "")),
+        ("4 passed in 83.1s (0:01:23)", CLEAN, 0, (4, "")),
+        ("4 skipped in 3.1s", "", 255, (0, "")),
+        ("4 skipped in 3.1s", CLEAN, 5, (0, "")),
+        ("4 skipped in 3.1s", CLEAN.replace("0", "2"), 5, (0, "2 errors")),
+        ("4 passed in 3.1s", UNWATCHED, 255, (0, "")),
+        ("4 passed in 3.1s", "", 0, (4, "the tool gave no summary")),
+        ("4 passed in 3.1s", CLEAN, 11, (4, "exit status 11")),
+        ("1 failed, 3 passed in 3.1s", CLEAN, 1, (3, "1 failed, 3 passed")),
+        ("3 passed, 1 error in 3.1s", CLEAN, 1, (3, "3 passed, 1 error")),
+        ("1 failed, 3 passed in 3.1s", HAZARD, 1, (3, "1 hazard displ")),
+        ("Fatal Python error", HAZARD, -11, (0, "1 hazard displayed")),
+        ("Fatal Python error", CLEAN, -11, (0, "pytest gave no summary")),
+        ("no tests ran in 0.1s", CLEAN, 4, (0, "pytest gave no summary")),
+        ("4 passed in 3.1s", HAZARD, 0, (4, "1 hazard displayed (1 e")),
+        ("4 passed in 3.1s", CLEAN.replace("0", "10"), 0, (4, "10 errors")),
     ],
 )
-def test_judge(output, log, status, unfiltered, expected):
-    passed, trouble = judge(f"....\n{output}\n", log, status, unfiltered=unfiltered)
+def test_judge(output, log, status, expected):
+    passed, trouble = judge(f"....\n{output}\n", log, status)
     assert passed == expected[0]
     assert trouble.startswith(expected[1])
     assert bool(trouble) == bool(expected[1])
@@ -78,24 +70,15 @@ def test_batches_by_the_time_under_another_tool():
         assert len(make_batches([(tool, test)], known)[0].cases) == size
 
 
-def test_what_racecheck_may_break_is_run_case_by_case():
-    linear = GpuTest("tests/test_linear_cross_entropy_held.py::test_a", ("a[0]", "a[1]"))
-    assert [b.cases for b in make_batches([("racecheck", linear)], {})] == [("a[0]",), ("a[1]",)]
-    assert [b.cases for b in make_batches([("memcheck", linear)], {})] == [linear.cases]
-
-
 # A compute-sanitizer that finds what the test's folder says.
 TOOL = """#!/bin/bash
-UNFILTERED=-unfiltered
 while [ "$1" != {python} ]; do
     [ "$1" = --log-file ] && log=$2
-    [ "$1" = --kernel-name ] && UNFILTERED=
     shift
 done
-export UNFILTERED
 echo call $CUDA_VISIBLE_DEVICES >> {folder}/calls
 "$@"; status=$?
-cat {folder}/finding$UNFILTERED > $log
+cat {folder}/finding > $log
 exit $status
 """
 
@@ -114,7 +97,7 @@ def test_what_is_clean_is_kept(tmp_path, tool):
     path = tmp_path / "test_nothing.py"
     path.write_text("import pytest\n@pytest.mark.parametrize('i', [0, 1])\ndef test_a(i): pass\n")
     test = GpuTest(f"{path}::test_a", (f"{path}::test_a[0]", f"{path}::test_a[1]"), large=True)
-    common = {"device": "d", "torch": "t", "commit": "c", "csrc": "one"}
+    common = {"device": "d", "torch": "t", "sanitizer": "s", "commit": "c", "csrc": "one"}
 
     def run(csrc="one", **options):
         """Whether all was clean, how many processes ran, and the record."""
@@ -142,37 +125,6 @@ def test_what_is_clean_is_kept(tmp_path, tool):
         *["call", "0"] * 4,
         *["call", "5,7", "call", "0"],
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "test", "finding", "trouble", "calls"),
-    [
-        ("test_lower", "unfiltered, illegal", CLEAN, "", 2),
-        ("test_lower", "False, illegal", CLEAN, "1 failed", 2),
-        ("test_lower", "unfiltered, 'wrong'", CLEAN, "1 failed", 1),
-        ("test_lower", "True", CLEAN, "", 1),
-        ("test_lower", "False, illegal", HAZARD.format("fused::k"), "1 hazard displayed", 1),
-        ("test_lower", "False, illegal", TWO, "2 hazards displayed", 1),
-        ("test_lower", "unfiltered, illegal", BROKEN, "", 2),
-        ("test_lower", "unfiltered, 'wrong'", BROKEN, "1 hazard displayed", 1),
-        ("test_lower", "os.kill(os.getppid(), 9)", CLEAN, "killed after", 1),
-        ("test_ops", "unfiltered, illegal", CLEAN, "1 failed", 1),
-    ],
-)
-def test_without_a_filter_where_that_breaks_a_test(
-    name, test, finding, trouble, calls, tmp_path, tool
-):
-    (tmp_path / "finding").write_text(finding)
-    (tmp_path / "finding-unfiltered").write_text(CLEAN)
-    path = tmp_path / "tests" / f"{name}.py"
-    path.parent.mkdir()
-    text = "import os\nunfiltered = os.environ['UNFILTERED']\nillegal = 'an illegal memory access"
-    path.write_text(f"{text} was encountered'\ndef test_a(): assert {test}\n")
-    batch = Batch("racecheck", GpuTest(f"{path}::test_a", ()), (f"{path}::test_a",))
-    outcome = run(batch, "0", tmp_path / "log", 60.0, Processes())
-    assert outcome.trouble.startswith(trouble)
-    assert bool(outcome.trouble) == bool(trouble)
-    assert (tmp_path / "calls").read_text().count("call") == calls
 
 
 def test_batches_have_a_limit(tmp_path, tool):
@@ -232,17 +184,14 @@ def test_a():
 @pytest.mark.gpu
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
 @pytest.mark.parametrize("fault", [False, True])
-@pytest.mark.parametrize(
-    ("tool", "unfiltered"),
-    [("memcheck", False), ("racecheck", False), ("racecheck", True), ("synccheck", False)],
-)
-def test_faults_are_found(tool, unfiltered, fault, tmp_path):
+@pytest.mark.parametrize("tool", FAULTS)
+def test_faults_are_found(tool, fault, tmp_path):
     source, library, path = (tmp_path / name for name in ("k.cu", "k.so", "test_kernel.py"))
     source.write_text(KERNEL.replace(*FAULTS[tool]) if fault else KERNEL)
     command = ["nvcc", "-arch=native", "-shared", "-Xcompiler=-fPIC"]
     subprocess.run([*command, "-o", str(library), str(source)], check=True)
     path.write_text(LAUNCH.format(library=str(library)))
-    batch = Batch(tool, GpuTest(f"{path}::test_a", ()), (f"{path}::test_a",), unfiltered)
+    batch = Batch(tool, GpuTest(f"{path}::test_a", ()), (f"{path}::test_a",))
     outcome = run(batch, "0", tmp_path / "log", 120.0, Processes())
     if fault:
         assert re.match(r"\d+ (error|hazard)", outcome.trouble), outcome.trouble
@@ -268,12 +217,24 @@ def test_visible_devices(named, expected, monkeypatch):
     assert visible_devices() == expected
 
 
-@pytest.mark.parametrize("problem", ["tool", "device"])
-def test_what_is_missing_is_named(problem, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("version", "named"),
+    [
+        (None, "on the PATH"),
+        ("2025.3.1.0", r"2025\.3\.1\.0, racecheck needs 2026\.4 or newer"),
+        ("x", "names none"),
+        ("2026.4.0.0", "no CUDA device"),
+        ("2027.1", "no CUDA device"),
+    ],
+)
+def test_what_is_missing_is_named(version, named, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    if problem == "device":
-        (tmp_path / "compute-sanitizer").write_text("")
-        (tmp_path / "compute-sanitizer").chmod(0o755)
-    with pytest.raises(SystemExit, match={"tool": "on the PATH", "device": "no CUDA"}[problem]):
-        main(["memcheck"])
+    if version:
+        tool = tmp_path / "compute-sanitizer"
+        tool.write_text(f"#!/bin/sh\necho 'NVIDIA (R)'\necho 'Version {version} (build 1)'\n")
+        tool.chmod(0o755)
+    with pytest.raises(SystemExit, match=named):
+        main(["memcheck", "racecheck"])
+    if version == "2025.3.1.0":
+        assert sanitizer_version(["memcheck", "synccheck"]) == version

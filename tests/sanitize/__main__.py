@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shutil
+import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
@@ -31,6 +33,8 @@ from tests.sanitize.batches import Batch, GpuTest, Outcome, Processes, collect, 
 
 RECORD = Path(__file__).parent / "clean.csv"
 TOOLS = ("memcheck", "racecheck", "synccheck")
+#: Racecheck of compute-sanitizer 2025.3 breaks some of cuBLAS's kernels by leaving them out.
+OLDEST_RACECHECK = (2026, 4)
 #: Batches of large tests on a device.
 LARGE_AT_A_TIME = 3
 #: The seconds after which a batch is ended: many times what it should take.
@@ -48,6 +52,7 @@ class Row:
     seconds: str
     device: str
     torch: str
+    sanitizer: str
     commit: str
     csrc: str
 
@@ -59,6 +64,28 @@ class Row:
 def csrc_hash() -> str:
     files = (path for path in (report.ROOT / "csrc").rglob("*") if path.is_file())
     return hash_of(files, report.ROOT)[:12]
+
+
+def sanitizer_version(tools: Sequence[str]) -> str:
+    """Of compute-sanitizer, such as "2026.4.0.0".
+
+    Raises:
+        SystemExit: it is not there, or too old for one of the tools.
+    """
+    if shutil.which("compute-sanitizer") is None:
+        raise SystemExit("compute-sanitizer, of the CUDA toolkit, is not on the PATH")
+    command = ["compute-sanitizer", "--version"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"Version ((\d+)\.(\d+)\S*)", output)
+    if found is None:
+        raise SystemExit(f"compute-sanitizer --version names none:\n{output}")
+    if "racecheck" in tools and (int(found[2]), int(found[3])) < OLDEST_RACECHECK:
+        raise SystemExit(
+            f"compute-sanitizer is of version {found[1]}, racecheck needs "
+            f"{'.'.join(map(str, OLDEST_RACECHECK))} or newer: pip install "
+            "nvidia-cuda-sanitizer-api, and put its compute-sanitizer on the PATH"
+        )
+    return found[1]
 
 
 def visible_devices() -> list[str]:
@@ -171,11 +198,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--again", action="store_true", help="also what the record has")
     parser.add_argument("--commit", help="where there is no repository to ask")
     options = parser.parse_args(arguments)
-    if shutil.which("compute-sanitizer") is None:
-        raise SystemExit("compute-sanitizer, of the CUDA toolkit, is not on the PATH")
+    sanitizer = sanitizer_version(options.tools)
     if not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device, without which every test is skipped")
-    common = {**provenance(options, torch.device("cuda")), "csrc": csrc_hash()}
+    common = provenance(options, torch.device("cuda"))
+    common |= {"sanitizer": sanitizer, "csrc": csrc_hash()}
     is_clean = sanitize(
         collect(options.tests),
         options.tools,

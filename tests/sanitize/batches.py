@@ -13,7 +13,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,12 +26,6 @@ OTHER_KERNELS = re.compile(
     r"test_(compile|inline|linear_cross_entropy\w*|lower|surroundings|training)\.py)"
     r"|test_17_linear_cross_entropy"
 )
-#: What racecheck makes of some of cuBLAS's kernels where a filter leaves them out, and what it then
-#: says of itself, which its summary counts.
-BROKEN = "an illegal memory access was encountered"
-INTERNAL = "Internal Sanitizer Error: "
-#: Kernels of others, by their mangled names, that may be left out also then.
-UNHARMED = "2at6native|triton_|cudnn"
 
 
 @dataclass(frozen=True)
@@ -49,21 +43,15 @@ class GpuTest:
 
 @dataclass(frozen=True)
 class Batch:
-    """``unfiltered``: the kernels of others are watched, too."""
+    """Cases of a test that run together under a tool."""
 
     tool: str
     test: GpuTest
     cases: tuple[str, ...]
-    unfiltered: bool = False
 
     @property
     def key(self) -> tuple[str, ...]:
         return self.tool, self.test.name
-
-    @property
-    def may_break_others(self) -> bool:
-        """Whether some of cuBLAS's kernels may access illegal memory, see BROKEN."""
-        return self.tool == "racecheck" and self.test.launches_others and not self.unfiltered
 
 
 @dataclass(frozen=True)
@@ -151,8 +139,6 @@ def make_batches(
     for tool, test in wanted:
         seconds = case_seconds.get((tool, test.name), slowest.get(test.name, CASE_SECONDS))
         size = max(1, int(BATCH_SECONDS / max(seconds, 0.1)))
-        if Batch(tool, test, ()).may_break_others:
-            size = 1  # what breaks takes the rest of its process with it
         for first in range(0, len(test.cases), size):
             timed.append((seconds, Batch(tool, test, test.cases[first : first + size])))
     return [batch for _, batch in sorted(timed, key=lambda pair: -pair[0])]
@@ -164,28 +150,20 @@ def findings(log: str) -> str:
     return summaries[-1] if summaries and not re.match(r"0 (errors|hazards)", summaries[-1]) else ""
 
 
-def was_broken(output: str, log: str) -> bool:
-    """Whether a kernel accessed illegal memory, and that is all the tool found."""
-    found = re.match(r"\d+", findings(log))
-    return BROKEN in output and int(found[0] if found else 0) == log.count(INTERNAL)
-
-
-def judge(output: str, log: str, status: int, *, unfiltered: bool) -> tuple[int, str]:
+def judge(output: str, log: str, status: int) -> tuple[int, str]:
     """How many cases passed while the tool watched, and what is wrong.
 
     Args:
         output: what pytest printed.
         log: what the tool wrote.
         status: what the process returned.
-        unfiltered: other kernels than ours were watched, too; what is found in those is not ours.
     """
     ends = re.findall(r"^(\d+ \w+.*) in [\d.]+s\b", output, re.MULTILINE)
     counts = {
         kind: int(number) for number, kind in re.findall(r"(\d+) ([a-z]+)", "".join(ends[-1:]))
     }
     passed = counts.get("passed", 0)
-    in_others = unfiltered and "fused" not in log and INTERNAL not in log
-    if (found := findings(log)) and not in_others:
+    if found := findings(log):
         return passed, found
     if not ends:
         return 0, "pytest gave no summary"
@@ -201,7 +179,7 @@ def judge(output: str, log: str, status: int, *, unfiltered: bool) -> tuple[int,
 
 
 def run(batch: Batch, devices: str, log: Path, limit: float, processes: Processes) -> Outcome:
-    """Runs a batch, and once more without a filter where racecheck broke another's kernel.
+    """Runs a batch.
 
     Args:
         batch: what to run.
@@ -217,17 +195,14 @@ def run(batch: Batch, devices: str, log: Path, limit: float, processes: Processe
     # gradients are copied, CUDA graphs can't be captured, and memory is never given back. Those of
     # the device name no more than the kernel here, and take memcheck milliseconds of every launch.
     command += ["--show-backtrace", "no"]
+    # Of namespace fused, whose length is in mangled names; not triton_poi_fused of Inductor.
+    command += ["--kernel-name", "kns=5fused"]
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": devices,
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "OMP_NUM_THREADS": "2",
     }
-    if batch.unfiltered:
-        command += ["--force-synchronization-limit", "1"]
-        command += ["--kernel-name-exclude", f"regex={UNHARMED}"]
-    else:
-        command += ["--kernel-name", "kns=5fused"]
     if batch.tool == "memcheck":
         # Torch raises what a call of the API fails with; importing cuda-python tries some that do.
         command += ["--report-api-errors", "no"]
@@ -243,11 +218,7 @@ def run(batch: Batch, devices: str, log: Path, limit: float, processes: Processe
     start = time.monotonic()
     output, status = processes.output(command, environment, limit)
     text = log.read_text(errors="replace") if log.exists() else ""
-    passed, trouble = judge(output, text, status, unfiltered=batch.unfiltered)
-    if batch.may_break_others and was_broken(output, text):
-        log.unlink(missing_ok=True)
-        again = run(replace(batch, unfiltered=True), devices, log, limit, processes)
-        return replace(again, seconds=time.monotonic() - start)
+    passed, trouble = judge(output, text, status)
     if status == -signal.SIGKILL:
         trouble = f"killed after {time.monotonic() - start:.0f} s"
     if trouble:
