@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compile_losses import library
+from compile_losses.lower import slow_paths
 from tests.conformance import ledger
 from tests.graphs import recorded
 from tests.linear_problems import blocks, chunks, either_way, exact_plan  # noqa: F401
@@ -41,6 +42,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
     """The graphs of what a test compiles, see tests.graphs.recorded."""
     with recorded(monkeypatch) as found:
         yield found
+
+
+@pytest.fixture(autouse=True)
+def no_loss_is_small(monkeypatch: pytest.MonkeyPatch):
+    """Tests of a few numbers are to compile what many would."""
+    for name in ("SMALL", "SMALL_AND_SIMPLE"):
+        monkeypatch.setattr(slow_paths, name, 0)
 
 
 @pytest.fixture(autouse=True)

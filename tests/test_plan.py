@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import compile_losses
+from compile_losses.lower import slow_paths
 from compile_losses.lower.calls import find_losses
 from compile_losses.lower.cost import Feed, Gradient, inline_cost, kernel_cost, megabytes
 from compile_losses.lower.plan import plan
-from compile_losses.lower.slow_paths import slow_path
+from compile_losses.lower.slow_paths import SMALL, SMALL_AND_SIMPLE, is_small, slow_path
 from compile_losses.report import Report, Site
 from tests.graphs import Head, classes, distributions, real
 
@@ -228,6 +229,60 @@ def test_simple_losses(loss, options, dtypes, is_slow):
     assert "so little arithmetic" not in _reason(forward, "cuda", tensors, *arguments)
 
 
+@pytest.fixture
+def losses_are_small(monkeypatch):
+    """What tests/conftest.py undoes."""
+    monkeypatch.setattr(slow_paths, "SMALL", SMALL)
+    monkeypatch.setattr(slow_paths, "SMALL_AND_SIMPLE", SMALL_AND_SIMPLE)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "large"),
+    [
+        ("cross_entropy", torch.float32, 4096),
+        ("cross_entropy", torch.bfloat16, 8192),
+        ("cross_entropy_probabilities", torch.float32, 4096),
+        ("softmax_kl_div", torch.bfloat16, 8192),
+        ("softmax_js_div", torch.float32, 4096),
+    ],
+)
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_small_rows(name, dtype, large, with_gradient, losses_are_small):
+    """On a CPU, fewer logits than a megabyte are left to torch's own ops."""
+    for cols in (large - 1, large):
+        decision, *_ = plan(_graph_of_rows(name, cols, dtype, "cpu", with_gradient))
+        assert decision.choice == ("inlined" if cols < large else "kernel")
+        assert ("it is small" in decision.reason) == (cols < large)
+        graph = _graph_of_rows(name, cols, dtype, "cuda", with_gradient)
+        assert not is_small(*find_losses(graph))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "large"), [(torch.float32, (1024, 512)), (torch.bfloat16, (1024, 1024))]
+)
+@pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"])
+def test_small_elementwise_losses(loss, dtype, large, losses_are_small):
+    """Of less than two megabytes: Inductor's loops are as fast. One where logarithms are taken."""
+    rows = large[0] // (2 if loss == "kl_div" else 1)
+    for count in (rows - 1, rows):
+        made = [torch.rand(count, large[1], dtype=dtype) + 0.1 for _ in range(2)]
+        input, target = made[0].requires_grad_(), made[1]
+        (site,) = compile_losses.explain(lambda a, b: getattr(F, loss)(a, b), input, target).sites
+        assert site.plan[0] == ("kernel" if count == rows else "inlined")
+        assert ("inlined: it is small" in site.notes) == (count < rows)
+
+
+def test_a_small_input_of_a_large_target(losses_are_small):
+    def squared_error(input, target):
+        return torch.ops.fused.mse_loss_forward(input, target, None, 1, torch.float32)
+
+    with FakeTensorMode():
+        expanded, target = torch.empty(1).expand(1024, 512), torch.empty(1024, 512)
+        for other in (target, expanded):
+            (loss,) = find_losses(make_fx(squared_error)(expanded, other).graph)
+            assert is_small(loss) == (other is expanded)
+
+
 @pytest.mark.parametrize(
     ("name", "with_gradient", "in_bfloat16", "in_float32"),
     [
@@ -424,4 +479,4 @@ f(torch.rand(3), torch.rand(3))
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment
     )
     assert result.returncode == 0, result.stderr
-    assert "kl_div: kernel" in result.stderr
+    assert "kl_div: inlined (it is small," in result.stderr

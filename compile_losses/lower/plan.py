@@ -32,7 +32,7 @@ from compile_losses.lower.hoist import hoist, overwrites_buffers, refusal
 from compile_losses.lower.in_place import overwritable
 from compile_losses.lower.inline import inline, inline_backward
 from compile_losses.lower.linear import plan_linear
-from compile_losses.lower.slow_paths import slow_path
+from compile_losses.lower.slow_paths import is_small, slow_path
 from compile_losses.ops.checks import REDUCTIONS
 
 aten = torch.ops.aten
@@ -83,11 +83,14 @@ def _choose(loss: Loss, ops: OpTypes, overwrites: bool) -> Decision:
     hoisted = bool(loss.backwards) and refusal(loss, overwrites) is None
     kernel, stock = costs(loss, feeds, hoisted)
     site = site_of(loss.forward)
-    if kernel.moved <= _MARGIN * stock.moved and kernel.held <= _MARGIN * stock.held:
+    saves = kernel.moved <= _MARGIN * stock.moved and kernel.held <= _MARGIN * stock.held
+    if saves and not is_small(loss):
         kinds = " and ".join(dict.fromkeys(feed.kind for feed in feeds))
         return Decision(site, loss.name, "kernel", f"of {kinds}", kernel, stock)
     fused = [feed.kind for feed in feeds if feed.source is not None]
-    if fused:
+    if saves:
+        reason = "it is small, its calls would take longer than they save"
+    elif fused:
         reason = f"{fused[0]} is computed in the same kernel"
     elif loss.arguments["reduction"] == REDUCTIONS["none"]:
         reason = "an unreduced loss is fused with what reads it"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compile_losses.lower.calls import Loss
-from compile_losses.lower.cost import hint_of, laid_out_alike
+from compile_losses.lower.cost import hint_of, laid_out_alike, nbytes_of
 from compile_losses.ops.checks import NARROW
 
 #: On a GPU, in bytes of logits: a row with fewer takes less time than what is done once a row.
@@ -29,6 +29,9 @@ _WITH_SHORT_PAIRS = ("cross_entropy_probabilities", "softmax_kl_div")
 #: Losses of so little arithmetic that Inductor's loop over them is as fast on a CPU.
 _SIMPLE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
 
+#: On a CPU, in bytes of the largest argument: with fewer, calls take longer than kernels save.
+SMALL, SMALL_AND_SIMPLE = 1 << 20, 1 << 21
+
 
 @dataclass(frozen=True)
 class SlowPath:
@@ -40,9 +43,7 @@ class SlowPath:
 
 def slow_path(loss: Loss) -> SlowPath | None:
     """The slow path that a loss's kernel takes; None where it reads as fast as memory allows."""
-    input: Tensor = loss.input.meta["val"]
-    others = [n.meta["val"] for n in loss.forward.all_input_nodes if n is not loss.input]
-    tensors = [value for value in others if isinstance(value, Tensor)]
+    input, tensors = _arguments(loss)
     if input.device.type == "cpu":
         return _slow_on_a_cpu(loss, input, tensors)
     if loss.is_elementwise:
@@ -50,6 +51,20 @@ def slow_path(loss: Loss) -> SlowPath | None:
             return None
         return SlowPath("its arguments are not laid out alike, without gaps, in one dtype", 9)
     return _slow_rows(loss, input, tensors)
+
+
+def is_small(loss: Loss) -> bool:
+    """Whether the calls of a loss's ops would take longer than its kernels save."""
+    input, others = _arguments(loss)
+    largest = max(nbytes_of(tensor) for tensor in (input, *others))
+    limit = SMALL_AND_SIMPLE if loss.name in _SIMPLE else SMALL
+    return input.device.type == "cpu" and largest < limit
+
+
+def _arguments(loss: Loss) -> tuple[Tensor, list[Tensor]]:
+    """A loss's input, and its other tensors."""
+    others = [n.meta["val"] for n in loss.forward.all_input_nodes if n is not loss.input]
+    return loss.input.meta["val"], [value for value in others if isinstance(value, Tensor)]
 
 
 def _slow_on_a_cpu(loss: Loss, input: Tensor, others: Sequence[Tensor]) -> SlowPath | None:
