@@ -3,7 +3,7 @@
 A kernel reads its arguments once and computes the gradient in the same read (see ``hoist``);
 torch's ops read them again in the backward, but are fused with what feeds the loss (see
 ``inline``). A loss is a kernel unless ``cost`` says that it would move or hold more bytes than
-torch's ops.
+torch's ops, or it is small.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Losses whose kernels don't move their bytes at the memory's bandwidth.
+"""Losses whose kernels don't move their bytes at the memory's bandwidth, or have too few of them.
 
 Costs are in bytes moved. A kernel that takes a slower path through its arguments counts as one that
 moves more bytes, as many times more as it took longer when it was measured.
