@@ -5,6 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+
+from compile_losses.lower import inline
+
+#: Whether a mean's gradient divides one number: on a CPU it does, on a GPU it does not.
+SCALES_ONCE = (True, False)
 
 
 def test_inlined_in_inference(graphs):
@@ -19,10 +25,18 @@ def test_inlined_in_inference(graphs):
     assert "fused" not in graphs["post"][0]
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", pytest.param("sum", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("reduction", "scales_once"),
+    [
+        ("none", True),
+        *(("mean", once) for once in SCALES_ONCE),
+        pytest.param("sum", True, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"])
-def test_inlined_is_the_op(loss, reduction, graphs):
+def test_inlined_is_the_op(loss, reduction, scales_once, graphs, monkeypatch):
     """Both gradients, broadcasting, mixed dtypes and dynamic shapes, inlined."""
+    monkeypatch.setattr(inline, "_scales_once", lambda device: scales_once)
 
     def function(a, b):
         return getattr(torch.ops.fused, loss)(
@@ -103,9 +117,11 @@ def test_weighted_mean_without_a_backward_is_inlined(graphs):
     assert "fused" not in graphs["post"][0]
 
 
+@pytest.mark.parametrize("scales_once", SCALES_ONCE)
 @pytest.mark.parametrize("shapes", [((1, 5, 6), (2, 5, 6)), ((4, 6), (2, 4, 6)), ((), (3,))])
-def test_inlined_batchmean_is_the_op(shapes, graphs):
+def test_inlined_batchmean_is_the_op(shapes, scales_once, graphs, monkeypatch):
     """The batch is the input's own, also where input is broadcast."""
+    monkeypatch.setattr(inline, "_scales_once", lambda device: scales_once)
 
     def function(a, b):
         return F.kl_div(F.gelu(a), torch.sigmoid(b), reduction="batchmean")
@@ -203,3 +219,31 @@ def test_gradient_of_a_transposed_product(rows, held, graphs, device):
     backward = graphs["post"][1]
     assert ("inductor_force_stride_order" in backward) == held
     assert "fused" not in backward
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", ["squared errors", "smooth_l1_loss", "huber_loss"])
+def test_inlined_gradient_takes_no_more_memory(loss, graphs):
+    """Inductor writes it over the predictions where it does so in stock torch.compile."""
+    linear = nn.Linear(16, 1024, device="cuda", dtype=torch.bfloat16)
+    x, target = (torch.randn(1024, n, device="cuda", dtype=torch.bfloat16) for n in (16, 1024))
+    x.requires_grad_()
+
+    def step(x, target):
+        p = F.gelu(linear(x))
+        if loss == "squared errors":
+            return ((p - target) ** 2).mean()
+        return getattr(F, loss)(p, target)
+
+    leaves, results, peaks = (x, *linear.parameters()), [], []
+    for backend in ("inductor", "compile_losses"):
+        torch._dynamo.reset()
+        compiled = torch.compile(step, backend=backend)
+        results.append(torch.autograd.grad(compiled(x, target), leaves))
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.grad(compiled(x, target), leaves)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    torch.testing.assert_close(*results, rtol=2e-2, atol=1e-2)
+    assert "fused" not in graphs["joint"][-1]
+    assert peaks[1] <= peaks[0] + (1 << 16)  # partial sums
