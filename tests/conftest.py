@@ -10,7 +10,7 @@ import torch
 from compile_losses import library
 from compile_losses.lower import slow_paths
 from tests.conformance import ledger
-from tests.graphs import recorded
+from tests.graphs import interpreted, recorded
 from tests.linear_problems import blocks, chunks, either_way, exact_plan  # noqa: F401
 
 
@@ -42,6 +42,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch):
     """The graphs of what a test compiles, see tests.graphs.recorded."""
     with recorded(monkeypatch) as found:
         yield found
+
+
+@pytest.fixture
+def no_code(monkeypatch: pytest.MonkeyPatch):
+    """For tests to which Inductor's code adds nothing, see tests.graphs.interpreted."""
+    with interpreted(monkeypatch):
+        yield
 
 
 @pytest.fixture(autouse=True)

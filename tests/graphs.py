@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import detect_fake_mode
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import compile_fx
+from torch._inductor.virtualized import V
 
 from compile_losses import backend
 
@@ -79,6 +85,22 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[str]]]:
         monkeypatch.setattr(lowering, "lower", record(kind, lowering.lower))
     with torch._inductor.config.patch(force_disable_caches=True):
         yield found
+
+
+def interpret(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable:
+    """For compile_fx_inner: the graph as it is after Inductor's last passes, run op by op."""
+    with V.set_fake_mode(detect_fake_mode(inputs)):
+        compile_fx._recursive_post_grad_passes(gm, options.get("is_inference", False))
+    return make_boxed_func(gm.forward)
+
+
+@contextmanager
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inductor's passes without its code, which takes most of the time of a small test."""
+    inner = partial(compile_fx.compile_fx, inner_compile=interpret)
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_fx, "compile_fx", inner)
+        yield
 
 
 def step(model, function, inputs, factor=1.0):

@@ -34,7 +34,7 @@ def test_inlined_in_inference(graphs):
     ],
 )
 @pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"])
-def test_inlined_is_the_op(loss, reduction, scales_once, graphs, monkeypatch):
+def test_inlined_is_the_op(loss, reduction, scales_once, graphs, no_code, monkeypatch):
     """Both gradients, broadcasting, mixed dtypes and dynamic shapes, inlined."""
     monkeypatch.setattr(inline, "_scales_once", lambda device: scales_once)
 
@@ -61,7 +61,7 @@ def test_inlined_is_the_op(loss, reduction, scales_once, graphs, monkeypatch):
 
 @pytest.mark.parametrize("reduction", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"])
-def test_inlined_weight_is_the_op(loss, reduction, graphs):
+def test_inlined_weight_is_the_op(loss, reduction, graphs, no_code):
     """The gradient of the weight too, or of it alone; broadcast weights; a wider weight."""
 
     def function(a, b, w):
@@ -88,7 +88,7 @@ def test_inlined_weight_is_the_op(loss, reduction, graphs):
 
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
-def test_inlined_binary_cross_entropy_is_the_op(reduction, graphs):
+def test_inlined_binary_cross_entropy_is_the_op(reduction, graphs, no_code):
     def function(a, b, w, p):
         op = torch.ops.fused.binary_cross_entropy_with_logits
         return op(torch.tanh(a) * 4, torch.sigmoid(b), w, p, reduction)
@@ -105,7 +105,7 @@ def test_inlined_binary_cross_entropy_is_the_op(reduction, graphs):
     assert all("fused" not in graph for graph in graphs["joint"])
 
 
-def test_weighted_mean_without_a_backward_is_inlined(graphs):
+def test_weighted_mean_without_a_backward_is_inlined(graphs, no_code):
     """torch's ops sum the weight in the same read."""
     a, b, w = torch.randn(64, 12), torch.randn(64, 12), torch.rand(64, 12)
 
@@ -119,7 +119,7 @@ def test_weighted_mean_without_a_backward_is_inlined(graphs):
 
 @pytest.mark.parametrize("scales_once", SCALES_ONCE)
 @pytest.mark.parametrize("shapes", [((1, 5, 6), (2, 5, 6)), ((4, 6), (2, 4, 6)), ((), (3,))])
-def test_inlined_batchmean_is_the_op(shapes, scales_once, graphs, monkeypatch):
+def test_inlined_batchmean_is_the_op(shapes, scales_once, graphs, no_code, monkeypatch):
     """The batch is the input's own, also where input is broadcast."""
     monkeypatch.setattr(inline, "_scales_once", lambda device: scales_once)
 
@@ -137,7 +137,7 @@ def test_inlined_batchmean_is_the_op(shapes, scales_once, graphs, monkeypatch):
 
 @pytest.mark.parametrize("reduction", [0, 1, 3])
 @pytest.mark.parametrize("options", [{}, {"beta": 0.1}], ids=["kl", "js"])
-def test_inlined_softmax_divergence_is_the_op(options, reduction, graphs):
+def test_inlined_softmax_divergence_is_the_op(options, reduction, graphs, no_code):
     """Both gradients, and classes that are impossible in one row or in both."""
     op = torch.ops.fused.softmax_js_div if options else torch.ops.fused.softmax_kl_div
     possible = torch.rand(2, 6, 12) > 0.1
@@ -164,7 +164,7 @@ def test_inlined_softmax_divergence_is_the_op(options, reduction, graphs):
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_inlined_classes_may_be_uint8(smoothing, graphs):
+def test_inlined_classes_may_be_uint8(smoothing, graphs, no_code):
     def function(x, t):
         return torch.ops.fused.cross_entropy(F.gelu(x), t, label_smoothing=smoothing)
 
