@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor import config
 
 from compile_losses.lower import inline
 
@@ -219,6 +222,45 @@ def test_gradient_of_a_transposed_product(rows, held, graphs, device):
     backward = graphs["post"][1]
     assert ("inductor_force_stride_order" in backward) == held
     assert "fused" not in backward
+
+
+CLASSES = torch.arange(8) % 5
+
+STOCK = {
+    "l1": F.l1_loss,
+    "mse": F.mse_loss,
+    "mse, sum": lambda p, t: F.mse_loss(p, t, reduction="sum"),
+    "smooth l1": lambda p, t: F.smooth_l1_loss(p, t, beta=0.5),
+    "huber": lambda p, t: F.huber_loss(p, t, delta=0.5),
+    "kl": lambda p, t: F.kl_div(p, t, reduction="batchmean"),
+    "kl, mean": F.kl_div,
+    "cross entropy": lambda p, t: F.cross_entropy(p, CLASSES),
+    "smoothed": lambda p, t: F.cross_entropy(p, CLASSES, label_smoothing=0.1),
+    "probabilities": lambda p, t: F.cross_entropy(p, t.softmax(-1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:reduction")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("loss", STOCK)
+def test_inlined_on_a_gpu_is_stocks(loss, dtype, no_code, monkeypatch):
+    """Inductor gets the ops that it gets without this package, and decides about them as then."""
+    monkeypatch.setattr(inline, "_scales_once", lambda device: False)
+    linear = nn.Linear(16, 12, dtype=dtype)
+    x, target = torch.randn(8, 16, dtype=dtype), torch.rand(8, 12).to(dtype)
+    found = []
+
+    def record(graph):
+        found.append(Counter(n.target for n in graph.nodes if n.op == "call_function"))
+
+    for backend in ("inductor", "compile_losses"):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x, t: STOCK[loss](F.gelu(linear(x)), t), backend=backend)
+        with config.patch(force_disable_caches=True, post_grad_custom_post_pass=record):
+            compiled(x, target).backward()
+    stock, ours = found[:2], found[2:]
+    assert len(stock) == 2  # forward and backward
+    assert ours == stock
 
 
 @pytest.mark.gpu
