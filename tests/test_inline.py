@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._inductor import config
 
-from compile_losses.lower import inline
+from compile_losses.lower import inline, slow_paths
 
 #: Whether a mean's gradient divides one number: on a CPU it does, on a GPU it does not.
 SCALES_ONCE = (True, False)
@@ -261,6 +261,27 @@ def test_inlined_on_a_gpu_is_stocks(loss, dtype, no_code, monkeypatch):
     stock, ours = found[:2], found[2:]
     assert len(stock) == 2  # forward and backward
     assert ours == stock
+
+
+@pytest.mark.filterwarnings("ignore:reduction")
+@pytest.mark.parametrize("scales_once", SCALES_ONCE)
+@pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"])
+def test_inlined_mean_of_nothing(loss, scales_once, graphs, no_code, monkeypatch):
+    """It is nan, also where torch's own function can't be compiled."""
+    monkeypatch.setattr(inline, "_scales_once", lambda device: scales_once)
+    for name in ("SMALL", "SMALL_AND_SIMPLE"):
+        monkeypatch.setattr(slow_paths, name, 1)  # or it is a kernel
+    p, t = torch.randn(0, 12, requires_grad=True), torch.rand(0, 12)
+
+    def function(p, t):
+        return getattr(F, loss)(F.gelu(p), t, reduction="mean")
+
+    value = torch.compile(function, backend="compile_losses")(p, t)
+    value.backward()
+    assert value.isnan()
+    assert p.grad is not None
+    assert p.grad.shape == p.shape
+    assert "fused" not in graphs["joint"][0]
 
 
 @pytest.mark.gpu

@@ -164,8 +164,10 @@ def _backward(
     wide = accumulation_type(promoted_dtype(grad_output, *floating))
     divisors = {"batchmean": batch_of(named["input"])}
     scaled_once = _scales_once(grad_output.device)
-    if scaled_once and of_elements:
-        divisors["mean"] = math.prod(shape)
+    count = math.prod(shape)
+    # Torch's formulas divide by the count in Python, where 0 is an error.
+    if of_elements and (scaled_once or statically_known_true(count == 0)):
+        divisors["mean"] = count
     divisor = divisors.get(reduction_name(named["reduction"]))
     if divisor is not None:
         grad_output = (grad_output.to(wide) if scaled_once else grad_output) / divisor
