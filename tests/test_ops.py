@@ -200,14 +200,20 @@ def told_by_symbols(op, args, kwargs):
     """What a fake and a formula can tell calls with symbolic sizes apart by; numbers are opaque."""
     named = {**dict(zip((a.name for a in op._schema.arguments), args, strict=False)), **kwargs}
     tensors = {k: v for k, v in named.items() if isinstance(v, torch.Tensor)}
-    return (
-        op,
-        named["reduction"] == 0,
-        tuple(k for k, v in named.items() if v is None or v is True),
-        tuple(
-            (k, v.dtype, v.dim(), v.is_contiguous(), v.requires_grad) for k, v in tensors.items()
-        ),
-        len({v.shape for k, v in tensors.items() if k in ("input", "target")}),
+
+    def told_by(tensor):
+        order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__)
+        layout = (*order, tensor.is_contiguous())
+        return tensor.dtype, tensor.requires_grad, layout, [size == 1 for size in tensor.shape]
+
+    return repr(
+        (
+            op,
+            named["reduction"] == 0,
+            [k for k, v in named.items() if v is None or v is True],
+            {k: told_by(v) for k, v in tensors.items()},
+            len({v.shape for k, v in tensors.items() if k in ("input", "target")}),
+        )
     )
 
 
