@@ -12,8 +12,12 @@ from torch._inductor import config
 
 from compile_losses.lower import inline, slow_paths
 
-#: Whether a mean's gradient divides one number: on a CPU it does, on a GPU it does not.
-SCALES_ONCE = (True, False)
+
+@pytest.fixture(params=[True, False], ids=["scales once", "scales each"])
+def scales_once(request, monkeypatch):
+    """Whether a mean's gradient divides one number: on a CPU it does, on a GPU it does not."""
+    monkeypatch.setattr(inline, "_scales_once", lambda device: request.param)
+    return request.param
 
 
 def test_inlined_in_inference(graphs):
@@ -32,14 +36,15 @@ def test_inlined_in_inference(graphs):
     ("reduction", "scales_once"),
     [
         ("none", True),
-        *(("mean", once) for once in SCALES_ONCE),
+        ("mean", True),
+        ("mean", False),
         pytest.param("sum", True, marks=pytest.mark.slow),
     ],
+    indirect=["scales_once"],
 )
 @pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"])
-def test_inlined_is_the_op(loss, reduction, scales_once, graphs, no_code, monkeypatch):
+def test_inlined_is_the_op(loss, reduction, scales_once, graphs, no_code):
     """Both gradients, broadcasting, mixed dtypes and dynamic shapes, inlined."""
-    monkeypatch.setattr(inline, "_scales_once", lambda device: scales_once)
 
     def function(a, b):
         return getattr(torch.ops.fused, loss)(
@@ -120,11 +125,9 @@ def test_weighted_mean_without_a_backward_is_inlined(graphs, no_code):
     assert "fused" not in graphs["post"][0]
 
 
-@pytest.mark.parametrize("scales_once", SCALES_ONCE)
 @pytest.mark.parametrize("shapes", [((1, 5, 6), (2, 5, 6)), ((4, 6), (2, 4, 6)), ((), (3,))])
-def test_inlined_batchmean_is_the_op(shapes, scales_once, graphs, no_code, monkeypatch):
+def test_inlined_batchmean_is_the_op(shapes, scales_once, graphs, no_code):
     """The batch is the input's own, also where input is broadcast."""
-    monkeypatch.setattr(inline, "_scales_once", lambda device: scales_once)
 
     def function(a, b):
         return F.kl_div(F.gelu(a), torch.sigmoid(b), reduction="batchmean")
@@ -234,6 +237,7 @@ STOCK = {
     "huber": lambda p, t: F.huber_loss(p, t, delta=0.5),
     "kl": lambda p, t: F.kl_div(p, t, reduction="batchmean"),
     "kl, mean": F.kl_div,
+    "binary cross entropy": F.binary_cross_entropy_with_logits,
     "cross entropy": lambda p, t: F.cross_entropy(p, CLASSES),
     "smoothed": lambda p, t: F.cross_entropy(p, CLASSES, label_smoothing=0.1),
     "probabilities": lambda p, t: F.cross_entropy(p, t.softmax(-1)),
@@ -243,9 +247,9 @@ STOCK = {
 @pytest.mark.filterwarnings("ignore:reduction")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("loss", STOCK)
-def test_inlined_on_a_gpu_is_stocks(loss, dtype, no_code, monkeypatch):
+@pytest.mark.parametrize("scales_once", [False], indirect=True)
+def test_inlined_on_a_gpu_is_stocks(loss, dtype, scales_once, no_code):
     """Inductor gets the ops that it gets without this package, and decides about them as then."""
-    monkeypatch.setattr(inline, "_scales_once", lambda device: False)
     linear = nn.Linear(16, 12, dtype=dtype)
     x, target = torch.randn(8, 16, dtype=dtype), torch.rand(8, 12).to(dtype)
     found = []
@@ -264,11 +268,9 @@ def test_inlined_on_a_gpu_is_stocks(loss, dtype, no_code, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:reduction")
-@pytest.mark.parametrize("scales_once", SCALES_ONCE)
 @pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"])
 def test_inlined_mean_of_nothing(loss, scales_once, graphs, no_code, monkeypatch):
     """It is nan, also where torch's own function can't be compiled."""
-    monkeypatch.setattr(inline, "_scales_once", lambda device: scales_once)
     for name in ("SMALL", "SMALL_AND_SIMPLE"):
         monkeypatch.setattr(slow_paths, name, 1)  # or it is a kernel
     p, t = torch.randn(0, 12, requires_grad=True), torch.rand(0, 12)

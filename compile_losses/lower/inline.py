@@ -107,9 +107,11 @@ def _trace(node: Node, reference: Callable[..., Tensor]) -> Graph | None:
         return _backward(reference, bound, options, of_elements=is_elementwise(name))
 
     with tensors[0].fake_mode:  # type: ignore[attr-defined]
-        traced = make_fx(function)(*values)
+        # In both traces: what is left whole, functionalize decomposes in its own way.
+        table = select_decomp_table()
+        traced = make_fx(function, decomposition_table=table)(*values)
         functional = functionalize(traced, remove="mutations")
-        graph = make_fx(functional, decomposition_table=select_decomp_table())(*values).graph
+        graph = make_fx(functional, decomposition_table=table)(*values).graph
     if graph.find_nodes(op="get_attr") or len(graph.find_nodes(op="placeholder")) != len(sources):
         return None
     _drop_idle_views(graph)
