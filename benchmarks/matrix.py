@@ -10,13 +10,9 @@ and then compile each again from there, while one at a time measures.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import itertools
-import multiprocessing
 import statistics
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from functools import partial
@@ -26,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import report
-from benchmarks.clock import Call, Clock, make_clock, peak_mib, ratio_of, time_in_turns
-from benchmarks.contenders import failure
+from benchmarks.clock import Call, Clock, peak_mib, ratio_of, time_in_turns
 from benchmarks.heads import HEADS, LOSSES, Shape
 from benchmarks.options import DTYPES, add_options, provenance
+from benchmarks.workers import Worker, all_figures
 
 Cell = tuple[str, str, str, str]  # loss, head, dtype, mode
 MODES = ("training", "inference")
@@ -174,57 +170,16 @@ def measure(
     }
 
 
-class Worker:
-    """What measures cells in one process, of which one at a time is ``alone``."""
-
-    this: Worker
-
-    def __init__(
-        self, arguments: argparse.Namespace, alone: AbstractContextManager[object]
-    ) -> None:
-        self.arguments, self.alone = arguments, alone
-        with alone:
-            self.clock = make_clock(torch.device(arguments.device))
-
-    def compile(self, cell: Cell) -> None:
-        with contextlib.suppress(Exception):  # told when it is measured
-            compiled_runs(cell, self.arguments.shape, self.clock.device)
+class MatrixWorker(Worker[Cell]):
+    def compile(self, cell: Cell) -> object:
+        return compiled_runs(cell, self.arguments.shape, self.clock.device)
 
     def measure(self, cell: Cell) -> dict[str, str]:
         arguments = self.arguments
-        try:
-            return measure(cell, arguments.shape, self.clock, arguments.budget, self.alone)
-        except Exception as error:  # the other cells still count
-            return {"plan": failure(error)}
-        finally:
-            gc.collect()
+        return measure(cell, arguments.shape, self.clock, arguments.budget, self.alone)
 
-
-def _start_worker(arguments: argparse.Namespace, alone: AbstractContextManager[object]) -> None:
-    Worker.this = Worker(arguments, alone)
-
-
-def _compile(cell: Cell) -> None:
-    Worker.this.compile(cell)
-
-
-def _measure(cell: Cell) -> dict[str, str]:
-    return Worker.this.measure(cell)
-
-
-@contextlib.contextmanager
-def all_figures(arguments: argparse.Namespace) -> Iterator[Iterable[tuple[Cell, dict[str, str]]]]:
-    """The cells, and the figures of each as soon as it and those before it are measured."""
-    chosen = list(cells(arguments))
-    if arguments.jobs == 1:
-        worker = Worker(arguments, contextlib.nullcontext())
-        yield zip(chosen, map(worker.measure, chosen), strict=True)
-        return
-    spawn = multiprocessing.get_context("spawn")
-    alone = spawn.Lock()
-    with ProcessPoolExecutor(arguments.jobs, spawn, _start_worker, (arguments, alone)) as pool:
-        list(pool.map(_compile, chosen))
-        yield zip(chosen, pool.map(_measure, chosen), strict=True)
+    def failed(self, reason: str) -> dict[str, str]:
+        return {"plan": reason}
 
 
 def verdict(row: Row) -> str:
@@ -246,7 +201,7 @@ def run(arguments: argparse.Namespace) -> int:
     common = {"shape": "x".join(map(str, arguments.shape)), **provenance(arguments, device)}
     failed = 0
     print(f"{'cell':<58}{'stock':>9}{'ours':>9}{'ratio':>7}{'MiB':>9}{'ours':>9}  plan")
-    with all_figures(arguments) as measured:
+    with all_figures(MatrixWorker, arguments, list(cells(arguments))) as measured:
         for cell, figures in measured:
             failed += "ratio" not in figures
             loss, head, dtype, mode = cell

@@ -62,10 +62,11 @@ def readers_of(node: Node) -> list[Node]:
 
 def is_fused_into_readers(node: Node) -> bool:
     """Whether all that read a value, through views, are ops that Inductor generates itself."""
-    return all(map(_is_generated, readers_of(node)))
+    return all(map(is_generated, readers_of(node)))
 
 
-def _is_generated(node: Node) -> bool:
+def is_generated(node: Node) -> bool:
+    """Whether a node is an op of elements, or one that pads, which Inductor generates itself."""
     target: Any = node.target
     return target in _SCATTERS or (
         isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags

@@ -28,6 +28,7 @@ from compile_losses.lower.aliases import graph_outputs, is_fused_into_readers, s
 from compile_losses.lower.calls import fused_call, fused_op, has_part, is_elementwise
 from compile_losses.lower.cost import MATMULS
 from compile_losses.lower.decision import Decision, log, site_of
+from compile_losses.lower.elementwise import drop_markers
 from compile_losses.lower.hoist import SAVED
 from compile_losses.lower.inline import inline_backward
 
@@ -50,6 +51,7 @@ _VIEWS = (*_ROW_VIEWS, aten.permute.default, aten.transpose.int, aten.t.default)
 def in_place(graph: Graph) -> list[Decision]:
     """Replaces functional ops by in-place ones where the overwritten buffer is dead."""
     decisions = []
+    drop_markers(graph)
     for node in list(graph.nodes):
         loss, part = fused_call(node) or ("", "")
         if part or node.target is fused.scale.default:

@@ -28,6 +28,7 @@ from compile_losses.lower.cost import (
     nbytes_of,
 )
 from compile_losses.lower.decision import Decision, log, site_of
+from compile_losses.lower.elementwise import move_gradients
 from compile_losses.lower.hoist import hoist, overwrites_buffers, refusal
 from compile_losses.lower.in_place import overwritable
 from compile_losses.lower.inline import inline, inline_backward
@@ -42,7 +43,12 @@ _MARGIN = 1.05
 
 
 def plan(graph: Graph) -> list[Decision]:
-    """Inlines or hoists every loss of a graph; returns what was decided, for each loss."""
+    """Decides about every loss of a graph; returns what was decided, for each loss."""
+    return [*_plan_ops(graph), *move_gradients(graph)]
+
+
+def _plan_ops(graph: Graph) -> list[Decision]:
+    """Inlines or hoists every loss that is an op."""
     merge_twins(graph)
     losses = find_losses(graph)
     if not losses and not any(fused_call(node) for node in graph.nodes):

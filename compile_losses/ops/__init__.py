@@ -5,6 +5,7 @@ from compile_losses.ops import (  # noqa: F401
     cross_entropy,
     cross_entropy_probabilities,
     huber_loss,
+    keep_gradient,
     kl_div,
     l1_loss,
     linear_cross_entropy,

@@ -1,0 +1,18 @@
+"""The gradient of any sum of elementwise functions, computed with the sum.
+
+In a joint graph such a loss reads its operands twice, for its value and for its gradient::
+
+    loss = sum(f(x, y))                 grad_x = grad_loss * df_dx(x, y)
+
+Both are torch's own ops, so no kernel of ours is needed to read the operands once::
+
+    loss, unit = sum(f(x, y)), df_dx(x, y)                 grad_x = scale(unit, grad_loss)
+
+``find`` looks for what is computed of a tangent by ops that are linear in it and work element by
+element, ``move`` computes that in the forward for a tangent of 1, and ``rows`` gives the sum a
+shape which Inductor computes in one loop with the gradient.
+"""
+
+from compile_losses.lower.elementwise.move import drop_markers, move_gradients
+
+__all__ = ["drop_markers", "move_gradients"]

@@ -1,0 +1,165 @@
+"""The part of a backward that is linear in a tangent of one number, element by element.
+
+Linear is proven op by op, never tried: each op of the part is one that is linear in the arguments
+which depend on the tangent, and its other arguments don't depend on any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from compile_losses.lower.aliases import depends_on_tangents
+from compile_losses.lower.cost import CASTS, behind_views
+
+aten = torch.ops.aten
+
+_OF_THE_FIRST = (
+    aten.neg.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.expand.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+)
+_PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
+_QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a backward computes of one tangent.
+
+    Attributes:
+        tangent: a placeholder of one number.
+        nodes: all that is linear in it element by element, in the graph's order; not the tangent.
+        gradients: those of ``nodes`` of more than one number, not views, that other nodes read.
+    """
+
+    tangent: Node
+    nodes: tuple[Node, ...]
+    gradients: tuple[Node, ...]
+
+    @property
+    def operands(self) -> list[Node]:
+        """What the nodes read of the forward."""
+        own = {self.tangent, *self.nodes}
+        read = (source for node in self.nodes for source in node.all_input_nodes)
+        return list(dict.fromkeys(source for source in read if source not in own))
+
+
+def find_parts(graph: Graph) -> list[Part]:
+    """The part of each tangent of one number that has a gradient of more."""
+    backward = depends_on_tangents(graph)
+    parts = (
+        _part(node, backward)
+        for node in graph.find_nodes(op="placeholder")
+        if node in backward and is_one_number(node)
+    )
+    return [part for part in parts if part.gradients]
+
+
+def is_one_number(node: Node) -> bool:
+    value = node.meta.get("val")
+    return (
+        isinstance(value, Tensor)
+        and value.is_floating_point()
+        and all(isinstance(size, int) and size == 1 for size in value.shape)
+    )
+
+
+def _part(tangent: Node, backward: set[Node]) -> Part:
+    linear: dict[Node, None] = {tangent: None}
+    for node in tangent.graph.nodes:
+        if any(source in linear for source in node.all_input_nodes) and _is_linear(
+            node, linear, backward
+        ):
+            linear[node] = None
+    del linear[tangent]
+    read_elsewhere = (n for n in linear if any(user not in linear for user in n.users))
+    gradients = dict.fromkeys(map(behind_views, read_elsewhere))
+    large = [n for n in linear if n in gradients and not is_one_number(n) and _differs(n)]
+    return Part(tangent, tuple(linear), tuple(large))
+
+
+def cone_of(nodes: Iterable[Node]) -> set[Node]:
+    """Nodes and all that they are computed by."""
+    cone = set(nodes)
+    work = list(cone)
+    while work:
+        sources = [source for source in work.pop().all_input_nodes if source not in cone]
+        cone.update(sources)
+        work += sources
+    return cone
+
+
+def _differs(gradient: Node) -> bool:
+    """Whether a gradient is made of more than numbers."""
+    return any(
+        isinstance(node.meta.get("val"), Tensor)
+        and node.op == "placeholder"
+        and not is_one_number(node)
+        for node in cone_of([gradient])
+    )
+
+
+def _is_linear(node: Node, linear: dict[Node, None], backward: set[Node]) -> bool:
+    """Whether a node is linear, element by element, in its arguments that depend on tangents, all
+    of which are in ``linear``."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, Tensor):
+        return False
+    if not value.is_floating_point():
+        return False
+    dependent = [source for source in node.all_input_nodes if source in backward]
+    if any(source not in linear for source in dependent):
+        return False
+    target: Any = node.target
+    args = node.args
+    if target in _OF_THE_FIRST or target in CASTS:
+        return dependent == [args[0]]
+    if target in _PRODUCTS:
+        return len(dependent) == 1 and args.count(dependent[0]) == 1
+    if target in _QUOTIENTS:  # without a rounding mode, which another overload has
+        return dependent == [args[0]] and args[1] is not args[0]
+    if target in _SUMS:
+        return all(argument in dependent for argument in args[:2]) and not _depends(
+            node.kwargs.get("alpha"), backward
+        )
+    if target in (aten.zeros_like.default, aten.full_like.default):
+        return _is_zero(node)
+    if target is aten.where.self:
+        chosen = args[1:3]
+        return args[0] not in backward and all(a in dependent or _is_zero(a) for a in chosen)
+    return False
+
+
+def _depends(argument: Any, backward: set[Node]) -> bool:
+    return isinstance(argument, Node) and argument in backward
+
+
+def _is_zero(argument: Any) -> bool:
+    if not isinstance(argument, Node):
+        return isinstance(argument, int | float) and argument == 0
+    target: Any = argument.target
+    if target in (aten.zeros.default, aten.zeros_like.default):
+        return True
+    if target is aten.scalar_tensor.default:
+        return bool(argument.args[0] == 0)
+    if target in (aten.full.default, aten.full_like.default):
+        return bool(argument.args[1] == 0)
+    return False

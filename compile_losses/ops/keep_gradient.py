@@ -1,0 +1,24 @@
+"""A gradient that was computed with the loss, for the backward to find.
+
+``torch.ops.fused.keep_gradient(loss, gradient)`` returns copies of both. In a joint graph it marks
+a gradient that the forward computes: the partitioner may not compute the op again, and the forward
+returns its other result. The last pass puts its arguments back in its place.
+"""
+
+import torch
+from torch import Tensor
+
+from compile_losses import library
+
+keep_gradient = library.define("keep_gradient(Tensor loss, Tensor gradient) -> (Tensor, Tensor)")
+
+
+def copies(loss: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return loss.clone(), gradient.clone()
+
+
+library.implement(keep_gradient, copies, "CompositeExplicitAutograd")
+library.register_fake(
+    keep_gradient, lambda loss, gradient: (torch.empty_like(loss), torch.empty_like(gradient))
+)
+library.register_not_differentiable(keep_gradient)
