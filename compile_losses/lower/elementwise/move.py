@@ -30,8 +30,8 @@ fused = torch.ops.fused
 
 #: In bytes of the largest gradient: with fewer, calls take longer than one read saves.
 SMALL = 1 << 20
-#: Where Inductor adds up and writes a gradient in one loop.
-DEVICES = {"cuda"}
+#: Whether to do it on a CPU, where Inductor adds up and writes a gradient in two loops.
+ON_CPU = False
 
 
 def move_gradients(graph: Graph) -> list[Decision]:
@@ -65,8 +65,8 @@ def refusal(part: Part, loss: Node | None, overwrites: bool) -> str | None:
     device = values[0].device
     if not _has_scale(device):
         return f"there is no kernel for {device.type}"
-    if device.type not in DEVICES:
-        return f"on {device.type} Inductor adds up and writes a gradient in two loops"
+    if device.type == "cpu" and not ON_CPU:
+        return "on a CPU Inductor adds up and writes a gradient in two loops"
     if any(node.meta["val"].dtype == torch.float16 for node in (part.tangent, *part.nodes)):
         return "a unit gradient would underflow in float16 before the loss scale reaches it"
     cone = cone_of(part.operands)
@@ -86,8 +86,8 @@ def refusal(part: Part, loss: Node | None, overwrites: bool) -> str | None:
 
 
 def _has_scale(device: torch.device) -> bool:
-    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type)
-    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key("fused::scale_", key)
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("fused::scale_", key)
 
 
 def _is_random(node: Node) -> bool:
