@@ -34,7 +34,8 @@ class Site:
     """One loss in a user's program.
 
     Attributes:
-        op: the fused op, or the torch function that was left alone.
+        op: the fused op, or the torch function that was left alone; ``"elementwise"`` for what is
+            neither, and whose gradient may be computed with it.
         status: ``"rewritten"`` or ``"declined"``.
         reason: why it was declined, or what was absorbed into the op; may be empty.
         file, line: the innermost frame of the user's own code, outside installed libraries; that
@@ -143,7 +144,12 @@ def source_of(node: Node) -> tuple[str, int]:
     Where a library's model is compiled by itself no line is the user's. The nearest to it is then
     in the ``forward`` of that model, and not in the functions that it calls for its loss.
     """
-    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    return line_in(node.meta.get("stack_trace") or "")
+
+
+def line_in(trace: str) -> tuple[str, int]:
+    """The file and line of the user's code in a stack trace, as for :func:`source_of`."""
+    frames = list(_FRAME.finditer(trace))
     if not frames:
         return "<unknown>", 0
     paths = [os.path.realpath(frame["file"]) for frame in frames]
@@ -182,14 +188,16 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         rewrite(gm)
         found: Report = gm.meta["compile_losses"]
         decisions: list[Decision] = []
-        if any(site.status == "rewritten" for site in found.sites):
+        rewritten = any(site.status == "rewritten" for site in found.sites)
+        if rewritten or _is_trained(gm, example_inputs):
             try:
                 decisions = decide(gm, example_inputs)
             except Exception as error:  # the graphs without a compiler still run
-                report.errors.append(_first_line(f"{type(error).__name__}: {error}"))
-        report.sites += [
-            replace(_planned(site, decisions), graph=report.graphs) for site in found.sites
-        ]
+                if rewritten:
+                    report.errors.append(_first_line(f"{type(error).__name__}: {error}"))
+        sites = [_planned(site, decisions) for site in found.sites]
+        sites = _with_elementwise(sites, decisions)
+        report.sites += [replace(site, graph=report.graphs) for site in sites]
         report.graphs += 1
         return gm.forward
 
@@ -211,6 +219,8 @@ def _planned(site: Site, decisions: Sequence[Decision]) -> Site:
     if site.status != "rewritten" or not own:
         return site
     compared = [d for d in own if d.cost is not None and d.stock is not None]
+    # An op that was written out and then moved has two, of which the last counts.
+    compared = [d for d in compared if d.loss == "elementwise"] or compared
     if len(compared) == 1:
         cost, stock = compared[0].cost, compared[0].stock
         assert cost is not None
@@ -224,6 +234,50 @@ def _planned(site: Site, decisions: Sequence[Decision]) -> Site:
         )
     details = [f"{d.choice}: {d.reason}" for d in own if d.reason]
     return replace(site, plan=tuple(d.choice for d in own), details=tuple(details))
+
+
+def _is_trained(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether a graph may have a backward."""
+    tensors = [t for t in (*example_inputs, *gm.parameters()) if isinstance(t, torch.Tensor)]
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _with_elementwise(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[Site]:
+    """Sites, and those of losses that are no op: each is that which was declined in its line, or
+    one of its own."""
+    result = list(sites)
+    for decision in (d for d in decisions if d.loss == "elementwise"):
+        file, line = line_in(decision.trace)
+        there = [
+            i
+            for i, site in enumerate(result)
+            if (
+                site.mark == decision.site
+                if decision.site is not None
+                else (site.file, site.line) == (file, line)
+            )
+        ]
+        declined = [i for i in there if result[i].status == "declined"]
+        if decision.cost is None or decision.stock is None:
+            if not there:
+                result.append(Site("elementwise", "declined", decision.reason, file, line))
+            continue
+        if there and not declined and decision.site is not None:
+            continue  # an op that was written out, of whose plan it is one more step
+        if not declined:
+            result.append(Site("elementwise", "rewritten", "", file, line))
+        index = declined[0] if declined else -1
+        result[index] = replace(
+            result[index],
+            status="rewritten",
+            reason="",
+            plan=(f"elementwise, {decision.choice}",),
+            bytes_moved=decision.cost.moved,
+            bytes_held=decision.cost.held,
+            stock_bytes_moved=decision.stock.moved,
+            stock_bytes_held=decision.stock.held,
+        )
+    return result
 
 
 def _located(site: Site, function: Callable[..., Any]) -> Site:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import compile_losses
 from benchmarks.elementwise import LOSSES
 from compile_losses.backend import compile_losses as backend
-from compile_losses.lower.elementwise import move
+from compile_losses.lower.elementwise import move, rows
 from tests.accuracy import assert_accurate
 
 MOVED = "fused.keep_gradient"
@@ -21,6 +25,22 @@ def anywhere(monkeypatch):
     """On every device, whether it pays there or not."""
     monkeypatch.setattr(move, "SMALL", 0)
     monkeypatch.setattr(move, "ON_CPU", True)
+    monkeypatch.setattr(rows, "SHORTEST", 2)
+
+
+@pytest.fixture
+def decisions(monkeypatch):
+    """What is decided, in the order of compilations."""
+    found = []
+    decide = move._decide
+
+    def recorded(*args):
+        decision = decide(*args)
+        found.append(decision)
+        return decision
+
+    monkeypatch.setattr(move, "_decide", recorded)
+    return found
 
 
 def inputs_of(name, shape, dtype=torch.float32):
@@ -29,16 +49,30 @@ def inputs_of(name, shape, dtype=torch.float32):
     return [t.to(dtype).requires_grad_(k.isupper()) for t, k in zip(made, kinds, strict=True)]
 
 
+def pair(*shape, dtype=torch.float32):
+    return [torch.randn(shape, dtype=dtype, requires_grad=True), torch.randn(shape, dtype=dtype)]
+
+
+def charbonnier(x, t):
+    return ((x - t) ** 2 + 1e-3).sqrt().mean()
+
+
 def results(function, inputs, factor=1.0):
-    loss = function(*inputs)
+    returned = function(*inputs)
+    loss, *others = returned if isinstance(returned, tuple) else (returned,)
     leaves = [t for t in inputs if t.requires_grad]
-    return [loss.detach(), *torch.autograd.grad(loss * factor, leaves)]
+    gradients = torch.autograd.grad(loss * factor, leaves)
+    return [loss.detach(), *(other.detach() for other in others), *gradients]
 
 
-def check(function, inputs, factor=1.0, **options):
+def check(function, inputs, factor=1.0, compiled=None, **options):
     """By the one accuracy rule."""
-    compiled = torch.compile(function, backend=backend, **options)
-    exact = [t.detach().double().requires_grad_(t.requires_grad) for t in inputs]
+    if compiled is None:
+        compiled = torch.compile(function, backend=backend, **options)
+    exact = [
+        (t.detach().double() if t.is_floating_point() else t).requires_grad_(t.requires_grad)
+        for t in inputs
+    ]
     for ours, eager, true in zip(
         results(compiled, inputs, factor),
         results(function, inputs, factor),
@@ -72,6 +106,451 @@ def test_gradients_stay(graphs, no_code):
         lambda x, t: x.sum(),
         lambda x, t: ((x - t) ** 4 / variance + variance.log()).mean(),
         lambda x, t: ((x - t) ** 4).mean(0).amax(),
+        lambda x, t: (lambda total: total * total.exp())(((x - t) ** 4).mean()),
+        lambda x, t: F.layer_norm(x, (48,)).pow(4).mean(),
     ):
-        check(function, [torch.randn(32, 48, requires_grad=True), torch.randn(32, 48)])
+        check(function, pair(32, 48))
     assert not any(MOVED in joint for joint in graphs["joint"])
+
+
+def test_a_learned_variance_has_its_gradient(graphs, no_code):
+    def function(x, variance, t):
+        return ((x - t) ** 2 / variance.exp() + variance).mean()
+
+    for shape in ((48,), (1,), (32, 1)):
+        x, t = pair(32, 48)
+        check(function, [x, torch.randn(shape, requires_grad=True), t], 3.0)
+    assert not any(MOVED in joint for joint in graphs["joint"])
+
+
+def test_masked_means_stay(decisions, no_code):
+    """The mask would be read before, for its sum."""
+
+    def function(x, t, mask):
+        return (((x - t) ** 2 + 1).sqrt() * mask).sum() / mask.sum()
+
+    x, t = pair(32, 48)
+    check(function, [x, t, (torch.rand(32, 48) > 0.5).float()], 3.0)
+    (decision,) = decisions
+    assert "in the same loop" in decision.reason
+
+
+def test_weights_are_operands(graphs, no_code):
+    def function(x, t, mask):
+        return (((x - t) ** 2 + 1).sqrt() * mask).sum() / mask.shape[0]
+
+    x, t = pair(32, 48)
+    for mask in ((torch.rand(32, 48) > 0.5), torch.rand(32, 1), torch.rand(48)):
+        check(function, [x, t, mask], 3.0)
+    assert all(MOVED in joint for joint in graphs["joint"])
+
+
+def behaviour(function, inputs, backwards):
+    """Gradients after each backward, or the class of the error."""
+    inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    loss = function(*inputs)
+    found = []
+    for options in backwards:
+        try:
+            loss.backward(torch.tensor(3.0), **options)
+        except RuntimeError as error:
+            found.append(type(error))
+        else:
+            found += [t.grad.clone() for t in inputs if t.requires_grad]
+    return found
+
+
+HEAD = nn.Linear(48, 40)
+RETAINED = {
+    "alone": charbonnier,
+    "through a view": lambda x, t: charbonnier(x.view(48, 32).t(), t.view(48, 32).t()),
+    "behind a product": lambda x, t: charbonnier(HEAD(x), t[:, :40]),
+    "of a product with a constant": lambda x, t: charbonnier(x @ t.t(), t @ t.t()),
+    "with an op's": lambda x, t: charbonnier(x, t) + F.mse_loss(x * 1.0, t),
+    "of two operands": lambda x, t: charbonnier(x, t) + F.mse_loss(HEAD(x), t[:, :40]),
+    "of another": lambda x, t: charbonnier(x.exp().cumsum(0), t),
+}
+
+
+@pytest.mark.parametrize("case", RETAINED)
+@pytest.mark.parametrize("retains", [(True, True, False), (False, False), (False, True)])
+def test_retain_graph_as_stock(case, retains, no_code):
+    function = RETAINED[case]
+    backwards = [{"retain_graph": retain} for retain in retains]
+    inputs = pair(32, 48)
+    stock = behaviour(torch.compile(function), inputs, backwards)
+    torch._dynamo.reset()
+    ours = behaviour(torch.compile(function, backend=backend), inputs, backwards)
+    for left, right in zip(ours, stock, strict=True):
+        if isinstance(right, torch.Tensor):
+            torch.testing.assert_close(left, right)
+        else:
+            assert left is right
+
+
+def test_retained_before_and_after(no_code):
+    """A graph compiled for a backward that retains, and then run by one that does not."""
+    compiled = torch.compile(charbonnier, backend=backend)
+    for retain in (True, False, True):
+        inputs = pair(32, 48)
+        loss, expected = compiled(*inputs), charbonnier(*inputs)
+        for _ in range(1 + retain):
+            (ours,) = torch.autograd.grad(loss, inputs[:1], retain_graph=retain)
+            (eager,) = torch.autograd.grad(expected, inputs[:1], retain_graph=True)
+            torch.testing.assert_close(ours, eager)
+
+
+def test_double_backward_as_stock(no_code):
+    def twice(loss, x):
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        gradient.sum().backward()
+
+    errors = []
+    for chosen in ("inductor", backend):
+        torch._dynamo.reset()
+        x, t = pair(32, 48)
+        loss = torch.compile(charbonnier, backend=chosen)(x, t)
+        with pytest.raises(RuntimeError) as caught:
+            twice(loss, x)
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
+
+
+def test_checkpointed(decisions, no_code):
+    def function(x, t):
+        return checkpoint(lambda x, t: charbonnier(HEAD(x), t), x, t, use_reentrant=False)
+
+    x, _ = pair(32, 48)
+    check_head(function, x)
+    assert all("checkpointed" in decision.reason for decision in decisions)
+
+
+def check_head(function, x, t=None):
+    t = torch.randn(32, 40) if t is None else t
+    for factor in (1.0, 3.0):
+        ours = results(torch.compile(function, backend=backend), [x, t], factor)
+        expected = results(function, [x, t], factor)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_with_a_memory_budget(decisions, no_code):
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        check_head(lambda x, t: charbonnier(HEAD(x), t), pair(32, 48)[0])
+    assert decisions
+    assert all("budget" in decision.reason for decision in decisions)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype, graphs, decisions, no_code):
+    def function(x, t):
+        with torch.autocast("cpu", dtype):
+            return charbonnier(HEAD(x), t)
+
+    x, t = pair(32, 48)[0], torch.randn(32, 40)
+    ours = results(torch.compile(function, backend=backend), [x, t], 3.0)
+    expected = results(function, [x, t], 3.0)
+    torch.testing.assert_close(ours, expected, rtol=0.02, atol=0.01)
+    moved = any(MOVED in joint for joint in graphs["joint"])
+    assert moved == (dtype == torch.bfloat16)
+    if not moved:
+        assert any("float16" in decision.reason for decision in decisions)
+
+
+def test_float16(decisions, no_code):
+    check(charbonnier, pair(32, 48, dtype=torch.float16))
+    (decision,) = decisions
+    assert "float16" in decision.reason
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, t: (charbonnier(x, t), (x - t).abs().amax(), x.exp().detach()),
+        lambda x, t: (charbonnier(x, t) + 0.1 * ((x * x).exp() - 1).clamp(max=2).sum(1).mean(),),
+        lambda x, t: (charbonnier(x, t).float(), charbonnier(x, t).detach()),
+        lambda x, t: (charbonnier(x[:, :20], t[:, :20]) * x.shape[0],),
+        lambda x, t: (((x - t) ** 4).mean(1).sum() / 7, x - t),
+        lambda x, t: (((x - t) ** 4).sum((0, 1), keepdim=True).view(()), x - t),
+        lambda x, t: (charbonnier(x.flatten(), t.flatten()), x),
+        lambda x, t: (charbonnier(x.t(), t.t()), x),
+        lambda x, t: (charbonnier(x.double(), t.double()), x),
+        lambda x, t: (((x - t) ** 4).mean(dtype=torch.float64), x),
+    ],
+)
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_beside_other_outputs(function, factor, no_code):
+    check(function, pair(32, 48), factor)
+
+
+def test_two_losses_of_one_input(graphs, no_code):
+    """Two outputs, each with a backward of its own."""
+
+    def function(x, t):
+        return charbonnier(x, t), ((x - t).tanh() ** 4).mean()
+
+    x, t = pair(32, 48)
+    ours = torch.compile(function, backend=backend)(x, t)
+    expected = function(x, t)
+    for weights in ((1.0, 1.0), (3.0, 0.0), (0.0, -2.0)):
+        total, right = (
+            sum(w * loss for w, loss in zip(weights, losses, strict=True))
+            for losses in (ours, expected)
+        )
+        (gradient,) = torch.autograd.grad(total, x, retain_graph=True)
+        (eager,) = torch.autograd.grad(right, x, retain_graph=True)
+        torch.testing.assert_close(gradient, eager)
+
+
+def test_two_heads(graphs, no_code):
+    """Two tangents, and a gradient for each; each loss is kept with its own."""
+
+    def function(x, y, t):
+        return charbonnier(x, t), ((y - t).tanh() ** 4).mean()
+
+    x, t = pair(32, 48)
+    y = torch.randn(32, 48, requires_grad=True)
+    ours = torch.compile(function, backend=backend)(x, y, t)
+    expected = function(x, y, t)
+    for i, leaf in enumerate((x, y)):
+        torch.testing.assert_close(ours[i], expected[i])
+        (gradient,) = torch.autograd.grad(3 * ours[i], leaf, retain_graph=True)
+        (eager,) = torch.autograd.grad(3 * expected[i], leaf, retain_graph=True)
+        torch.testing.assert_close(gradient, eager)
+    (joint,) = graphs["joint"]
+    assert joint.count(MOVED) == 2
+
+
+def test_in_place_changes(no_code):
+    def before(x, t):
+        y = x * 2
+        y.add_(1)
+        return charbonnier(y, t)
+
+    def after(x, t):
+        y = x * 2
+        loss = charbonnier(y, t)
+        y.mul_(3)
+        return loss, y.detach()
+
+    def of_an_input(x, t):
+        loss = charbonnier(x, t)
+        t.add_(1)
+        return loss
+
+    check(before, pair(32, 48), 3.0)
+    check(after, pair(32, 48), 3.0)
+    x, t = pair(32, 48)
+    clones = t.clone()
+    ours = results(torch.compile(of_an_input, backend=backend), [x, t], 3.0)
+    torch.testing.assert_close(ours, results(of_an_input, [x, clones], 3.0))
+    torch.testing.assert_close(t, clones)
+
+
+def test_dropout_before(no_code):
+    """One mask for the loss and its gradient."""
+
+    def function(x, t):
+        y = F.dropout(x, 0.5)
+        return charbonnier(y, t), y.detach()
+
+    x, t = pair(32, 48)
+    t = torch.zeros_like(t)
+    _, y, gradient = results(torch.compile(function, backend=backend), [x, t])
+    assert torch.equal(gradient == 0, y == 0)
+
+
+SHAPES = [(0,), (0, 5), (1,), (1, 1), (7919,), (127, 131), (3, 1, 5, 7), (2, 3, 4, 5), (10007, 2)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["charbonnier", "gaussian_nll"])
+def test_shapes(shape, name, no_code):
+    check(LOSSES[name][0], inputs_of(name, shape), 3.0)
+
+
+def layouts():
+    yield torch.randn(48, 32).t()
+    yield torch.randn(32, 96)[:, ::2]
+    yield torch.randn(2, 3, 16, 16).to(memory_format=torch.channels_last)
+    yield torch.randn(16, 8, 12).transpose(0, 1)
+    yield torch.randn(32, 1).expand(32, 48)
+    yield torch.randn(33, 48)[1:]
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_layouts(index, no_code):
+    x = list(layouts())[index]
+    t = torch.randn_like(x)
+    for inputs in ([x, t], [t, x]):
+        check(charbonnier, [inputs[0].detach().requires_grad_(), inputs[1]], 3.0)
+        strided = [inputs[0].detach().requires_grad_(), torch.randn(x.shape)]
+        check(charbonnier, strided, 3.0)
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_layouts_with_code(index):
+    x = list(layouts())[index]
+    check(charbonnier, [x.detach().requires_grad_(), torch.randn(x.shape)], 3.0)
+
+
+def test_dynamic_sizes(graphs, no_code):
+    """The number of rows may be a symbol, their length may not."""
+    for dim, moves in ((0, True), (1, False)):
+        torch._dynamo.reset()
+        graphs["joint"].clear()
+        for function in (charbonnier, lambda x, t: ((x - t) ** 4).sum(1).mean()):
+            compiled = torch.compile(function, backend=backend, dynamic=True)
+            for size in (6, 11, 37):
+                shape = (size, 48) if dim == 0 else (48, size)
+                inputs = pair(*shape)
+                for tensor in inputs:
+                    torch._dynamo.mark_static(tensor, 1 - dim)
+                check(function, inputs, 3.0, compiled)
+        assert len(graphs["joint"]) == 2
+        assert all((MOVED in joint) == moves for joint in graphs["joint"])
+
+
+def test_cuda_graphs(decisions, no_code):
+    with torch._inductor.config.patch("triton.cudagraphs", True):
+        check(charbonnier, pair(32, 48))
+    (decision,) = decisions
+    assert "CUDA graph" in decision.reason
+
+
+def test_several_devices(graphs, no_code):
+    """A factor may come from the host."""
+    scale = torch.tensor(0.3)
+    check(lambda x, t: charbonnier(x, t) * scale.to(x.dtype), pair(32, 48), 3.0)
+
+
+def test_what_is_left_does_not_read_again(decisions, graphs, no_code):
+    """A gradient that is computed in what reads it, of the same operands and of others."""
+    scales = torch.rand(48, requires_grad=True)
+
+    def same(x, t):
+        return (((x - t * scales) ** 2 + 1).sqrt()).mean()
+
+    def others(x, t, y):
+        return charbonnier(x, t) + (F.softmax(y * scales, -1) ** 2 + 1).sqrt().mean()
+
+    check(same, pair(32, 48))
+    assert "another gradient" in decisions[-1].reason
+    check(others, [*pair(32, 48), torch.randn(32, 48)])
+    assert decisions[-1].choice == "gradient in forward"
+
+
+ONE = (torch.tanh, torch.sigmoid, torch.sin, F.softplus, torch.neg, torch.square,
+       lambda a: (a * a + 0.5).sqrt(), lambda a: a.tanh().exp(), lambda a: (a.abs() + 1).log(),
+       lambda a: a.clamp(-1.5, 1.5), F.silu, lambda a: 2 * a - 0.5, F.relu, torch.abs,
+       lambda a: a.double().to(a.dtype), lambda a: torch.where(a > 0.3, a, 0.1 * a))  # fmt: skip
+TWO = (torch.add, torch.sub, torch.mul, lambda a, b: a / (b * b + 0.7), torch.maximum,
+       lambda a, b: torch.where(b > 0, a, b), lambda a, b: a * (b > 0.2),
+       lambda a, b: torch.lerp(a, b, 0.3))  # fmt: skip
+SUMS = (
+    torch.mean,
+    torch.sum,
+    lambda a: a.sum(-1).mean(),
+    lambda a: a.mean(-1).sum() / 3,
+    lambda a: -a.mean(),
+    lambda a: a.sum(0).mean(),
+    lambda a: 0.5 * a.mean() + a.tanh().sum(-1).mean(),
+    lambda a: a.flatten().mean(),
+    lambda a: a.sum() / a.shape[0],
+)
+
+
+def random_loss(seed):
+    """A loss of two or three tensors, and these."""
+    rng = random.Random(seed)
+    shape = rng.choice([(6, 20), (3, 4, 10), (2, 3, 4, 5), (97,), (1, 31), (16, 1), (8, 64)])
+    dtype = rng.choice([torch.float32, torch.float32, torch.bfloat16, torch.float64])
+    generator = torch.Generator().manual_seed(seed)
+    tensors = []
+    for i in range(rng.choice([2, 2, 3])):
+        own = shape
+        if i and rng.random() < 0.25:
+            own = tuple(1 if rng.random() < 0.5 else size for size in shape)
+        tensor = torch.randn(own, generator=generator).to(dtype)
+        layout = rng.random()
+        if layout < 0.2 and tensor.dim() > 1:
+            tensor = tensor.transpose(0, 1).contiguous().transpose(0, 1)
+        elif layout < 0.3:
+            tensor = torch.cat([tensor, tensor], -1)[..., : own[-1]]
+        tensors.append(tensor.requires_grad_(i == 0 or rng.random() < 0.4))
+    steps = []
+    for _ in range(rng.randint(2, 7)):
+        operands = [rng.randrange(1000) for _ in range(2)]
+        steps.append((rng.choice(ONE), operands[:1]) if rng.random() < 0.5 else
+                     (rng.choice(TWO), operands))  # fmt: skip
+    reduce = rng.choice(SUMS)
+
+    def function(*inputs):
+        values = [inputs[0]]
+        for value in inputs[1:]:
+            values.append(values[-1] * 0.5 + value)
+        for op, operands in steps:
+            values.append(op(*(values[-1 - i % min(3, len(values))] for i in operands)))
+        return reduce(values[-1] + 0.1 * values[len(inputs) - 1])
+
+    return function, tensors, {"dynamic": True} if rng.random() < 0.2 else {}
+
+
+def check_random(seed):
+    function, tensors, options = random_loss(seed)
+    factor = random.Random(seed).choice([1.0, 3.0])
+    check(function, tensors, factor, **options)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_losses(seed, no_code):
+    check_random(seed)
+
+
+@pytest.mark.slow
+def test_many_random_losses(graphs, no_code):
+    for seed in range(60, 560):
+        torch._dynamo.reset()
+        check_random(seed)
+    moved = sum(MOVED in joint for joint in graphs["joint"])
+    assert moved > len(graphs["joint"]) / 3
+
+
+def test_explained():
+    """By the line of the loss; one that a table knows as declined becomes rewritten."""
+
+    def model(x, t):
+        return ((x - t) ** 2 + 1e-3).sqrt().mean()  # explained
+
+    def declined(x, t, mask):
+        return (((x - t) ** 2 + 1).sqrt() * mask).sum() / mask.sum()  # not explained
+
+    def known(x, t):
+        return F.binary_cross_entropy(x.sigmoid(), t.sigmoid())
+
+    (site,) = compile_losses.explain(model, *pair(32, 48)).sites
+    assert (site.op, site.status, site.plan[0]) == (
+        "elementwise",
+        "rewritten",
+        "elementwise, gradient in forward",
+    )
+    assert (site.file, site.line) == (__file__, line_of("# explained"))
+    assert site.bytes_moved < site.stock_bytes_moved
+    x, t = pair(32, 48)
+    (site,) = compile_losses.explain(declined, x, t, torch.rand(32, 48)).sites
+    assert (site.op, site.status, site.line) == (
+        "elementwise",
+        "declined",
+        line_of("# not explained"),
+    )
+    assert "in the same loop" in site.reason
+    (site,) = compile_losses.explain(known, *pair(32, 48)).sites
+    assert (site.op, site.status) == ("binary_cross_entropy", "rewritten")
+    assert not compile_losses.explain(lambda x, t: (x - t).sum(), *pair(32, 48)).sites
+    with torch.no_grad():
+        assert not compile_losses.explain(model, *pair(32, 48)).sites
+
+
+def line_of(comment):
+    with open(__file__) as file:
+        lines = file.read().splitlines()
+    return next(i for i, line in enumerate(lines, 1) if line.endswith(comment))

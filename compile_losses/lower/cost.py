@@ -11,7 +11,7 @@ opaque, and its arguments are.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,9 +159,14 @@ def _kind(producer: Node, ops: OpTypes) -> str:
 
 def _source_bytes(producer: Node, ops: OpTypes) -> int:
     """The size of what a fused kernel reads that computes ``producer``, each buffer once."""
-    seen = {producer}
+    return sum(buffers_read([producer], ops).values())
+
+
+def buffers_read(nodes: Iterable[Node], ops: OpTypes) -> dict[Any, int]:
+    """What a fused kernel reads that computes ``nodes``: the sizes of the buffers."""
+    work = list(nodes)
+    seen = set(work)
     frontier: dict[Any, int] = {}
-    work = [producer]
     while work:
         for source in work.pop().all_input_nodes:
             if source in seen:
@@ -172,7 +177,7 @@ def _source_bytes(producer: Node, ops: OpTypes) -> int:
                 work.append(node)
             else:
                 frontier[storage_of(source)] = nbytes_of(source.meta.get("val"))
-    return sum(frontier.values())
+    return frontier
 
 
 def kernel_cost(

@@ -30,6 +30,7 @@ class Decision:
         choice: what is done.
         reason: why, or why nothing better; may be empty.
         cost, stock: of the loss as it is now, and as torch's own ops; where they were compared.
+        trace: the stack trace of the program where it computes the loss; of losses without a mark.
     """
 
     site: int | None
@@ -38,6 +39,7 @@ class Decision:
     reason: str = ""
     cost: Cost | None = None
     stock: Cost | None = None
+    trace: str = ""
 
     def __str__(self) -> str:
         text = f"{self.loss}: {self.choice}"

@@ -51,7 +51,6 @@ _VIEWS = (*_ROW_VIEWS, aten.permute.default, aten.transpose.int, aten.t.default)
 def in_place(graph: Graph) -> list[Decision]:
     """Replaces functional ops by in-place ones where the overwritten buffer is dead."""
     decisions = []
-    drop_markers(graph)
     for node in list(graph.nodes):
         loss, part = fused_call(node) or ("", "")
         if part or node.target is fused.scale.default:
@@ -63,6 +62,7 @@ def in_place(graph: Graph) -> list[Decision]:
             decisions.append(_gradient_over_input(node, loss))
         elif part == "backward" and has_part(loss, "with_grad_") and is_elementwise(loss):
             inline_backward(node)
+    drop_markers(graph)
     for decision in decisions:
         log.debug("%s", decision)
     return decisions

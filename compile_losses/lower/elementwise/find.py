@@ -61,6 +61,12 @@ class Part:
         read = (source for node in self.nodes for source in node.all_input_nodes)
         return list(dict.fromkeys(source for source in read if source not in own))
 
+    def of(self, gradients: Iterable[Node]) -> Part:
+        """What these gradients are computed by."""
+        chosen = tuple(gradients)
+        cone = cone_of(chosen)
+        return Part(self.tangent, tuple(node for node in self.nodes if node in cone), chosen)
+
 
 def find_parts(graph: Graph) -> list[Part]:
     """The part of each tangent of one number that has a gradient of more."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import get_default_op_list
 from torch._inductor import config
 from torch.fx import Graph, Node
@@ -19,11 +21,18 @@ from compile_losses.lower.aliases import (
     readers_of,
     storage_of,
 )
-from compile_losses.lower.cost import CASTS, MATMULS, nbytes_of
-from compile_losses.lower.decision import Decision, log
+from compile_losses.lower.cost import CASTS, MATMULS, Cost, buffers_read, nbytes_of
+from compile_losses.lower.decision import Decision, log, site_of
 from compile_losses.lower.elementwise.find import Part, cone_of, find_parts, is_one_number
-from compile_losses.lower.elementwise.rows import sum_in_rows
-from compile_losses.lower.hoist import SAVED, _like, _view, overwrites_buffers
+from compile_losses.lower.elementwise.rows import find_sums, sum_in_rows
+from compile_losses.lower.hoist import (
+    SAVED,
+    _like,
+    _retrace_views,
+    _view,
+    is_returned,
+    overwrites_buffers,
+)
 
 aten = torch.ops.aten
 fused = torch.ops.fused
@@ -36,58 +45,109 @@ ON_CPU = False
 
 def move_gradients(graph: Graph) -> list[Decision]:
     """Moves every gradient of an elementwise loss that may be; says of each loss whether."""
-    parts = find_parts(graph)
-    if not parts:
-        return []
     decisions = []
-    overwrites = overwrites_buffers(graph)
+    parts = find_parts(graph)
+    overwrites = bool(parts) and overwrites_buffers(graph)
     for part in parts:
-        loss = _loss_of(part)
-        reason = refusal(part, loss, overwrites)
-        if reason is None:
-            assert loss is not None
-            _move(part, sum_in_rows(part, loss), owned=overwrites)
-            decision = Decision(None, "elementwise", "gradient in forward")
-        else:
-            decision = Decision(None, "elementwise", "gradient in backward", reason)
-        log.debug("%s", decision)
-        decisions.append(decision)
+        decision = _decide(part, overwrites)
+        if decision is not None:
+            log.debug("%s", decision)
+            decisions.append(decision)
     return decisions
 
 
-def refusal(part: Part, loss: Node | None, overwrites: bool) -> str | None:
-    """Why the gradients of a part stay in the backward, or None."""
-    values: list[Tensor] = [gradient.meta["val"] for gradient in part.gradients]
-    if loss is None:
-        return "the forward returns no loss of the same operands"
-    if max(map(nbytes_of, values)) < SMALL:
-        return "it is small, its calls would take longer than they save"
-    device = values[0].device
-    if not _has_scale(device):
-        return f"there is no kernel for {device.type}"
+def _decide(part: Part, overwrites: bool) -> Decision | None:
+    """Moves the gradients of a part, or says why not; None where that is nobody's concern."""
+    materialised = [gradient for gradient in part.gradients if _is_materialised(gradient)]
+    moved = part.of(materialised)
+    loss = _loss_of(moved)
+    if not materialised or loss is None or is_small(moved) or not pays_on(moved):
+        return None
+    values: list[Tensor] = [gradient.meta["val"] for gradient in materialised]
+    sums = find_sums(loss, values, cone_of(moved.operands))
+    nodes = [loss] if isinstance(sums, str) else [loss, *(found.node for found in sums)]
+    reason = refusal(moved, nodes, overwrites) or refusal_to_share(moved, part)
+    if isinstance(sums, str) or reason is not None:
+        why = reason or str(sums)
+        site, trace = site_of(nodes[-1]), _trace(reversed(nodes))
+        return Decision(site, "elementwise", "gradient in backward", why, trace=trace)
+    first = sums[0].node
+    site, trace = site_of(first), _trace([first, loss])
+    read = sum(buffers_read(moved.nodes, get_default_op_list()).values())
+    written = sum(map(nbytes_of, values))
+    _move(moved, sum_in_rows(sums, loss), owned=overwrites)
+    cost, stock = Cost(read + written, written), Cost(2 * read + written, written)
+    return Decision(site, "elementwise", "gradient in forward", cost=cost, stock=stock, trace=trace)
+
+
+def _trace(nodes: Iterable[Node]) -> str:
+    return next((t for node in nodes if (t := node.meta.get("stack_trace"))), "")
+
+
+def is_small(part: Part) -> bool:
+    """Whether calls would take longer than they save."""
+    return max(nbytes_of(gradient.meta["val"]) for gradient in part.gradients) < SMALL
+
+
+def pays_on(part: Part) -> bool:
+    """Whether the device is one on which Inductor adds up and writes a gradient in one loop, and
+    for which there is a kernel that scales it."""
+    device: torch.device = part.gradients[0].meta["val"].device
     if device.type == "cpu" and not ON_CPU:
-        return "on a CPU Inductor adds up and writes a gradient in two loops"
-    if any(node.meta["val"].dtype == torch.float16 for node in (part.tangent, *part.nodes)):
+        return False
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("fused::scale_", key)
+
+
+def refusal(part: Part, losses: Iterable[Node], overwrites: bool) -> str | None:
+    """Why the gradients of a part stay in the backward, or None; see overwrites_buffers.
+
+    Args:
+        losses: the loss, and the sums that it is computed by.
+    """
+    nodes = (part.tangent, *part.nodes)
+    if any(node.meta["val"].dtype == torch.float16 for node in nodes):
         return "a unit gradient would underflow in float16 before the loss scale reaches it"
-    cone = cone_of(part.operands)
-    if any(n.meta.get("recompute") is not None for n in (*part.nodes, *part.operands)):
+    if len({node.meta["val"].device for node in nodes}) > 1:
+        return "it is computed on several devices"
+    if any(n.meta.get("recompute") is not None for n in (*losses, *part.nodes, *part.operands)):
         return "inside a checkpointed region, which runs its forward twice"
-    if any(map(_is_random, cone - cone_of([loss]))):
+    if functorch_config.activation_memory_budget < 1:
+        return "with an activation memory budget, for which the forward may run twice"
+    cone = cone_of(part.operands)
+    if any(map(_is_random, cone - cone_of(_values(part.tangent.graph)))):
         return "random numbers are drawn in the backward"
     if _is_written(part.tangent.graph, cone):
         return "an operand is changed in place"
     if (reduction := _reduction_before(part)) is not None:
         return f"its operands are computed by {reduction.name} in the same loop"
-    if not all(map(_is_materialised, part.gradients)):
-        return "Inductor computes it in what reads it"
     if not overwrites and config.triton.cudagraphs:
         return "a CUDA graph of the backward could no longer run twice (retain_graph)"
+    if not overwrites and not all(map(is_returned, part.gradients)):
+        return "AOTAutograd would give it to the backward for good, which could not run twice then"
     return None
 
 
-def _has_scale(device: torch.device) -> bool:
-    key = torch._C._dispatch_key_for_device(device.type)
-    return torch._C._dispatch_has_kernel_for_dispatch_key("fused::scale_", key)
+def refusal_to_share(moved: Part, whole: Part) -> str | None:
+    """Why moving some gradients of a part would take more reads or memory than torch does."""
+    ops = get_default_op_list()
+    read = buffers_read(moved.nodes, ops)
+    written = sum(nbytes_of(gradient.meta["val"]) for gradient in moved.gradients)
+    if written > sum(read.values()):
+        return "the gradients take more memory than what they are computed from"
+    others = whole.of(gradient for gradient in whole.gradients if gradient not in moved.gradients)
+    own = {moved.tangent, *moved.nodes}
+    again = buffers_read([node for node in others.nodes if node not in own], ops)
+    shared = sum(size for buffer, size in again.items() if buffer in read)
+    if 2 * shared > written:
+        return "another gradient, which is computed in what reads it, reads the same operands"
+    return None
+
+
+def _values(graph: Graph) -> list[Node]:
+    """What the forward returns."""
+    backward = depends_on_tangents(graph)
+    return [node for node in graph_outputs(graph) if node not in backward]
 
 
 def _is_random(node: Node) -> bool:
@@ -154,25 +214,28 @@ def _is_materialised(gradient: Node) -> bool:
 
 
 def _loss_of(part: Part) -> Node | None:
-    """A number that the forward returns and computes from what the part's operands come from."""
-    graph = part.tangent.graph
-    backward = depends_on_tangents(graph)
+    """The number that the forward returns and computes from what the part's operands come from; of
+    several that which has most operands of the part in common, and then the first without a
+    gradient in the forward."""
     tangent: Tensor = part.tangent.meta["val"]
-    inputs = {n for n in cone_of(part.operands) if n.op == "placeholder"}
-    for node in graph_outputs(graph):
-        if node in backward or node.op != "call_function" or not is_one_number(node):
+    operands = set(part.operands)
+    inputs = {node for node in cone_of(operands) if node.op == "placeholder"}
+    found: dict[Node, tuple[int, bool]] = {}
+    for node in _values(part.tangent.graph):
+        if node.op != "call_function" or not is_one_number(node):
             continue
         value: Tensor = node.meta["val"]
-        alike = (value.shape, value.dtype) == (tangent.shape, tangent.dtype)
-        if alike and inputs & cone_of([node]):
-            return node
-    return None
+        cone = cone_of([node])
+        if (value.shape, value.dtype) == (tangent.shape, tangent.dtype) and inputs & cone:
+            found[node] = len(operands & cone), node.target is not operator.getitem
+    return max(found, key=found.__getitem__, default=None)
 
 
 def _move(part: Part, loss: Node, *, owned: bool) -> None:
     """Computes the gradients in the forward for a tangent of 1, and scales them in the backward."""
     graph = loss.graph
-    unit_of = _copy_in_the_forward(part)
+    context = {k: v for k, v in loss.meta.items() if k not in ("val", "eager_input_vals")}
+    unit_of = _copy_in_the_forward(part, context)
     kept = loss
     for gradient in part.gradients:
         unit = unit_of[gradient]
@@ -180,48 +243,47 @@ def _move(part: Part, loss: Node, *, owned: bool) -> None:
         with graph.inserting_before(gradient):
             both = graph.call_function(fused.keep_gradient.default, (kept, unit))
             unit_value = _like(gradient.meta["val"])
-            context = {k: v for k, v in loss.meta.items() if k != "eager_input_vals"}
             both.meta = {**context, "val": (loss.meta["val"], unit_value)}
             kept = graph.call_function(operator.getitem, (both, 0))
-            kept.meta = dict(context)
+            kept.meta = {**context, "val": loss.meta["val"]}
             saved = graph.call_function(operator.getitem, (both, 1))
             saved.meta = {**context, "val": unit_value}
             scaled = graph.call_function(fused.scale.default, (saved, part.tangent))
             scaled.meta = {**gradient.meta}
-            if not owned:
+            if not owned:  # as in hoist
                 scaled.meta |= {SAVED: True, "val": _view(unit_value)}
         for user in uses:
             user.replace_input_with(gradient, scaled)
+        _retrace_views(scaled)
     (output,) = graph.find_nodes(op="output")
     output.replace_input_with(loss, kept)
-    for node in reversed(part.nodes):
-        if not node.users:
-            graph.erase_node(node)
+    _erase_unused(part.nodes)
 
 
-def _copy_in_the_forward(part: Part) -> dict[Node, Node]:
+def _copy_in_the_forward(part: Part, context: dict[str, Any]) -> dict[Node, Node]:
     """Copies a part for a tangent of 1; where each of its nodes now is computed."""
     graph = part.tangent.graph
     value: Tensor = part.tangent.meta["val"]
-    first = part.nodes[0]
-    with graph.inserting_before(first):
-        options: dict[str, Any] = {
-            "dtype": value.dtype,
-            "device": value.device,
-            "layout": torch.strided,
-        }
+    options: dict[str, Any] = {
+        "dtype": value.dtype,
+        "device": value.device,
+        "layout": torch.strided,
+    }
+    with graph.inserting_before(part.nodes[0]):
         one = graph.call_function(aten.full.default, (list(value.shape), 1), options)
-        one.meta = {**{k: v for k, v in first.meta.items() if k != "val"}, "val": value}
+    one.meta = {**context, "val": value}
     copies: dict[Any, Node] = {part.tangent: one}
     for node in part.nodes:
         with graph.inserting_before(node):
-            copy = graph.node_copy(node, lambda n: copies.get(n, n))
-        copies[node] = copy
-    for node in reversed(part.nodes):  # what only a gradient that stays is computed by
-        copy = copies[node]
-        if not copy.users and node not in part.gradients:
-            graph.erase_node(copy)
+            copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
+        copies[node].meta = {**context, "val": node.meta["val"]}
     return copies
+
+
+def _erase_unused(nodes: Sequence[Node]) -> None:
+    for node in reversed(nodes):
+        if not node.users:
+            node.graph.erase_node(node)
 
 
 def drop_markers(graph: Graph) -> None:

@@ -1,106 +1,176 @@
-"""Sums of whole tensors, as sums of rows.
+"""Sums over large tensors, as sums over rows first.
 
 Inductor cuts the sum of all elements into partial sums of its own, in a loop of its own. A sum over
-rows is one loop with what else is computed of the same elements, and leaves a number for each row.
+rows is one loop with what else is computed of the same elements, and leaves a number for each row;
+a second sum, as it was, adds these up.
+
+Which elements make a row is not free. On a GPU Inductor compares the loops of two kernels before it
+merges any of their dimensions, so it fuses the sum with the gradient only if its loops are the
+gradient's own dimensions, the innermost of them for the sum: a tensor of 8192x8192 that is summed
+up in rows of 1024 takes two kernels, and one in rows of 8192 takes one (an H100, torch 2.11). For
+the same reason a row's length is never a symbol, which Inductor can't divide the elements by
+("CantSplit"); the number of rows may be one.
+
+A row of more than 8192 elements is cut in two kernels again where there are few rows.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compile_losses.lower.elementwise.find import Part
+from compile_losses.lower.cost import hint_of
 
 aten = torch.ops.aten
 
-#: Elements of a row, at most, and the fewest for which rows are worth it.
+#: Elements of a row, at most where there are few rows, and at least.
 ROW, SHORTEST = 8192, 256
+#: So many rows keep a device busy, whatever their length: two for each multiprocessor of the
+#: largest.
+MANY = 512
 
-_ALL = (aten.sum.default, aten.mean.default)
-_SOME = (aten.sum.dim_IntList, aten.mean.dim)
+_SUMS: dict[Any, Any] = {
+    aten.sum.default: aten.sum.dim_IntList,
+    aten.sum.dim_IntList: aten.sum.dim_IntList,
+    aten.mean.default: aten.mean.dim,
+    aten.mean.dim: aten.mean.dim,
+}
 
 
-def sum_in_rows(part: Part, loss: Node) -> Node:
-    """Rewrites the sums of all elements of tensors as large as a gradient, on the way to a loss.
+@dataclass(frozen=True)
+class Sum:
+    """A sum or a mean over a large tensor.
 
-    Returns:
-        The loss, which may be such a sum itself.
+    Attributes:
+        node: the call.
+        row: the dimensions that are summed up first; empty where that is the whole call.
+        shape: what the tensor is viewed as before, or None.
     """
-    sizes = {gradient.meta["val"].numel() for gradient in part.gradients}
+
+    node: Node
+    row: tuple[int, ...]
+    shape: tuple[int, ...] | None = None
+
+
+def find_sums(loss: Node, gradients: Sequence[Tensor], before: set[Node]) -> list[Sum] | str:
+    """The sums of tensors as large as a gradient that a loss is computed by; or why they can't be
+    computed with the gradients.
+
+    Args:
+        gradients: their values.
+        before: what the gradients are computed by, where no such sum lies.
+    """
+    sizes = {_numel(value.shape): value for value in gradients}
+    sums: list[Sum] = []
     seen, work = {loss}, [loss]
     while work:
         node = work.pop()
-        if _is_whole(node) and node.all_input_nodes[0].meta["val"].numel() in sizes:
-            total = _sum_rows_first(node)
-            loss = total if node is loss else loss
+        like = sizes.get(_summed(node))
+        if like is not None:
+            found = _row_of(node, like)
+            if found is None:
+                return "no dimensions of the tensor make rows to add up in one loop with it"
+            sums.append(found)
             continue
         for source in node.all_input_nodes:
-            if source not in seen:
+            if source not in seen and source not in before:
                 seen.add(source)
                 work.append(source)
+    return sums or "the forward does not add up as many elements"
+
+
+def _numel(shape: Iterable[Any]) -> int:
+    """By hints, so that no guard is added."""
+    return math.prod(map(hint_of, shape))
+
+
+def _summed(node: Node) -> int:
+    """How many numbers a node adds up, -1 for no sum."""
+    value = node.all_input_nodes[0].meta.get("val") if node.target in _SUMS else None
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return _numel(value.shape)
+    return -1
+
+
+def _row_of(node: Node, like: Tensor) -> Sum | None:
+    value: Tensor = node.all_input_nodes[0].meta["val"]
+    dims: Any = node.args[1] if len(node.args) > 1 else None
+    dims = {d % value.dim() for d in dims} if dims else set(range(value.dim()))
+    if len(dims) == value.dim() and value.shape != like.shape and _is_static(value, like):
+        row = _innermost(like, set(range(like.dim())))
+        return None if row is None else Sum(node, row, tuple(like.shape))
+    row = _innermost(like if value.shape == like.shape else value, dims)
+    if row is None:
+        return None
+    return Sum(node, () if set(row) == dims else row)
+
+
+def _is_static(*values: Tensor) -> bool:
+    return all(isinstance(size, int) for value in values for size in value.shape)
+
+
+def _innermost(value: Tensor, dims: set[int]) -> tuple[int, ...] | None:
+    """Of ``dims``, those that make a row; None where there are none."""
+    numel = _numel(value.shape)
+    row: list[int] = []
+    length = 1
+    for dim in sorted(range(value.dim()), key=lambda d: (hint_of(value.stride(d)), -d)):
+        size = value.shape[dim]
+        if size == 1:
+            continue
+        if dim not in dims or not isinstance(size, int) or (row and length * size > ROW):
+            break
+        row.append(dim)
+        length *= size
+    if length < SHORTEST or (length > ROW and numel // length < MANY):
+        return None
+    return tuple(sorted(row))
+
+
+def sum_in_rows(sums: Iterable[Sum], loss: Node) -> Node:
+    """Rewrites sums; the loss, which may be one of them."""
+    for found in sums:
+        if found.row:
+            total = _sum_rows_first(found)
+            loss = total if found.node is loss else loss
     return loss
 
 
-def _is_whole(node: Node) -> bool:
-    """Whether a node sums all elements of a tensor up."""
-    if node.op != "call_function" or not isinstance(node.args[0] if node.args else None, Node):
-        return False
-    value = node.args[0].meta.get("val")  # type: ignore[union-attr]
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return False
-    if node.target in _ALL:
-        return True
-    if node.target not in _SOME or len(node.args) < 2:
-        return False
-    dims: Any = node.args[1] or range(value.dim())
-    return len({d % value.dim() for d in dims}) == value.dim()
-
-
-def row_length(numel: int) -> int | None:
-    """The elements of a row, or None: the largest divisor in the range, so that no row is padded,
-    among the multiples of 16, so that each row is aligned."""
-    for length in range(ROW - ROW % 16, SHORTEST - 1, -16):
-        if numel % length == 0 and numel > length:
-            return length
-    return None
-
-
-def _sum_rows_first(node: Node) -> Node:
-    source: Node = node.args[0]  # type: ignore[assignment]
+def _sum_rows_first(found: Sum) -> Node:
+    node, target = found.node, found.node.target
+    source = node.all_input_nodes[0]
     value: Tensor = source.meta["val"]
     result: Tensor = node.meta["val"]
-    numel = value.numel()
-    length = row_length(numel) if isinstance(numel, int) else None
-    if length is None:
-        return node
     graph = node.graph
     wide = torch.float64 if torch.float64 in (result.dtype, value.dtype) else torch.float32
-    strides = value.stride()
-    order = sorted(range(value.dim()), key=lambda d: -strides[d])
     context = {k: v for k, v in node.meta.items() if k not in ("val", "eager_input_vals")}
 
-    def call(op: Any, *args: Any, **kwargs: Any) -> Node:
-        new = graph.call_function(op, args, kwargs)
-        values, named = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+    def call(op: Any, *args: Any) -> Node:
+        new = graph.call_function(op, args)
+        values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
         with value.fake_mode:  # type: ignore[attr-defined]
-            new.meta = {**context, "val": op(*values, **named)}
+            new.meta = {**context, "val": op(*values)}
         return new
 
     with graph.inserting_before(node):
-        if order != list(range(value.dim())):
-            source = call(aten.permute.default, source, order)
-        rows = call(aten.reshape.default, source, [numel // length, length])
+        if found.shape is not None:
+            source = call(aten.reshape.default, source, list(found.shape))
+            target = _SUMS[target]
+            args: Any = (list(range(len(found.shape))), False)
+        else:
+            args = node.args[1:]
         if value.dtype != wide:
-            rows = call(torch.ops.prims.convert_element_type.default, rows, wide)
-        total = call(aten.sum.default, call(aten.sum.dim_IntList, rows, [1]))
-        if "mean" in str(node.target):
-            total = call(aten.div.Tensor, total, numel)
+            source = call(torch.ops.prims.convert_element_type.default, source, wide)
+        total = call(target, call(_SUMS[target], source, list(found.row), True), *args)
         if result.dtype != wide:
             total = call(torch.ops.prims.convert_element_type.default, total, result.dtype)
-        if result.dim():
+        if found.shape is not None and result.dim():
             total = call(aten.view.default, total, list(result.shape))
     node.replace_all_uses_with(total)
     graph.erase_node(node)
