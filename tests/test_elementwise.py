@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import compile_losses
 from benchmarks.elementwise import LOSSES
 from compile_losses.backend import compile_losses as backend
-from compile_losses.lower.elementwise import move, rows
+from compile_losses.lower.elementwise import move, refuse, rows
 from tests.accuracy import assert_accurate
 
 MOVED = "fused.keep_gradient"
@@ -23,8 +23,8 @@ MOVED = "fused.keep_gradient"
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch):
     """On every device, whether it pays there or not."""
-    monkeypatch.setattr(move, "SMALL", 0)
-    monkeypatch.setattr(move, "ON_CPU", True)
+    monkeypatch.setattr(refuse, "SMALL", 0)
+    monkeypatch.setattr(refuse, "ON_CPU", True)
     monkeypatch.setattr(rows, "SHORTEST", 2)
 
 

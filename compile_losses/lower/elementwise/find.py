@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from compile_losses.lower.aliases import depends_on_tangents
+from compile_losses.lower.aliases import depends_on_tangents, graph_outputs
 from compile_losses.lower.cost import CASTS, behind_views
 
 aten = torch.ops.aten
@@ -68,15 +68,24 @@ class Part:
         return Part(self.tangent, tuple(node for node in self.nodes if node in cone), chosen)
 
 
+def scalar_tangents(graph: Graph) -> list[Node]:
+    """The tangents of one number: without any there is nothing to be found in a graph."""
+    placeholders = graph.find_nodes(op="placeholder")
+    return [n for n in placeholders if n.name.startswith("tangents") and is_one_number(n)]
+
+
 def find_parts(graph: Graph) -> list[Part]:
     """The part of each tangent of one number that has a gradient of more."""
-    backward = depends_on_tangents(graph)
-    parts = (
-        _part(node, backward)
-        for node in graph.find_nodes(op="placeholder")
-        if node in backward and is_one_number(node)
-    )
+    tangents = scalar_tangents(graph)
+    backward = depends_on_tangents(graph) if tangents else set()
+    parts = (_part(tangent, backward) for tangent in tangents)
     return [part for part in parts if part.gradients]
+
+
+def forward_outputs(graph: Graph) -> list[Node]:
+    """What the forward returns."""
+    backward = depends_on_tangents(graph)
+    return [node for node in graph_outputs(graph) if node not in backward]
 
 
 def is_one_number(node: Node) -> bool:
