@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -37,7 +34,6 @@ from benchmarks.clock import (
 )
 from benchmarks.options import DTYPES, add_options, provenance
 from benchmarks.workers import Figures, Worker, all_figures
-from compile_losses.lower.elementwise import rows
 
 Shape = tuple[int, int]
 Cell = tuple[str, str, Shape]  # loss, dtype, shape
@@ -161,7 +157,6 @@ class Row:
     of_floor: str
     stock_peak_mib: str
     ours_peak_mib: str
-    row: str
     reason: str
     device: str
     torch: str
@@ -169,7 +164,7 @@ class Row:
 
     @property
     def key(self) -> tuple[str, ...]:
-        return self.device, self.loss, self.dtype, self.shape, self.row
+        return self.device, self.loss, self.dtype, self.shape
 
 
 def make_inputs(cell: Cell, device: torch.device) -> list[Tensor]:
@@ -269,13 +264,6 @@ def check(cell: Cell, inputs: list[Tensor], runs: list[Run]) -> None:
 
 
 class ElementwiseWorker(Worker[Cell]):
-    def __init__(
-        self, arguments: argparse.Namespace, alone: AbstractContextManager[object]
-    ) -> None:
-        super().__init__(arguments, alone)
-        if arguments.row is not None:
-            rows.ROW = arguments.row
-
     def compile(self, cell: Cell) -> object:
         inputs = make_inputs(cell, self.clock.device)
         runs = contenders(cell, inputs, tuned=self.arguments.tuned)
@@ -344,12 +332,10 @@ def geometric_means(rows: list[Row]) -> Iterator[str]:
 def run(arguments: argparse.Namespace) -> int:
     device = torch.device(arguments.device)
     output: Path = arguments.output or report.default_output(device, "elementwise")
-    if arguments.row is not None:  # which no cache's key holds
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="elementwise-")
     table = report.kept(output, Row, append=arguments.append)
     clock = make_clock(device)
     arguments.bandwidth = measure_bandwidth(clock)
-    common = {"row": str(arguments.row or ""), **provenance(arguments, device)}
+    common = provenance(arguments, device)
     failed = 0
     measured_now: list[Row] = []
     cells = [
@@ -395,6 +381,5 @@ def add_command(commands: argparse._SubParsersAction) -> None:  # type: ignore[t
         "--shape", type=_shape, nargs="+", default=[shape], help="ROWSxCOLS ({}x{})".format(*shape)
     )
     parser.add_argument("--no-max-autotune", dest="tuned", action="store_false")
-    parser.add_argument("--row", type=int, help="elements that ours sums up first, about")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile (1)")
     add_options(parser, 0.2, append=True)

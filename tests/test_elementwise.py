@@ -275,6 +275,7 @@ def test_float16(decisions, no_code):
         lambda x, t: (charbonnier(x.t(), t.t()), x),
         lambda x, t: (charbonnier(x.double(), t.double()), x),
         lambda x, t: (((x - t) ** 4).mean(dtype=torch.float64), x),
+        lambda x, t: (lambda loss: (loss, loss.view(1), loss.detach()))(charbonnier(x, t)),
     ],
 )
 @pytest.mark.parametrize("factor", [1.0, 3.0])
@@ -357,6 +358,51 @@ def test_dropout_before(no_code):
     t = torch.zeros_like(t)
     _, y, gradient = results(torch.compile(function, backend=backend), [x, t])
     assert torch.equal(gradient == 0, y == 0)
+
+
+class VAE(nn.Module):
+    """Two losses: of what a convolution returns, and of latents that are read again."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(48, 2 * 12)
+        self.decoder = nn.Linear(12, 48)
+        self.smooth = nn.Conv1d(1, 1, 3, padding=1)
+
+    def forward(self, x):
+        mean, log_variance = self.encoder(x).chunk(2, 1)
+        decoded = self.decoder(mean + (0.5 * log_variance).exp() * 0.3)
+        image = self.smooth(decoded[:, None]).sigmoid()
+        reconstruction = F.binary_cross_entropy(image.squeeze(1), x, reduction="sum")
+        divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum()
+        return (reconstruction + divergence) / x.shape[0]
+
+
+def test_a_model(graphs, no_code):
+    model, x = VAE(), torch.rand(32, 48)
+    compiled = torch.compile(model, backend=backend)
+    for factor in (1.0, 3.0):
+        found = []
+        for function in (model, compiled):
+            loss = function(x)
+            found.append([loss, *torch.autograd.grad(loss * factor, list(model.parameters()))])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    (joint,) = graphs["joint"]
+    assert joint.count(MOVED) == 1
+
+
+def test_small_gradients_stay_behind(graphs, no_code, monkeypatch):
+    """Of several of one loss."""
+    monkeypatch.setattr(refuse, "SMALL", 4000)
+    x, t = pair(32, 48)
+    biases = [torch.randn(7, requires_grad=True) for _ in range(3)]
+
+    def function(x, t, *biases):
+        return charbonnier(x, t) + sum(((b + 1) ** 4).sum() for b in biases)
+
+    check(function, [x, t, *biases], 3.0)
+    (joint,) = graphs["joint"]
+    assert joint.count(MOVED) == 1
 
 
 SHAPES = [(0,), (0, 5), (1,), (1, 1), (7919,), (127, 131), (3, 1, 5, 7), (2, 3, 4, 5), (10007, 2)]

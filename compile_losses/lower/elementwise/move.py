@@ -22,8 +22,7 @@ from compile_losses.lower.elementwise.find import (
 )
 from compile_losses.lower.elementwise.refuse import (
     is_materialised,
-    is_small,
-    pays_on,
+    pays,
     refusal,
     refusal_to_share,
 )
@@ -43,24 +42,24 @@ fused = torch.ops.fused
 def move_gradients(graph: Graph) -> list[Decision]:
     """Moves every gradient of an elementwise loss that may be; says of each loss whether."""
     decisions = []
-    parts = find_parts(graph)
-    overwrites = bool(parts) and overwrites_buffers(graph)
-    for part in parts:
-        decision = _decide(part, overwrites)
-        if decision is not None:
-            log.debug("%s", decision)
-            decisions.append(decision)
+    overwrites: bool | None = None
+    for part in find_parts(graph):
+        gradients = [g for g in part.gradients if is_materialised(g) and pays(g)]
+        loss = _loss_of(part.of(gradients)) if gradients else None
+        if loss is None:
+            continue
+        if overwrites is None:  # before anything is moved
+            overwrites = overwrites_buffers(graph)
+        decision = _decide(part, gradients, loss, overwrites)
+        log.debug("%s", decision)
+        decisions.append(decision)
     return decisions
 
 
-def _decide(part: Part, overwrites: bool) -> Decision | None:
-    """Moves the gradients of a part, or says why not; None where that is nobody's concern."""
-    materialised = [gradient for gradient in part.gradients if is_materialised(gradient)]
-    moved = part.of(materialised)
-    loss = _loss_of(moved)
-    if not materialised or loss is None or is_small(moved) or not pays_on(moved):
-        return None
-    values: list[Tensor] = [gradient.meta["val"] for gradient in materialised]
+def _decide(part: Part, gradients: Sequence[Node], loss: Node, overwrites: bool) -> Decision:
+    """Moves gradients of a part, or says why not."""
+    moved = part.of(gradients)
+    values: list[Tensor] = [gradient.meta["val"] for gradient in gradients]
     sums = find_sums(loss, values, cone_of(moved.operands))
     nodes = [loss] if isinstance(sums, str) else [loss, *(found.node for found in sums)]
     reason = refusal(moved, nodes, overwrites) or refusal_to_share(moved, part)

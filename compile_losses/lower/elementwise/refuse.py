@@ -19,22 +19,18 @@ from compile_losses.lower.hoist import is_returned
 
 aten = torch.ops.aten
 
-#: In bytes of the largest gradient: with fewer, calls take longer than one read saves.
+#: In bytes of a gradient: with fewer, calls take longer than one read saves.
 SMALL = 1 << 20
 #: Whether to do it on a CPU, where Inductor adds up and writes a gradient in two loops.
 ON_CPU = False
 
 
-def is_small(part: Part) -> bool:
-    """Whether calls would take longer than they save."""
-    return max(nbytes_of(gradient.meta["val"]) for gradient in part.gradients) < SMALL
-
-
-def pays_on(part: Part) -> bool:
-    """Whether the device is one on which Inductor adds up and writes a gradient in one loop, and
-    for which there is a kernel that scales it."""
-    device: torch.device = part.gradients[0].meta["val"].device
-    if device.type == "cpu" and not ON_CPU:
+def pays(gradient: Node) -> bool:
+    """Whether a gradient is large enough, and on a device on which Inductor adds up and writes it
+    in one loop and for which there is a kernel that scales it."""
+    value: Tensor = gradient.meta["val"]
+    device = value.device
+    if nbytes_of(value) < SMALL or (device.type == "cpu" and not ON_CPU):
         return False
     key = torch._C._dispatch_key_for_device(device.type)
     return torch._C._dispatch_has_kernel_for_dispatch_key("fused::scale_", key)
