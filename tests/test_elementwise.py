@@ -25,7 +25,8 @@ def anywhere(monkeypatch):
     """On every device, whether it pays there or not."""
     monkeypatch.setattr(refuse, "SMALL", 0)
     monkeypatch.setattr(refuse, "ON_CPU", True)
-    monkeypatch.setattr(rows, "SHORTEST", 2)
+    for name, value in (("ROW", 64), ("SHORTEST", 2), ("MANY", 2)):
+        monkeypatch.setattr(rows, name, value)
 
 
 @pytest.fixture

@@ -51,16 +51,20 @@ def move_gradients(graph: Graph) -> list[Decision]:
         if overwrites is None:  # before anything is moved
             overwrites = overwrites_buffers(graph)
         decision = _decide(part, gradients, loss, overwrites)
+        if decision is None:
+            continue
         log.debug("%s", decision)
         decisions.append(decision)
     return decisions
 
 
-def _decide(part: Part, gradients: Sequence[Node], loss: Node, overwrites: bool) -> Decision:
-    """Moves gradients of a part, or says why not."""
+def _decide(part: Part, gradients: Sequence[Node], loss: Node, overwrites: bool) -> Decision | None:
+    """Moves gradients of a part, or says why not; None where that is nobody's concern."""
     moved = part.of(gradients)
     values: list[Tensor] = [gradient.meta["val"] for gradient in gradients]
     sums = find_sums(loss, values, cone_of(moved.operands))
+    if not sums:
+        return None
     nodes = [loss] if isinstance(sums, str) else [loss, *(found.node for found in sums)]
     reason = refusal(moved, nodes, overwrites) or refusal_to_share(moved, part)
     if isinstance(sums, str) or reason is not None:

@@ -60,7 +60,7 @@ class Sum:
 
 def find_sums(loss: Node, gradients: Sequence[Tensor], before: set[Node]) -> list[Sum] | str:
     """The sums of tensors as large as a gradient that a loss is computed by; or why they can't be
-    computed with the gradients.
+    computed with the gradients. Where there are none, it is no loss of elements.
 
     Args:
         gradients: their values.
@@ -82,7 +82,7 @@ def find_sums(loss: Node, gradients: Sequence[Tensor], before: set[Node]) -> lis
             if source not in seen and source not in before:
                 seen.add(source)
                 work.append(source)
-    return sums or "the forward does not add up as many elements"
+    return sums
 
 
 def _numel(shape: Iterable[Any]) -> int:
