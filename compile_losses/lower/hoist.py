@@ -26,14 +26,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import get_default_op_list
 from torch._inductor import config
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from compile_losses.lower.aliases import (
     depends_on_tangents,
     graph_outputs,
     is_fused_into_readers,
+    is_view,
+    readers_of,
     storage_of,
 )
 from compile_losses.lower.calls import Loss, find_losses, fused_call, fused_op, named_arguments
@@ -87,10 +91,14 @@ def refusal(loss: Loss, overwrites: bool) -> str | None:
         return "a unit gradient would underflow in float16 before the loss scale reaches it"
     if any(n.meta.get("recompute") is not None for n in (loss.forward, loss.input)):
         return "inside a checkpointed region, which runs its forward twice"
+    if functorch_config.activation_memory_budget < 1:
+        return "with an activation memory budget, for which the forward may run twice"
     if not overwrites and config.triton.cudagraphs:
         return "a CUDA graph of the backward could no longer run twice (retain_graph)"
     if not overwrites and is_fused_into_readers(gradients[0]):
         return "Inductor computes it in what reads it, and nothing else is kept for the backward"
+    if not overwrites and not is_returned(gradients[0]):
+        return "AOTAutograd would give it to the backward for good, which could not run twice then"
     return None
 
 
@@ -105,7 +113,7 @@ def overwrites_buffers(graph: Graph) -> bool:
     kept = {storage_of(n) for n in [*graph.find_nodes(op="placeholder"), *graph_outputs(graph)]}
     ops = get_default_op_list()
     # What the backward reads of the forward, and what that is cheaply computed from again.
-    needed = [n for node in backward for n in _read(node) if n not in backward]
+    needed = [n for node in backward for n in tensors_read(node) if n not in backward]
     seen = set(needed)
     while needed:
         node = needed.pop()
@@ -120,7 +128,7 @@ def overwrites_buffers(graph: Graph) -> bool:
     return False
 
 
-def _read(node: Node) -> list[Node]:
+def tensors_read(node: Node) -> list[Node]:
     """The arguments that a node computes with: torch's gradient of kl_div with respect to
     log-probabilities is made of the target alone."""
     if fused_call(node) == ("kl_div", "backward"):
@@ -128,6 +136,11 @@ def _read(node: Node) -> list[Node]:
         if named["log_input"] and not named["needs_grad_target"]:
             return [n for n in node.all_input_nodes if n is not named["input"]]
     return node.all_input_nodes
+
+
+def is_returned(node: Node) -> bool:
+    """Whether a graph returns a value, itself or through views."""
+    return any(reader.op == "output" for reader in readers_of(node))
 
 
 def _like(fake: Any) -> Tensor:
@@ -180,14 +193,24 @@ def replace(loss: Loss, backward_nodes: set[Node], *, owned: bool) -> bool:
         scaled = graph.call_function(fused.scale.default, (unit, scaling))
         scaled.meta = {**backward.meta, "val": gradient.meta["val"]}
         if not owned:
-            # AOTAutograd donates no tensor that shares memory with what the backward returns. One
-            # that goes into a matrix product instead, as from kl_div of one, in_place takes back.
+            # AOTAutograd donates no tensor that shares memory with what the backward returns.
             scaled.meta |= {SAVED: True, "val": _view(unit_value)}
         # What Inductor holds the arguments' strides to; with_grad has those of forward.
         scaled.meta["eager_input_vals"] = ((unit.meta["val"], scaling.meta["val"]), {})
     value.replace_all_uses_with(first)
     gradient.replace_all_uses_with(scaled)
+    _retrace_views(scaled)
     for node in (*backward.users, backward, *loss.forward.users, loss.forward):
         if not node.users:
             graph.erase_node(node)
     return factor is not None
+
+
+def _retrace_views(node: Node) -> None:
+    """Has the views of a value share its memory in what tracing recorded, too."""
+    for user in node.users:
+        if is_view(user):
+            args, kwargs = map_arg((user.args, user.kwargs), lambda n: n.meta["val"])
+            with node.meta["val"].fake_mode:
+                user.meta["val"] = user.target(*args, **kwargs)  # type: ignore[operator]
+            _retrace_views(user)
