@@ -191,7 +191,12 @@ def compile_losses(
     for slot, kind in _LOWERING.items():
         users = _users(inductor.config.get(slot, getattr(config, slot)))
         inductor.config[slot] = kind(users, strict=strict)
-    return inductor(gm, example_inputs)
+    compiled = inductor(gm, example_inputs)
+    if getattr(compiled, "serialize", None) is not None:  # compiled ahead of time, to be saved
+        from compile_losses.artifact import Artifact
+
+        return Artifact(compiled)
+    return compiled
 
 
 class InvalidOptionError(ShortenTraceback):

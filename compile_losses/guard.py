@@ -66,6 +66,13 @@ def attempt(action: Callable[[], T], *, strict: bool | None = None) -> T | Failu
         return Failure(reason)
 
 
+def is_restart(error: Exception) -> bool:
+    """Whether Dynamo asks itself to trace a function anew: no error, and not ours to handle."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    return isinstance(error, RestartAnalysis)
+
+
 class Snapshot:
     """What a graph held, to be restored after a change to it that was not finished."""
 
