@@ -84,7 +84,10 @@ def are_classes(input: Tensor, target: Any) -> bool:
 
 
 def is_integer(value: Any) -> bool:
-    return isinstance(value, (int, torch.SymInt))
+    """Whether torch takes a value as an integer: one of 64 bits, and no bool."""
+    if type(value) is bool or not isinstance(value, (int, torch.SymInt)):
+        return False
+    return torch.compiler.is_compiling() or -(2**63) <= value < 2**63
 
 
 def is_number(value: Any) -> bool:

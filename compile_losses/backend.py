@@ -7,24 +7,32 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch._dynamo.exc import ShortenTraceback
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
-from compile_losses.library import fingerprint
-from compile_losses.lower import Decision, in_place, plan
+from compile_losses.library import fingerprint, loaded
+from compile_losses.lower import Decision, donated_buffers, in_place, lower_or_leave, plan
 from compile_losses.recognize import rewrite, rewrite_graph
 from compile_losses.recognize.verify import verify_by_default
+
+fused = torch.ops.fused
 
 #: The option of the backend that names another backend to compile the rewritten graph.
 INNER_BACKEND = "inner_backend"
 #: The option that compares every loss with its rewrite while compiling.
 VERIFY = "verify"
+#: The option that raises what goes wrong inside this package.
+STRICT = "strict"
 
 
 class _Pass(CustomGraphPass):
@@ -34,9 +42,12 @@ class _Pass(CustomGraphPass):
     autograd formulas nor our kernels.
     """
 
-    def __init__(self, previous: Any) -> None:
+    def __init__(self, previous: Any, *, strict: bool | None = None) -> None:
         self.previous = _as_tuple(previous)
         self.replaced = previous
+        self.strict = strict
+        #: How many calls of enable() this pass is there for; 0 for the backend's own.
+        self.calls = 0
 
     def run(self, graph: Graph) -> None:
         """What the pass itself does; the base class only identifies the package."""
@@ -50,7 +61,7 @@ class _Pass(CustomGraphPass):
         ids = [getattr(other, "uuid", lambda: None)() for other in self.previous]
         if None in ids:  # as without us: an unidentified pass switches the caches off
             return None
-        return (type(self).__name__, fingerprint(), *_rank(), *ids)
+        return (type(self).__name__, fingerprint(), loaded(), *_rank(), *ids)
 
 
 def _rank() -> tuple[int, ...]:
@@ -61,9 +72,25 @@ def _rank() -> tuple[int, ...]:
     return (distributed.get_rank(),)
 
 
+def _is_inside_another(graph_passes: str) -> bool:
+    """Whether Inductor runs its passes on the graph of a higher-order op, from inside a graph.
+
+    Args:
+        graph_passes: the name of Inductor's function that calls itself for such graphs.
+    """
+    frame, calls = sys._getframe(), 0
+    while frame is not None:
+        calls += frame.f_code.co_name == graph_passes
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls > 1
+
+
 class _RewritePass(_Pass):
     def run(self, graph: Graph) -> None:
-        report = rewrite_graph(graph)
+        # What is written to around such a graph only the graph around it tells; which comes later.
+        if _is_inside_another("_recursive_pre_grad_passes"):
+            return
+        report = rewrite_graph(graph, strict=self.strict)
         if graph.owning_module is not None:
             graph.owning_module.meta["compile_losses"] = report
 
@@ -75,24 +102,39 @@ class _RewritePass(_Pass):
 class _LoweringPass(_Pass):
     """A pass on AOTAutograd's graphs; ``decisions`` collects what it decided, if anyone asks."""
 
-    lower: Callable[[Graph], list[Decision]]
-
-    def __init__(self, previous: Any, decisions: list[Decision] | None = None) -> None:
-        super().__init__(previous)
+    def __init__(
+        self, previous: Any, decisions: list[Decision] | None = None, *, strict: bool | None = None
+    ) -> None:
+        super().__init__(previous, strict=strict)
         self.decisions = decisions
 
+    def lower(self, graph: Graph) -> list[Decision]:
+        raise NotImplementedError
+
     def run(self, graph: Graph) -> None:
-        found = self.lower(graph)
+        found = lower_or_leave(self.lower, graph, strict=self.strict)
         if self.decisions is not None:
             self.decisions += found
 
 
 class _PlanPass(_LoweringPass):
-    lower = staticmethod(plan)
+    def lower(self, graph: Graph) -> list[Decision]:
+        decisions = plan(graph)
+        if self.calls:
+            _note_backward(graph)
+        return decisions
 
 
 class _InPlacePass(_LoweringPass):
-    lower = staticmethod(in_place)
+    def lower(self, graph: Graph) -> list[Decision]:
+        _note_compiled(graph)
+        # The numbers of donated buffers are those of the outermost graph's inputs.
+        inside = _is_inside_another("_recursive_post_grad_passes")
+        return in_place(graph, () if inside else donated_buffers())
+
+    def uuid(self) -> Any:
+        own = super().uuid()
+        return own and (*own, donated_buffers())  # what it overwrites depends on that
 
 
 class _Stop(BaseException):
@@ -126,18 +168,42 @@ def compile_losses(
         options: Inductor's options, and ``inner_backend``: the name of another backend to hand the
             rewritten graph to (``"aot_eager"``, ``"eager"``, ...); and ``verify``: whether to
             evaluate every loss and its rewrite on random numbers, and to leave alone what differs
-            (by default if COMPILE_LOSSES_VERIFY=1 is in the environment).
+            (by default if COMPILE_LOSSES_VERIFY=1 is in the environment); and ``strict``: whether
+            to raise what goes wrong inside this package, instead of leaving a loss to torch (by
+            default if COMPILE_LOSSES_STRICT=1 is in the environment).
+
+    Raises:
+        RuntimeError: a mode or an option that Inductor does not have.
     """
     options = dict(options or {})
     inner = options.pop(INNER_BACKEND, "inductor")
-    rewrite(gm, verify=options.pop(VERIFY, None))
-    if inner != "inductor":
+    verify, strict = options.pop(VERIFY, None), options.pop(STRICT, None)
+    inductor = None
+    if inner == "inductor":
+        try:
+            inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic=None)
+        except RuntimeError as error:
+            raise InvalidOptionError(str(error)) from None
+    rewrite(gm, verify=verify, strict=strict)
+    if inductor is None:
         keywords = {k: v for k, v in (("mode", mode), ("options", options)) if v}
         return torch._dynamo.lookup_backend(inner)(gm, example_inputs, **keywords)
-    inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic=None)
     for slot, kind in _LOWERING.items():
-        inductor.config[slot] = kind(_users(inductor.config.get(slot, getattr(config, slot))))
-    return inductor(gm, example_inputs)
+        users = _users(inductor.config.get(slot, getattr(config, slot)))
+        inductor.config[slot] = kind(users, strict=strict)
+    compiled = inductor(gm, example_inputs)
+    if getattr(compiled, "serialize", None) is not None:  # compiled ahead of time, to be saved
+        from compile_losses.artifact import Artifact
+
+        return Artifact(compiled)
+    return compiled
+
+
+class InvalidOptionError(ShortenTraceback):
+    """A mode or an option that Inductor does not have; a RuntimeError, as stock torch.compile's."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, first_useful_frame=None)
 
 
 #: Inductor's slots and the passes that go there.
@@ -188,8 +254,45 @@ def _users(current: Any) -> Any:
     return current.replaced if isinstance(current, _Pass) else current
 
 
+class _Backward:
+    """Lives, in the meta of nodes, as long as a backward may still be compiled."""
+
+
+#: Those planned by the passes of :func:`enable`.
+_to_come: WeakSet[_Backward] = WeakSet()
+
+
+def _note_backward(graph: Graph) -> None:
+    """Notes that a backward is yet to be compiled, if a joint graph scales gradients in it."""
+    scales = [node for node in graph.nodes if node.target is fused.scale.default]
+    if scales:
+        backward = _Backward()
+        _to_come.add(backward)
+        weakref.finalize(backward, _leave)
+        for scale in scales:
+            scale.meta["compile_losses_backward"] = backward
+
+
+def _note_compiled(graph: Graph) -> None:
+    backwards = {node.meta.get("compile_losses_backward") for node in graph.nodes} - {None}
+    if backwards:
+        _to_come.difference_update(backwards)
+        _leave()
+
+
+def _leave() -> None:
+    """Takes the last pass out of its slot, if it was left for backwards and none is to come."""
+    slot = "post_grad_custom_post_pass"
+    if not _is_enabled() and not _to_come:
+        setattr(config, slot, _users(getattr(config, slot)))
+
+
+def _is_enabled() -> bool:
+    return isinstance(config.pre_grad_custom_pass, _Pass)
+
+
 class _Enabled:
-    """What enable() returns: ends with the ``with`` block, if there is one."""
+    """What enable() returns: a ``with`` block ends what the call began."""
 
     def __enter__(self) -> _Enabled:
         return self
@@ -200,6 +303,11 @@ class _Enabled:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        first = config.pre_grad_custom_pass
+        if isinstance(first, _RewritePass):
+            first.calls -= 1
+            if first.calls > 0:
+                return
         disable()
 
 
@@ -207,16 +315,29 @@ def enable() -> _Enabled:
     """Makes ``torch.compile`` with its default backend rewrite losses, from now on.
 
     Passes that are in Inductor's slots already keep running, after ours. Functions that were
-    compiled before stay as they are. Usable as a context manager; enabling twice is enabling once.
+    compiled before stay as they are. Usable as a context manager; enabling twice is enabling once,
+    and the inner of two ``with`` blocks leaves the outer one on.
+
+    Inductor's configuration is that of a thread since torch 2.13: a thread that compiles calls
+    ``enable`` itself.
     """
     for slot, kind in _SLOTS.items():
         current = getattr(config, slot)
         if not isinstance(current, _Pass):
-            setattr(config, slot, kind(current))
+            current = kind(current)
+            setattr(config, slot, current)
+        current.calls += 1
     return _Enabled()
 
 
 def disable() -> None:
-    """Undoes :func:`enable`; the passes that were there before are there again."""
+    """Undoes :func:`enable`; the passes that were there before are there again.
+
+    A backward that is yet to be compiled still gets our last pass. Until no such backward is left
+    that pass stays in its slot, where it does nothing to other graphs; calling this again then
+    takes it out.
+    """
     for slot in _SLOTS:
-        setattr(config, slot, _users(getattr(config, slot)))
+        if slot != "post_grad_custom_post_pass":
+            setattr(config, slot, _users(getattr(config, slot)))
+    _leave()

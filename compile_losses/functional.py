@@ -7,6 +7,20 @@ of the same name, for which it can be imported instead. Where torch rounds parti
 A call goes on to torch's own function when an operand is not a dense tensor of a floating dtype on
 a device with kernels, when a class or mode overrides torch's function, and, within the ops, inside
 ``torch.func`` and forward-mode differentiation, for which custom ops have no rules.
+
+Do not change an argument behind autograd's back between a loss and its backward pass: through
+``.data``, or in place through ``detach()``'s result where its version counter is not looked at. In
+the backward pass these functions read their arguments again. torch's save something of their own
+in these cases, and give the gradients of the loss that was computed, where these give other numbers
+without a warning:
+
+- ``cross_entropy``, with either kind of target, when input changes (torch saves the
+  log-probabilities; here the new logits meet the old rows' sums);
+- ``l1_loss``, and weighted ``mse_loss``, when input or target changes (torch saves the difference);
+- ``kl_div`` with ``log_target``, when input or target changes.
+
+Change a copy instead, or call ``backward`` first. In the other cases torch's functions read the
+changed argument as well. A change that autograd knows of raises its error.
 """
 
 from __future__ import annotations
@@ -28,7 +42,13 @@ from compile_losses.arguments import (
     warn_if_broadcast,
 )
 from compile_losses.linear import linear_cross_entropy
-from compile_losses.ops.checks import REDUCTIONS, broadcast_shape, promoted_dtype, promotes
+from compile_losses.ops.checks import (
+    REDUCTIONS,
+    broadcast_shape,
+    promoted_dtype,
+    promotes,
+    same_shape,
+)
 from compile_losses.overrides import has_kernels, overridden
 
 __all__ = [
@@ -140,7 +160,8 @@ def kl_div(
     log_target: bool = False,
 ) -> Tensor:
     """Kullback-Leibler divergence, as :func:`torch.nn.functional.kl_div`."""
-    if overridden(input, target) or not has_kernels(input, target):
+    operands = (input, target)
+    if overridden(*operands) or not has_kernels(*operands) or type(log_target) is not bool:
         return F.kl_div(input, target, size_average, reduce, reduction, log_target)
     legacy = size_average is not None or reduce is not None
     if reduction == "mean" and not legacy:
@@ -249,7 +270,7 @@ def _weighted(
     if not autocasts:
         promoting = (weight,) if mean or promotes(weight, shape) else ()
         dtype = promoted_dtype(input, target, *promoting)
-    if mean and input.shape != shape:
+    if mean and not same_shape(input.shape, shape):
         # torch divides by the sum of the weight before it is broadcast, the op by that after
         return op(input, target, REDUCTIONS["sum"], weight=weight, dtype=dtype) / weight.sum()
     return op(input, target, reduction, weight=weight, dtype=dtype)

@@ -126,6 +126,13 @@ def _load_cuda() -> Path | str:
     return library
 
 
+def loaded() -> tuple[tuple[str, str], ...]:
+    """For each device type the file that its kernels are from, or why there are none."""
+    return tuple(
+        (device, file.name if isinstance(file, Path) else file) for device, file in kernels.items()
+    )
+
+
 @cache
 def fingerprint() -> str:
     """A hash of the package's sources and built kernels, for the keys of torch.compile's caches.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 import compile_losses.ops  # noqa: F401  declares fused::*
-from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.arguments import is_integer, is_number, reduction_of
 
 __all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy"]
 
@@ -41,12 +41,15 @@ def linear_cross_entropy(
         target: class indices, int64 or uint8, of input's leading shape (and d1, ...); or class
             probabilities of the logits' shape.
         linear_bias: of linear_weight's shape without hidden.
-        weight: [classes], in the loss's dtype.
+        weight: [classes], in the loss's dtype; beside class probabilities in any. With class
+            indices one that requires a gradient is an error, but for calls that torch computes in
+            chunks (``options`` given, no label smoothing, int64 targets, linear_weight
+            [classes, hidden]): there, as in torch, no gradient flows to it.
         reduction: ``"none"``, ``"mean"`` or ``"sum"``.
         ignore_index: class indices of this value count for nothing; None is -100.
         label_smoothing: from 0 to 1.
-        options: accepted for torch's sake, and not needed: chunks are always used, and their size
-            is chosen from the shapes.
+        options: accepted for torch's sake: chunks are always used, and their size is chosen from
+            the shapes.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
         z_loss: ``z_loss * logsumexp(logits) ** 2`` is added to the loss of each row (PaLM).
     """
@@ -65,20 +68,51 @@ def linear_cross_entropy(
             softcap=softcap,
             z_loss=z_loss,
         )
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{reduction} is not a valid value for reduction")
+    check_types(
+        input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias,
+        weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
+    )  # fmt: skip
+    enum = reduction_of(reduction)
+    chunked = (
+        options is not None
+        and label_smoothing == 0
+        and target.dtype == torch.int64
+        and linear_weight.dim() == 2
+    )
+    if weight is not None and (chunked or not torch.is_grad_enabled()):
+        weight = weight.detach()  # torch's chunked loss takes one that requires a gradient
     return torch.ops.fused.linear_cross_entropy(
         input,
         linear_weight,
         target,
         linear_bias=linear_bias,
         weight=weight,
-        reduction=REDUCTIONS[reduction],
+        reduction=enum,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         softcap=softcap,
         z_loss=z_loss,
     )
+
+
+def check_types(*, ignore_index: Any, label_smoothing: Any, **tensors: Any) -> None:
+    for name, value in tensors.items():
+        optional = name in ("linear_bias", "weight")
+        if not isinstance(value, Tensor) and not (optional and value is None):
+            raise TypeError(
+                f"linear_cross_entropy: expected {name} to be a tensor, got {type(value).__name__}"
+            )
+    if ignore_index is not None and not is_integer(ignore_index):
+        error = ValueError if type(ignore_index) is int else TypeError
+        raise error(
+            f"linear_cross_entropy: expected ignore_index to be an int of 64 bits or None, "
+            f"got {ignore_index!r}"
+        )
+    if not is_number(label_smoothing):
+        raise TypeError(
+            f"linear_cross_entropy: expected label_smoothing to be a number, "
+            f"got {label_smoothing!r}"
+        )
 
 
 class LinearCrossEntropyLoss(nn.Module):

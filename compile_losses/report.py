@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.fx import Node
 
+from compile_losses.guard import is_restart
 from compile_losses.lower.cost import megabytes
 from compile_losses.lower.decision import Decision
 
@@ -84,7 +86,7 @@ class Report:
         sites: the losses found.
         graphs: how many graphs Dynamo made of the function.
         graph_breaks: Dynamo's reasons for making more than one.
-        errors: why the plan of a graph is not known.
+        errors: why the plan of a graph is not known, or its losses were not looked for.
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -118,7 +120,7 @@ class Report:
         if self.graphs == 0 and not self.sites:
             lines.append("Dynamo compiled nothing: is the function disabled or skipped?")
         lines += [f"graph break: {_first_line(reason)}" for reason in self.graph_breaks]
-        return lines + [f"no plan: {error}" for error in self.errors]
+        return lines + self.errors
 
     def __str__(self) -> str:
         lines = [self.summary]
@@ -181,6 +183,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
     from compile_losses.backend import decide
     from compile_losses.recognize import rewrite
+    from compile_losses.recognize.logits import OUTSIDE
 
     report = Report()
 
@@ -188,17 +191,28 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         rewrite(gm)
         found: Report = gm.meta["compile_losses"]
         decisions: list[Decision] = []
+        failure = ""
         rewritten = any(site.status == "rewritten" for site in found.sites)
         if rewritten or _is_trained(gm, example_inputs):
             try:
                 decisions = decide(gm, example_inputs)
             except Exception as error:  # the graphs without a compiler still run
+                if is_restart(error):
+                    raise
                 if rewritten:
-                    report.errors.append(_first_line(f"{type(error).__name__}: {error}"))
+                    failure = f"no plan: {_first_line(f'{type(error).__name__}: {error}')}"
+        report.errors += [*found.errors, *filter(None, [failure])]
         sites = [_planned(site, decisions) for site in found.sites]
-        sites = _with_elementwise(sites, decisions)
-        report.sites += [replace(site, graph=report.graphs) for site in sites]
+        for site in _with_elementwise(sites, decisions):
+            if failure and site.status == "rewritten":
+                site = replace(site, details=(failure,))
+            if report.graphs > 0 and OUTSIDE in site.reason:
+                site = replace(site, reason=f"{site.reason}, after a graph break")
+            report.sites.append(replace(site, graph=report.graphs))
         report.graphs += 1
+        if any(isinstance(node.target, HigherOrderOperator) for node in gm.graph.nodes):
+            # Some of these ops are right only where AOTAutograd has traced them.
+            return torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs)
         return gm.forward
 
     breaks = dict(counters["graph_break"])

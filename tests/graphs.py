@@ -70,19 +70,18 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[str]]]:
     found: dict[str, list[str]] = {"before": [], "joint": [], "post": []}
 
     def record(kind, function):
-        def wrapped(graph):
+        def wrapped(lowering_pass, graph):
             if kind == "joint":
                 found["before"].append(listing(graph))
-            result = function(graph)
+            function(lowering_pass, graph)
             if kind == "joint":
                 assert not (written := writes(graph)), f"Inductor takes this for pure: {written}"
             found[kind].append(listing(graph))
-            return result
 
-        return staticmethod(wrapped)
+        return wrapped
 
     for kind, lowering in (("joint", backend._PlanPass), ("post", backend._InPlacePass)):
-        monkeypatch.setattr(lowering, "lower", record(kind, lowering.lower))
+        monkeypatch.setattr(lowering, "run", record(kind, lowering.run))
     with torch._inductor.config.patch(force_disable_caches=True):
         yield found
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 import torch
@@ -181,6 +183,12 @@ def count_fused_calls(function):
     return sum(event.name.startswith("fused::") for event in profile.events())
 
 
+def forget_compiled():
+    """Nothing is left whose backward may yet be compiled."""
+    torch._dynamo.reset()
+    gc.collect()
+
+
 def test_enable_and_disable():
     def loss(a, b):
         return ((a - b) ** 2).mean()
@@ -188,9 +196,10 @@ def test_enable_and_disable():
     a, b = torch.rand(7, requires_grad=True), torch.rand(7)
 
     def fused_calls():
-        torch._dynamo.reset()
+        forget_compiled()
         compiled = torch.compile(loss)
         torch.testing.assert_close(compiled(a, b), loss(a, b))
+        compiled(a, b).backward()
         return count_fused_calls(lambda: compiled(a, b))
 
     assert fused_calls() == 0
@@ -208,6 +217,91 @@ def test_enable_and_disable():
     assert config.post_grad_custom_post_pass is None
 
 
+def test_backward_after_disable(graphs):
+    """A backward is compiled when it first runs, and gets its pass wherever that is."""
+    forget_compiled()
+    model, (x, target) = nn.Linear(12, 12), real(16)
+    with compile_losses.enable():
+        loss = torch.compile(lambda x, target: F.mse_loss(model(x), target))(x, target)
+    assert config.pre_grad_custom_pass is None
+    (3 * loss).backward()
+    assert "fused.scale_.default" in graphs["post"][1]
+    actual = model.weight.grad.clone()
+    model.zero_grad()
+    (3 * F.mse_loss(model(x), target)).backward()
+    torch.testing.assert_close(actual, model.weight.grad)
+    compile_losses.disable()
+    assert config.post_grad_custom_post_pass is None
+
+
+def test_nested_enable():
+    def is_on():
+        return config.pre_grad_custom_pass is not None
+
+    with compile_losses.enable():
+        with compile_losses.enable():
+            assert is_on()
+        assert is_on()  # the inner block did not begin it
+    assert not is_on()
+    compile_losses.enable()
+    with compile_losses.enable():
+        pass
+    assert is_on()
+    compile_losses.disable()
+    assert not is_on()
+
+
+def test_pass_set_inside():
+    """What the user puts into a slot stays there, also when it was one of ours."""
+    mine = UsersPass()
+    with config.patch(pre_grad_custom_pass=None):
+        with compile_losses.enable():
+            config.pre_grad_custom_pass = mine
+        assert config.pre_grad_custom_pass is mine
+    with compile_losses.enable():
+        with config.patch(pre_grad_custom_pass=mine):
+            assert config.pre_grad_custom_pass is mine
+        assert isinstance(config.pre_grad_custom_pass, _Pass)
+    assert config.pre_grad_custom_pass is None
+
+
+def test_enable_in_threads():
+    """Threads compile beside each other; each enables for itself where torch's configuration is
+    that of a thread."""
+    results: dict[int, int] = {}
+
+    def work(number):
+        a, b = torch.rand(7 + number, requires_grad=True), torch.rand(7 + number)
+        with compile_losses.enable():
+            compiled = torch.compile(lambda a, b: ((a - b) ** 2).mean() * (number + 1))
+            loss = compiled(a, b)
+        loss.backward()
+        torch.testing.assert_close(a.grad, 2 * (number + 1) * (a.detach() - b) / a.numel())
+        results[number] = 1
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 3
+
+
+def test_two_backends_with_other_options(graphs):
+    """Each compilation has its own options, also in a backward that is compiled later."""
+    model, (x, target) = nn.Linear(12, 12), real(16)
+
+    def loss(x, target):
+        return F.mse_loss(model(x), target)
+
+    eager = torch.compile(loss, backend="compile_losses", options={"inner_backend": "aot_eager"})
+    full = torch.compile(loss, backend="compile_losses", options={"max_autotune": False})
+    losses = [full(x, target), eager(x, target)]
+    gradients = [torch.autograd.grad(each, model.weight)[0] for each in losses]
+    torch.testing.assert_close(*gradients)
+    assert len(graphs["post"]) == 2  # Inductor's forward and backward alone
+
+
 class UsersPass(CustomGraphPass):
     def __init__(self):
         self.graphs = 0
@@ -221,6 +315,7 @@ class UsersPass(CustomGraphPass):
 
 @pytest.mark.parametrize("door", ["enable", "backend"])
 def test_users_passes_keep_running(door):
+    forget_compiled()
     users = {"pre_grad_custom_pass": UsersPass(), "post_grad_custom_post_pass": UsersPass()}
     a, b = torch.rand(9), torch.rand(9)
     with config.patch({**users, "fx_graph_cache": False}):
@@ -235,7 +330,8 @@ def test_users_passes_keep_running(door):
 
 def test_pass_identity():
     """The caches' key holds the package's fingerprint, and nothing where a pass has no identity."""
-    assert _Pass(None).uuid() == ("_Pass", compile_losses.library.fingerprint())
+    library = compile_losses.library
+    assert _Pass(None).uuid() == ("_Pass", library.fingerprint(), library.loaded())
     assert "users pass" in _Pass(UsersPass()).uuid()
     assert _Pass(lambda graph: None).uuid() is None
 
@@ -276,8 +372,11 @@ def test_inner_backend_and_unknown_options():
             F.mse_loss, backend="compile_losses", options={"inner_backend": inner}
         )
         torch.testing.assert_close(compiled(a, b), F.mse_loss(a, b))
-    with pytest.raises(Exception, match="no_such_option"):
-        torch.compile(F.mse_loss, backend="compile_losses", options={"no_such_option": 1})(a, b)
+    for arguments in ({"options": {"no_such_option": 1}}, {"mode": "no_such_mode"}):
+        torch._dynamo.reset()
+        with pytest.raises(RuntimeError, match="no_such") as caught:
+            torch.compile(F.mse_loss, backend="compile_losses", **arguments)(a, b)
+        assert not isinstance(caught.value, torch._dynamo.exc.BackendCompilerFailed)
 
 
 @pytest.mark.gpu

@@ -111,6 +111,88 @@ def test_graph_breaks():
     assert "graph break:" in str(report)
 
 
+def test_head_before_a_graph_break():
+    """The reason why a head is left out says that a graph break stands between."""
+    head = torch.nn.Linear(8, 50)
+
+    def step(h, t):
+        logits = head(h)
+        torch._dynamo.graph_break()
+        return F.cross_entropy(logits, t)
+
+    (site,) = compile_losses.explain(step, torch.randn(6, 8), torch.arange(6)).sites
+    assert (site.op, site.status, site.graph) == ("cross_entropy", "rewritten", 1)
+    assert site.reason == (
+        "without its linear layer: its logits are an input of this graph, after a graph break"
+    )
+
+
+def test_restarted_analysis():
+    """Dynamo traces a step with a float of the user's anew, which is no reason to know no plan."""
+
+    class ArcFace(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(50, 8))
+            self.margin = 0.5
+
+        def forward(self, h, t, scale):
+            cosine = F.linear(F.normalize(h), F.normalize(self.weight))
+            angle = torch.acos(cosine.clamp(-1 + 1e-7, 1 - 1e-7))
+            picked = F.one_hot(t, 50).bool()
+            logits = torch.where(picked, torch.cos(angle + self.margin * scale), cosine)
+            return F.cross_entropy(logits * scale, t)
+
+    step = torch.compile(ArcFace(), dynamic=True)
+    h, t = torch.randn(6, 8), torch.arange(6)
+    with torch._dynamo.config.patch(specialize_float=False):
+        for scale in (2.5, 3.5):
+            report = compile_losses.explain(step, h, t, scale)
+            assert report.errors == []
+            (site,) = report.sites
+            assert site.status == "rewritten"
+            assert site.plan
+
+
+def test_failed_plan(monkeypatch):
+    """A loss whose plan is not known says so itself."""
+
+    def fails(*_):
+        raise NotImplementedError("no such lowering")
+
+    monkeypatch.setattr("compile_losses.backend.decide", fails)
+    report = compile_losses.explain(F.mse_loss, torch.rand(3), torch.rand(3))
+    (site,) = report.sites
+    assert site.details == ("no plan: NotImplementedError: no such lowering",)
+    assert report.remarks == ["no plan: NotImplementedError: no such lowering"]
+
+
+def test_region_called_twice():
+    """The graphs of higher-order ops run as AOTAutograd traces them."""
+
+    @torch.compiler.nested_compile_region
+    def region(x, t):
+        return F.cross_entropy(x, t)
+
+    x, t = torch.randn(6, 8), torch.arange(6)
+    report = compile_losses.explain(lambda x, t: region(x, t) + region(x * 2, t), x, t)
+    assert [site.status for site in report.sites] == ["declined"]
+
+
+def test_part_of_a_larger_form():
+    """A declined form does not take the loss inside it along."""
+
+    def step(x, t):
+        losses = F.cross_entropy(x, t, reduction="none")
+        losses.mul_(2)
+        return losses.mean()
+
+    (site,) = compile_losses.explain(step, torch.randn(6, 8), torch.arange(6)).sites
+    assert (site.op, site.status) == ("cross_entropy", "rewritten")
+    assert "part of a larger form that stays torch's: " in site.reason
+    assert "changed in place" in site.reason
+
+
 def test_nothing_compiled():
     report = compile_losses.explain(lambda a: 3, torch.rand(3))
     assert "compiled nothing" in str(report)

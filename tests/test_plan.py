@@ -404,7 +404,7 @@ def test_plan_without_a_plan(monkeypatch):
     report = compile_losses.explain(Head(F.mse_loss), *real())
     assert report.sites[0].status == "rewritten"
     assert report.sites[0].plan == ()
-    assert report.errors == ["RuntimeError: no luck"]
+    assert report.errors == ["no plan: RuntimeError: no luck"]
     assert "no plan: RuntimeError: no luck" in str(report)
 
 

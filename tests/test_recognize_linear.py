@@ -76,6 +76,9 @@ def autocast_of_the_loss(h, w, b, labels):
 
 
 MATCHES = {
+    "two casts that change nothing": (
+        lambda h, w, b, t: flat(F.linear(h, w).contiguous().float().contiguous(), t)
+    ),
     "flattened": lambda h, w, b, t: flat(F.linear(h, w, b), t),
     "reshape": lambda h, w, b, t: F.cross_entropy(F.linear(h, w).reshape(12, 50), t.reshape(12)),
     "flatten": lambda h, w, b, t: F.cross_entropy(F.linear(h, w).flatten(0, 1), t.flatten()),
@@ -204,11 +207,33 @@ CROSS_ENTROPY_ALONE = {
     "tensor factor": (lambda h, w, b, t: flat(F.linear(h, w) * b.sum(), t), "another tensor"),
     "classes cut": (
         lambda h, w, b, t: F.cross_entropy(F.linear(h, w)[..., :9].reshape(-1, 9), t.view(-1) % 9),
-        "takes rows of logits apart",
+        "takes only some classes of a row",
     ),
     "rows taken apart": (
         lambda h, w, b, t: F.cross_entropy(F.linear(h, w).view(-1, 25), t.view(-1).repeat(2) % 9),
-        "takes rows of logits apart",
+        "takes the classes of a row apart",
+    ),
+    "sigmoid": (
+        lambda h, w, b, t: flat(F.linear(h, w).sigmoid(), t),
+        "sigmoid is none of a cast, a factor, a soft-cap and a view",
+    ),
+    "rows picked by an index": (
+        lambda h, w, b, t: F.cross_entropy(
+            F.linear(h, w).view(-1, 50).index_select(0, t.view(-1).abs() % 12), t.view(-1)
+        ),
+        "index_select picks some of the logits",
+    ),
+    "rows picked by brackets": (
+        lambda h, w, b, t: F.cross_entropy(F.linear(h, w)[0][t[0].abs() % 6], t[0]),
+        "picks some of the logits",
+    ),
+    "classes masked": (
+        lambda h, w, b, t: flat(F.linear(h, w).masked_fill(b > 1, -1e4), t % 3),
+        "masked_fill masks some of the logits",
+    ),
+    "an addend": (
+        lambda h, w, b, t: flat(F.linear(h, w) + b, t),
+        "add adds another tensor to the logits",
     ),
     "changed hidden states": (changed_in_place, "changed in place"),
 }  # fmt: skip

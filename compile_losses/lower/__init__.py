@@ -1,11 +1,53 @@
 """From fused ops in AOTAutograd's graphs to fewer passes over memory.
 
 ``plan`` works on the joint graph (or that of inference), ``in_place`` on the forward and backward
-graphs that it is cut into.
+graphs that it is cut into. ``lower_or_leave`` runs either, and undoes it where it fails.
 """
 
-from compile_losses.lower.decision import Decision
-from compile_losses.lower.in_place import in_place
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch._ops import OpOverload
+from torch.fx import Graph
+
+from compile_losses.guard import Failure, Snapshot, attempt
+from compile_losses.lower.calls import PARTS
+from compile_losses.lower.decision import Decision, site_of
+from compile_losses.lower.elementwise import scalar_tangents
+from compile_losses.lower.in_place import donated_buffers, in_place
 from compile_losses.lower.plan import plan
 
-__all__ = ["Decision", "in_place", "plan"]
+__all__ = ["Decision", "donated_buffers", "in_place", "lower_or_leave", "plan"]
+
+
+def lower_or_leave(
+    lower: Callable[[Graph], list[Decision]], graph: Graph, *, strict: bool | None = None
+) -> list[Decision]:
+    """What a pass decides about a graph; where it fails, the graph is as it was.
+
+    The ops of the losses have kernels and gradients of their own: such a graph is right, if slower.
+    A graph with neither such ops nor the tangent of one number holds nothing to be lowered.
+    """
+    calls = [
+        (node, node.target)
+        for node in graph.nodes
+        if isinstance(node.target, OpOverload) and node.target.namespace == "fused"
+    ]
+    if not calls and not scalar_tangents(graph):
+        return []
+    snapshot = Snapshot(graph)
+    found = attempt(lambda: lower(graph), strict=strict)
+    if not isinstance(found, Failure):
+        return found
+    snapshot.restore()
+    decisions = []
+    if not calls:
+        decisions.append(Decision(None, "elementwise", "gradient in backward", found.reason))
+    for node, target in calls:
+        loss, _, part = target._schema.name.removeprefix("fused::").rpartition("_")
+        if part in PARTS and part != "backward":
+            site = attempt(lambda: site_of(node), strict=False)  # noqa: B023
+            number = None if isinstance(site, Failure) else site
+            decisions.append(Decision(number, loss, "kernel", found.reason))
+    return decisions

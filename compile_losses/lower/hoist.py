@@ -43,7 +43,7 @@ from compile_losses.lower.aliases import (
 from compile_losses.lower.calls import Loss, find_losses, fused_call, fused_op, named_arguments
 from compile_losses.lower.decision import Decision, site_of
 from compile_losses.lower.factor import emit, factor_of, move_before
-from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.ops.checks import REDUCTIONS, same_shape
 
 fused = torch.ops.fused
 
@@ -85,7 +85,7 @@ def refusal(loss: Loss, overwrites: bool) -> str | None:
         return "another argument than input needs a gradient"
     input: Tensor = loss.input.meta["val"]
     gradient: Tensor = gradients[0].meta["val"]
-    if gradient.shape != input.shape:
+    if not same_shape(gradient.shape, input.shape):
         return "input is broadcast"
     if gradient.dtype == torch.float16:
         return "a unit gradient would underflow in float16 before the loss scale reaches it"

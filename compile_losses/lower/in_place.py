@@ -13,7 +13,7 @@ they would be cut in two, and the forward would write a difference for the backw
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -48,8 +48,12 @@ _ROW_VIEWS = (
 _VIEWS = (*_ROW_VIEWS, aten.permute.default, aten.transpose.int, aten.t.default)
 
 
-def in_place(graph: Graph) -> list[Decision]:
-    """Replaces functional ops by in-place ones where the overwritten buffer is dead."""
+def in_place(graph: Graph, donated: Collection[int] = ()) -> list[Decision]:
+    """Replaces functional ops by in-place ones where the overwritten buffer is dead.
+
+    Args:
+        donated: the places of the graph's inputs that it may overwrite.
+    """
     decisions = []
     for node in list(graph.nodes):
         loss, part = fused_call(node) or ("", "")
@@ -57,7 +61,7 @@ def in_place(graph: Graph) -> list[Decision]:
             _accept_layouts(node)
             _leave_unpadded(node)
         if node.target is fused.scale.default:
-            decisions.append(_scale(node))
+            decisions.append(_scale(node, donated))
         elif part == "with_grad" and has_part(loss, "with_grad_"):
             decisions.append(_gradient_over_input(node, loss))
         elif part == "backward" and has_part(loss, "with_grad_") and is_elementwise(loss):
@@ -165,16 +169,13 @@ def overwritable(input: Node, readers: set[Node]) -> str | None:
     return None
 
 
-def _scale(node: Node) -> Decision:
+def _scale(node: Node, donated: Collection[int]) -> Decision:
     gradient, factor = node.args
     assert isinstance(gradient, Node)
     graph = node.graph
     placeholders = graph.find_nodes(op="placeholder")
     index = placeholders.index(gradient) if gradient in placeholders else None
-    donated = _donated()
     reason = _kept(gradient, placeholders, owned=index in donated or SAVED in node.meta)
-    if SAVED in node.meta and index in donated:
-        donated.remove(index)  # so that AOTAutograd does not refuse retain_graph
     if reason is not None:
         choice = "scale in a new buffer"
     elif is_fused_into_readers(node):
@@ -228,9 +229,13 @@ def _kept(gradient: Node, placeholders: Sequence[Node], *, owned: bool) -> str |
     return None
 
 
-def _donated() -> list[int]:
-    """The placeholders of a backward graph that AOTAutograd gives to it for good; its own list."""
+def donated_buffers() -> tuple[int, ...]:
+    """The placeholders of the backward being compiled that AOTAutograd gives to it for good.
+
+    Which they are depends on whether the first backward retains its graph, and is in no key of
+    torch's caches: a pass that asks has them in its ``uuid``.
+    """
     context = TracingContext.try_get()
     if context is None or context.fw_metadata is None:
-        return []
-    return context.fw_metadata.bw_donated_idxs or []
+        return ()
+    return tuple(context.fw_metadata.bw_donated_idxs or ())

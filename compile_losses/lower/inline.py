@@ -37,6 +37,7 @@ from compile_losses.ops.checks import (
     batch_of,
     promoted_dtype,
     reduction_name,
+    same_shape,
 )
 
 aten = torch.ops.aten
@@ -175,7 +176,11 @@ def _backward(
         grad_output = (grad_output.to(wide) if scaled_once else grad_output) / divisor
         named = {**named, "reduction": REDUCTIONS["sum"]}
     leaves = {
-        name: (named[name] if named[name].shape == shape else named[name].to(wide).expand(shape))
+        name: (
+            named[name]
+            if same_shape(named[name].shape, shape)
+            else named[name].to(wide).expand(shape)
+        )
         .detach()
         .requires_grad_(bool(needed))
         for name, needed in given.items()

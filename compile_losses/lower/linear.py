@@ -8,9 +8,12 @@ weight's gradient is often the largest tensor of a step.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from compile_losses.lower.aliases import depends_on_tangents
 from compile_losses.lower.calls import fused_call, named_arguments
@@ -18,6 +21,7 @@ from compile_losses.lower.cost import Cost, hint_of, nbytes_of
 from compile_losses.lower.decision import Decision, site_of
 from compile_losses.lower.factor import emit, factor_of, move_before
 from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, plan
+from compile_losses.ops.linear.leaves import ARGUMENT_COUNT
 
 fused = torch.ops.fused
 _NAME = "linear_cross_entropy"
@@ -35,11 +39,70 @@ def plan_linear(graph: Graph) -> list[Decision]:
     decisions = []
     for node, part in losses:
         cost, stock, reason = _costs(node)
+        site = site_of(node)
         choice = "kernel"
-        if part == "with_grad":
+        if part == "with_grad" and functorch_config.activation_memory_budget == 0:
+            if _compute_again(node):
+                choice = "logits computed again, for an activation memory budget of 0"
+        elif part == "with_grad":
+            _save(node)
             choice = "hoisted with its factor" if _take_factor(node, backward) else "hoisted"
-        decisions.append(Decision(site_of(node), _NAME, choice, reason, cost, stock))
+        decisions.append(Decision(site, _NAME, choice, reason, cost, stock))
     return decisions
+
+
+def _compute_again(node: Node) -> bool:
+    """Leaves the gradients to the backward, which computes the logits again; whether it could.
+
+    Without any budget the partitioner saves nothing, and would compute the gradients twice.
+    """
+    items: dict[Any, Node] = {u.args[1]: u for u in node.users}
+    loss_item = items.pop(0, None)
+    scales = [(index, scale) for index, item in items.items() for scale in item.users]
+    if loss_item is None or not scales:
+        return False
+    if any(scale.target is not fused.scale.default for _, scale in scales):
+        return False
+    (grad_output, *others) = {scale.args[1] for _, scale in scales}
+    if others:
+        return False
+    graph, arguments = node.graph, node.args[:ARGUMENT_COUNT]
+    needs = node.args[ARGUMENT_COUNT : ARGUMENT_COUNT + 3]
+    values = node.meta["val"]
+
+    def call(op: Any, args: tuple[Any, ...], value: Any, like: Node) -> Node:
+        new = graph.call_function(op, args)
+        new.meta = {k: v for k, v in like.meta.items() if k != "eager_input_vals"}
+        new.meta["val"] = value
+        return new
+
+    with graph.inserting_before(node):
+        loss = call(fused.linear_cross_entropy_forward.default, arguments, values[0], node)
+    first = min(scale for _, scale in scales)
+    with graph.inserting_before(first):
+        op = fused.linear_cross_entropy_backward.default
+        backward = call(op, (grad_output, *arguments, *needs), values[1:], first)
+        gradients = {
+            index: call(operator.getitem, (backward, index - 1), values[index], first)
+            for index in items
+        }
+    loss_item.replace_all_uses_with(loss)
+    for index, scale in scales:
+        scale.replace_all_uses_with(gradients[index])
+        graph.erase_node(scale)
+    for unused in (loss_item, *items.values(), node):
+        graph.erase_node(unused)
+    return True
+
+
+def _save(node: Node) -> None:
+    """Keeps the gradients from being computed a second time in the backward.
+
+    In a checkpointed region, or with an activation memory budget, the partitioner would do so: it
+    takes an op that it does not know for cheap.
+    """
+    for each in (node, *node.users):
+        each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _take_factor(node: Node, backward: set[Node]) -> bool:

@@ -29,7 +29,7 @@ from compile_losses.lower.cost import (
 )
 from compile_losses.lower.decision import Decision, log, site_of
 from compile_losses.lower.elementwise import move_gradients
-from compile_losses.lower.hoist import hoist, overwrites_buffers, refusal
+from compile_losses.lower.hoist import hoist, overwrites_buffers, refusal, tensors_read
 from compile_losses.lower.in_place import overwritable
 from compile_losses.lower.inline import inline, inline_backward
 from compile_losses.lower.linear import plan_linear
@@ -63,6 +63,7 @@ def _plan_ops(graph: Graph) -> list[Decision]:
         decisions.append(decision)
     _inline_strays(graph, ops)
     decisions = [*decisions, *hoist(graph), *plan_linear(graph)]
+    _inline_short_backwards(graph)
     for decision in decisions:
         log.debug("%s", decision)
     return decisions
@@ -81,6 +82,16 @@ def _inline_strays(graph: Graph, ops: OpTypes) -> None:
             continue
         tensors = [n for n in node.all_input_nodes[1:3] if isinstance(n.meta.get("val"), Tensor)]
         if any(feed_of(n, ops).source is not None for n in tensors):
+            inline_backward(node)
+
+
+def _inline_short_backwards(graph: Graph) -> None:
+    """Writes out gradients that torch makes of fewer tensors than the op is given, which the
+    forward would have to save for it."""
+    for node in list(graph.nodes):
+        name, part = fused_call(node) or ("", "")
+        is_gradient = part == "backward" and has_part(name, "with_grad_")
+        if is_gradient and len(tensors_read(node)) < len(node.all_input_nodes):
             inline_backward(node)
 
 

@@ -17,6 +17,12 @@ def describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
 
 
+def same_shape(left: torch.Size, right: torch.Size) -> bool:
+    """Whether shapes are equal. Python compares tuples of different lengths from the left, which
+    asks of symbolic sizes that broadcast what torch never asks: each answer is a guard."""
+    return len(left) == len(right) and left == right
+
+
 def batch_of(input: Tensor) -> int:
     """What the reduction batchmean divides by: of the input as given, not as broadcast."""
     return input.shape[0] if input.dim() > 0 else 1
@@ -135,7 +141,7 @@ def accumulation_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def broadcast_shape(op: str, input: Tensor, target: Tensor) -> torch.Size:
-    if input.shape == target.shape:
+    if same_shape(input.shape, target.shape):
         return input.shape
     try:
         return torch.broadcast_shapes(input.shape, target.shape)

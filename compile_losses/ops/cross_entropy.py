@@ -33,12 +33,12 @@ from compile_losses.ops.transforms import double_backward, needs_torch
 from compile_losses.ops.with_grad import declare_with_grad
 
 NAME = "cross_entropy"
-OPTIONS = "int reduction, int ignore_index, float label_smoothing"
+OPTIONS = "int reduction, SymInt ignore_index, float label_smoothing"
 ARGUMENTS = f"Tensor target, Tensor? weight, {OPTIONS}, ScalarType dtype, float? softcap=None"
 
 public = library.define(
     "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
-    "int ignore_index=-100, float label_smoothing=0.0, *, ScalarType? dtype=None) -> Tensor"
+    "SymInt ignore_index=-100, float label_smoothing=0.0, *, ScalarType? dtype=None) -> Tensor"
 )
 #: Returns the loss; stats [rows, 2]: each row's largest logit and the logarithm of its summed
 #: exponentials relative to it; and total_weight [], what the mean divides by. With a softcap it is
@@ -49,7 +49,7 @@ forward = library.define(
 #: The loss alone, in input's dtype, for eager calls that record no gradient: to return three
 #: tensors takes as long as the loss of a few rows.
 value = library.define(
-    "cross_entropy_value(Tensor input, Tensor target, int reduction, int ignore_index, "
+    "cross_entropy_value(Tensor input, Tensor target, int reduction, SymInt ignore_index, "
     "float label_smoothing) -> Tensor"
 )
 backward = library.define(
@@ -128,7 +128,7 @@ def public_kernel(
         )
         return loss
     mesh = mesh_of("cross_entropy", input=input, target=target, weight=weight)
-    if target.is_floating_point() and target.shape == input.shape:
+    if target.is_floating_point() and checks.same_shape(target.shape, input.shape):
         return cross_entropy_probabilities.loss(
             mesh, input, target, weight, reduction, ignore_index, label_smoothing, dtype
         )

@@ -67,7 +67,7 @@ def check(
     checks.check_reduction(name, reduction)
     checks.check_floating(name, input=input, target=target)
     checks.check_same_device(name, input, target=target, weight=weight)
-    if target.shape != input.shape:
+    if not checks.same_shape(target.shape, input.shape):
         raise RuntimeError(
             f"{name}: expected target of class probabilities to have input's shape "
             f"{list(input.shape)}, got {list(target.shape)}"

@@ -115,7 +115,7 @@ def declare(
         checks.check_floating(name, input=input, target=target)
         checks.check_same_device(name, input, target=target)
         check(*values)
-        if exact_target and input.shape != target.shape:
+        if exact_target and not checks.same_shape(input.shape, target.shape):
             raise ValueError(
                 f"{name}: expected target to have input's shape {list(input.shape)}, "
                 f"got {list(target.shape)}"
@@ -223,7 +223,8 @@ def declare(
         wide = checks.accumulation_type(checks.promoted_dtype(grad_output, input, target))
         return tuple(
             torch.empty_like(
-                tensor.expand(shape), dtype=tensor.dtype if tensor.shape == shape else wide
+                tensor.expand(shape),
+                dtype=tensor.dtype if checks.same_shape(tensor.shape, shape) else wide,
             )
             if need and tensor is not None
             else (input if tensor is None else tensor).new_empty(0)
@@ -291,7 +292,7 @@ def _empty_pointwise(
 ) -> Tensor:
     """As the kernels' function of this name: with the strides of torch's pointwise ops."""
     decides = computed or not any(guard_or_false(stride == 0) for stride in first.stride())
-    if decides and first.shape == shape:
+    if decides and checks.same_shape(first.shape, shape):
         return torch.empty_like(first, dtype=dtype)
     tensors = first.expand(shape), second.expand(shape)
     strides = compute_elementwise_output_strides(*tensors)
@@ -303,7 +304,7 @@ def _empty_pointwise(
 
 def sum_to_shape(gradient: Tensor, tensor: Tensor) -> Tensor:
     """The gradient of a tensor that was broadcast."""
-    if gradient.shape == tensor.shape:
+    if checks.same_shape(gradient.shape, tensor.shape):
         return gradient
     return gradient.sum_to_size(tensor.shape).to(tensor.dtype)
 

@@ -45,7 +45,7 @@ from torch import Tensor
 
 from compile_losses import library
 from compile_losses.distributed import mesh_of
-from compile_losses.ops.checks import REDUCTIONS, loss_dtype
+from compile_losses.ops.checks import REDUCTIONS, class_indices, loss_dtype
 from compile_losses.ops.linear.arguments import NAME, check, has_probabilities
 from compile_losses.ops.linear.leaves import forward, with_grad
 from compile_losses.ops.linear.reference import autocast_off, reference, under_autocast
@@ -53,7 +53,7 @@ from compile_losses.ops.transforms import needs_torch
 
 public = library.define(
     "linear_cross_entropy(Tensor input, Tensor linear_weight, Tensor target, *, "
-    "Tensor? linear_bias=None, Tensor? weight=None, int reduction=1, int? ignore_index=None, "
+    "Tensor? linear_bias=None, Tensor? weight=None, int reduction=1, SymInt? ignore_index=None, "
     "float label_smoothing=0.0, float? softcap=None, float z_loss=0.0, ScalarType? dtype=None) "
     "-> Tensor"
 )
@@ -77,8 +77,15 @@ def public_kernel(
         NAME, input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias,
         weight=weight,
     )  # fmt: skip
-    result = loss_dtype(dtype, input)
-    if dtype is None and result != torch.float64 and under_autocast(input):
+    promoting = []
+    probabilities = has_probabilities(input, linear_weight, target)
+    if probabilities:
+        others = (target, weight)
+        promoting = [t for t in others if t is not None and t.is_floating_point()]
+    else:
+        target = class_indices(input, target)
+    result = loss_dtype(dtype, input, *promoting)
+    if dtype is None and input.dtype != torch.float64 and under_autocast(input):
         lower = torch.get_autocast_dtype(input.device.type)
         input, linear_weight = input.to(lower), linear_weight.to(lower)
         linear_bias = None if linear_bias is None else linear_bias.to(lower)
@@ -92,11 +99,12 @@ def public_kernel(
         from compile_losses.distributed import linear
 
         return linear.linear_cross_entropy(public_kernel, mesh, *tensors, *options)
-    whole = linear_weight.dim() > 2 or has_probabilities(input, linear_weight, target)
-    if whole or needs_torch(*tensors):
+    if probabilities or linear_weight.dim() > 2 or needs_torch(*tensors):
         with autocast_off(input):
             return reference(*tensors, *options)
-    rows = (input.reshape(-1, input.shape[-1]), linear_weight, target.reshape(-1), *tensors[3:])
+    # Not by reshape: -1 is no number where there are no features.
+    hidden = input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
+    rows = (hidden, linear_weight, target.reshape(-1), *tensors[3:])
     needs = [t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)]
     if (
         reduction != REDUCTIONS["none"]

@@ -33,11 +33,11 @@ from compile_losses.ops import checks
 from compile_losses.ops.transforms import double_backward, needs_torch
 
 NAME = "nll_loss"
-OPTIONS = "int reduction, int ignore_index"
+OPTIONS = "int reduction, SymInt ignore_index"
 
 public = library.define(
     f"{NAME}(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
-    "int ignore_index=-100, *, ScalarType? dtype=None) -> Tensor"
+    "SymInt ignore_index=-100, *, ScalarType? dtype=None) -> Tensor"
 )
 #: Returns the loss, and total_weight [], what the mean divides by.
 forward = library.define(

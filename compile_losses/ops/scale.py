@@ -6,8 +6,9 @@ on its device, and returns without touching it when the number is 1, as after ``
 ``torch.ops.fused.scale(grad, factor)`` returns a new tensor: in a graph it marks where the
 gradient of the loss is scaled, for the passes that choose how.
 ``torch.ops.fused.scale_saved(grad, factor)`` is for a gradient that autograd saved: in a backward
-that frees it, it scales ``grad`` in place and returns it; in one that retains it for another
-backward (``retain_graph=True``), and outside of any, it returns a new tensor.
+that frees it, it scales ``grad`` in place and returns a tensor that takes its memory over, which
+leaves ``grad`` empty; in one that retains it for another backward (``retain_graph=True``), and
+outside of any, it returns a new tensor and leaves ``grad`` as it is.
 """
 
 import torch
@@ -17,7 +18,7 @@ from compile_losses import library
 
 scale = library.define("scale(Tensor grad, Tensor factor) -> Tensor")
 scale_ = library.define("scale_(Tensor(a!) grad, Tensor factor) -> ()")
-scale_saved = library.define("scale_saved(Tensor(a) grad, Tensor factor) -> Tensor(a)")
+scale_saved = library.define("scale_saved(Tensor(a!) grad, Tensor factor) -> Tensor")
 
 library.implement(
     scale, lambda grad, factor: grad * factor.to(grad.dtype), "CompositeExplicitAutograd"
@@ -28,7 +29,9 @@ def scale_saved_kernel(grad: Tensor, factor: Tensor) -> Tensor:
     if torch._C._autograd._get_current_graph_task_keep_graph():
         return scale(grad, factor)
     scale_(grad, factor)
-    return grad
+    result = grad.detach()
+    grad.set_()  # type: ignore[call-overload]  # the result must not share memory with an argument, by the op's schema
+    return result
 
 
 library.implement(scale_saved, scale_saved_kernel, "CompositeExplicitAutograd")

@@ -99,7 +99,7 @@ def declare(
         checks.check_reduction(name, reduction, batchmean=True)
         checks.check_floating(name, input=input, target=target)
         checks.check_same_device(name, input, target=target)
-        if target.shape != input.shape:
+        if not checks.same_shape(target.shape, input.shape):
             raise RuntimeError(
                 f"{name}: expected target to have input's shape {list(input.shape)}, "
                 f"got {list(target.shape)}"

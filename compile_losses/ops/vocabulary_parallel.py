@@ -32,7 +32,7 @@ from torch import Tensor
 from compile_losses import library
 from compile_losses.ops import checks
 
-OPTIONS = "int ignore_index, float label_smoothing"
+OPTIONS = "SymInt ignore_index, float label_smoothing"
 SHARD = "SymInt first_class, SymInt classes"
 
 parts = library.define(

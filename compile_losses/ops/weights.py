@@ -49,7 +49,7 @@ class Weights:
                 raise RuntimeError(
                     f"{op}: expected {name} to be of real numbers, got {checks.describe(weight)}"
                 )
-            if weight.shape != shape and not _broadcasts_to(weight, shape):
+            if not checks.same_shape(weight.shape, shape) and not _broadcasts_to(weight, shape):
                 raise RuntimeError(
                     f"{op}: expected {name} to broadcast to {list(shape)}, "
                     f"got shape {list(weight.shape)}"
@@ -90,7 +90,7 @@ class Weights:
 
 def _broadcasts_to(weight: Tensor, shape: torch.Size) -> bool:
     try:
-        return torch.broadcast_shapes(shape, weight.shape) == shape
+        return checks.same_shape(torch.broadcast_shapes(shape, weight.shape), shape)
     except RuntimeError:
         return False
 

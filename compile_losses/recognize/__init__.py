@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 
 import compile_losses.ops  # noqa: F401  declares what the graphs will call
+from compile_losses.guard import Failure, attempt
 from compile_losses.lower.decision import mark
 from compile_losses.recognize.guards import refusal
 from compile_losses.recognize.linear import through_linear
 from compile_losses.recognize.match import Decline, Match
+from compile_losses.recognize.memory import bodies, look_at
+from compile_losses.recognize.table import bind
 from compile_losses.recognize.verify import verify as compare
 from compile_losses.recognize.verify import verify_by_default
 from compile_losses.recognize.written import Recognizer
@@ -16,57 +22,134 @@ from compile_losses.report import Report, Site, source_of
 
 __all__ = ["rewrite", "rewrite_graph"]
 
+#: Higher-order ops whose body AOTAutograd traces in their place, and differentiates with the rest.
+_TRACED_IN_PLACE = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
+#: Why a loss in the graph of another one is left alone, where that is not that it is apart.
+_INSIDE = {
+    "autograd_function_apply": "inside an autograd.Function, which has a gradient of its own",
+}
 
-def rewrite(gm: GraphModule, *, verify: bool | None = None) -> GraphModule:
+
+def rewrite(
+    gm: GraphModule, *, verify: bool | None = None, strict: bool | None = None
+) -> GraphModule:
     """Replaces the losses in a Dynamo graph by ``torch.ops.fused.*``.
 
     Args:
         gm: a graph module as Dynamo hands it to a backend; changed in place.
         verify: whether to evaluate every loss and its rewrite on random numbers first, and to
             leave alone what differs; by default if COMPILE_LOSSES_VERIFY=1 is in the environment.
+        strict: whether to raise what goes wrong inside this package, instead of leaving a loss to
+            torch; by default if COMPILE_LOSSES_STRICT=1 is in the environment.
 
     Returns:
         ``gm``, recompiled, with a :class:`compile_losses.report.Report` in
         ``gm.meta["compile_losses"]``. Whatever is not certain to be the same is left alone.
     """
-    gm.meta["compile_losses"] = rewrite_graph(gm.graph, verify=verify)
+    gm.meta["compile_losses"] = rewrite_graph(gm.graph, verify=verify, strict=strict)
     gm.graph.lint()
     gm.recompile()
     return gm
 
 
-def rewrite_graph(graph: Graph, *, verify: bool | None = None) -> Report:
-    """As :func:`rewrite`, for the graph alone."""
+def rewrite_graph(
+    graph: Graph, *, verify: bool | None = None, strict: bool | None = None
+) -> Report:
+    """As :func:`rewrite`, for the graph alone; with the graphs of its higher-order ops."""
     verify = verify_by_default() if verify is None else verify
-    sites: list[Site] = []
-    taken: set[Node] = set()
-    recognizer = Recognizer(graph)
-    # From the end: the outermost spelling of a loss claims the nodes inside it.
-    for node in reversed(graph.nodes):
-        if node in taken:
-            continue
-        refused: tuple[Match | Decline, str] | None = None
+    rewriting = _Rewriting(verify, strict)
+    failure = attempt(lambda: rewriting.run(graph), strict=strict)
+    report = Report(rewriting.sites[::-1], graphs=1)
+    if isinstance(failure, Failure):
+        report.errors.append(f"losses are left to torch: {failure.reason}")
+    return report
+
+
+class _Rewriting:
+    """One graph and those inside it. Sites are collected from the end."""
+
+    def __init__(self, verify: bool, strict: bool | None) -> None:
+        self.verify = verify
+        self.strict = strict
+        self.sites: list[Site] = []
+        self.seen: set[Graph] = set()
+
+    def run(
+        self,
+        graph: Graph,
+        outer: Graph | None = None,
+        at: Node | None = None,
+        inside: str | None = None,
+    ) -> None:
+        """Rewrites a graph.
+
+        Args:
+            outer, at: for the graph of a higher-order op, the graph around it and the op's node.
+            inside: why no loss of this graph may be rewritten.
+        """
+        self.seen.add(graph)
+        look_at(graph, outer, at)
+        recognizer = Recognizer(graph)
+        taken: set[Node] = set()
+        #: The nodes of losses that were declined; a part of one may be a loss that is not.
+        declined: dict[Node, Site] = {}
+        # From the end: the outermost spelling of a loss claims the nodes inside it.
+        for node in reversed(graph.nodes):
+            if node in taken:
+                continue
+            if isinstance(node.target, HigherOrderOperator):
+                self._bodies(node, inside)
+                continue
+            found = attempt(lambda: self._loss(node, recognizer, inside), strict=self.strict)  # noqa: B023
+            if found is None:
+                continue
+            if isinstance(found, Failure):
+                found = _failed(node, found), []
+            site, nodes = found
+            if site.status == "rewritten":
+                taken.update(nodes)
+                whole = declined.get(node)
+                if whole is not None:
+                    self.sites = [s for s in self.sites if s is not whole]
+                    note = f"part of a larger form that stays torch's: {whole.reason}"
+                    site = replace(site, reason="; ".join(filter(None, (site.reason, note))))
+                self.sites.append(site)
+            elif node not in declined:
+                self.sites.append(site)
+                declined.update(dict.fromkeys(nodes, site))
+
+    def _bodies(self, node: Node, inside: str | None) -> None:
+        name = str(node.target)
+        if name not in _TRACED_IN_PLACE:
+            apart = f"inside {name}, whose graph torch differentiates and compiles apart"
+            inside = inside or _INSIDE.get(name, apart)
+        for _, body in bodies(node):
+            if body.graph not in self.seen:
+                self.run(body.graph, node.graph, node, inside)
+                body.recompile()
+
+    def _loss(
+        self, node: Node, recognizer: Recognizer, inside: str | None
+    ) -> tuple[Site, list[Node]] | None:
+        """What becomes of the loss that a node holds, if it holds one, and the nodes it takes."""
+        refused: tuple[Site, list[Node]] | None = None
         for candidate in recognizer.candidates(node):
             found = candidate
-            if isinstance(found, Match):
+            if isinstance(found, Match) and inside is None:
                 found = through_linear(found, recognizer.shadow)
-            reason = found.reason if isinstance(found, Decline) else refusal(found)
-            if verify and reason is None:
+            reason = found.reason if isinstance(found, Decline) else inside or refusal(found)
+            if self.verify and reason is None:
                 assert isinstance(found, Match)
                 reason, note = compare(found)
                 found.notes += [note] if note else []
             if reason is None:
                 assert isinstance(found, Match)
-                sites.append(_site(found, None, mark(found.root)))
-                taken.update(found.replace())
-                break
-            refused = refused or (found, reason)
-        else:
-            if refused is not None:
-                found, reason = refused
-                sites.append(_site(found, reason, mark(found.root)))
-                taken.update(found.interior if isinstance(found, Match) else ())
-    return Report(sites[::-1], graphs=1)
+                site = _site(found, None, mark(found.root))
+                return site, found.replace()
+            if refused is None:
+                interior = found.interior if isinstance(found, Match) else []
+                refused = _site(found, reason, mark(found.root)), interior
+        return refused
 
 
 def _site(found: Match | Decline, reason: str | None, mark: int) -> Site:
@@ -78,3 +161,12 @@ def _site(found: Match | Decline, reason: str | None, mark: int) -> Site:
     absorbed = [f"absorbed {' and '.join(found.absorbed)}"] if found.absorbed else []
     notes = "; ".join([*absorbed, *found.notes])
     return Site(found.op, "rewritten", notes, file, line, mark=mark)
+
+
+def _failed(node: Node, failure: Failure) -> Site:
+    """The site of a node that may hold a loss; this must not fail as well."""
+    call = attempt(lambda: bind(node), strict=False)
+    name = call[0].name if isinstance(call, tuple) else str(node.target)
+    source = attempt(lambda: source_of(node), strict=False)
+    file, line = ("<unknown>", 0) if isinstance(source, Failure) else source
+    return Site(name, "declined", failure.reason, file, line)

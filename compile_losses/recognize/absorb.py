@@ -10,9 +10,9 @@ from torch.fx import Node
 
 from compile_losses.ops.checks import NARROW
 from compile_losses.recognize.match import Match, example
+from compile_losses.recognize.memory import memory_of, storage_of
 from compile_losses.recognize.shadow import aten, compute
 from compile_losses.recognize.values import Value
-from compile_losses.recognize.writes import is_written
 
 
 def absorb(match: Match) -> None:
@@ -126,7 +126,7 @@ def _absorbable(match: Match, node: Node, argument: Any) -> bool:
     """Whether a match may read ``argument`` in place of ``node``, which has no user outside it.
 
     With another user the node's tensor is in memory anyway, and gradients would be added up in
-    another dtype. Neither may be written to, nor may the node cut gradients off.
+    another dtype. Neither may be written to meanwhile, nor may the node cut gradients off.
     """
     value, source = example(node), example(argument)
     return (
@@ -137,5 +137,8 @@ def _absorbable(match: Match, node: Node, argument: Any) -> bool:
         and value.device == source.device
         and value.requires_grad == source.requires_grad
         and not (value.is_inference() or source.is_inference())  # they have no version
-        and not (is_written(value, node.graph) or is_written(source, node.graph))
+        and not any(
+            memory_of(node.graph).conflict(storage_of(tensor), node, match.root)
+            for tensor in (value, source)
+        )
     )

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from compile_losses import library
 from compile_losses.distributed import are_dtensors
 from compile_losses.recognize.match import Match, example
+from compile_losses.recognize.memory import memory_of, storage_of
 from compile_losses.recognize.values import Value, examples, fake_mode
-from compile_losses.recognize.writes import is_written
 
 
 def _tensors(match: Match) -> list[Tensor]:
@@ -53,6 +53,12 @@ def tensor_subclass(match: Match) -> str | None:
             are_dtensors(tensor)
         ):
             return f"{type(tensor).__name__} arguments are not supported yet"
+    # Without a __torch_dispatch__ of its own, a class is not seen in tracing; the ops meet it.
+    classes = memory_of(match.root.graph).classes
+    for tensor in _tensors(match):
+        name = classes.get(storage_of(tensor) or 0)
+        if name is not None:
+            return f"{name} arguments are not supported: call .as_subclass(torch.Tensor) before"
     return None
 
 
@@ -72,20 +78,34 @@ def no_kernels(match: Match) -> str | None:
 
 
 def mutated(match: Match) -> str | None:
-    """The graph writes to what the loss is made of, which the op would read later than it did.
+    """The graph writes to what the loss is made of, so that the op would read other values.
 
-    A match that is one node computes in its own place, so writes elsewhere can't come between.
+    Writes that come before all that the loss reads of a piece of memory are no reason; those after
+    the loss are one where gradients are recorded, since the op's backward reads its arguments.
     """
-    if not match.interior:
+    span, memory = match.span, memory_of(match.root.graph)
+    if match.interior and any(
+        isinstance(value, Tensor) and value.is_inference()
+        for value in map(example, (*match.inputs, *match.interior))
+    ):
+        return "tensors of inference mode keep no record of being changed in place"
+    if not memory.written:
         return None
-    for node in (*match.inputs, *match.interior):
-        value = example(node)
-        if not isinstance(value, Tensor):
+    #: For each piece of memory, the first node of the loss that reads or makes it.
+    first: dict[int, Node] = {}
+    for node in sorted(span):
+        for touched in (*node.all_input_nodes, node):
+            first.setdefault(storage_of(example(touched)) or 0, node)
+    read = {storage_of(example(node)) for node in match.inputs}
+    for node in dict.fromkeys([*match.inputs, *sorted(span)]):
+        storage = storage_of(example(node))
+        if storage is None or storage not in first:
             continue
-        if value.is_inference():
-            return "tensors of inference mode keep no record of being changed in place"
-        if is_written(value, node.graph):
-            return f"{node.name} is changed in place in this graph"
+        # What the loss makes on its way is not read by the op, in the backward either.
+        saved = storage in read
+        reason = memory.conflict(storage, first[storage], match.root, saved=saved)
+        if reason is not None:
+            return f"{node.name} {reason}"
     return None
 
 

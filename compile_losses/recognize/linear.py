@@ -15,7 +15,6 @@ from compile_losses.recognize.logits import Logits, NotAbsorbedError, find_logit
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.shadow import Shadow, compute
 from compile_losses.recognize.values import Value
-from compile_losses.recognize.writes import is_written
 
 aten = torch.ops.aten
 
@@ -137,11 +136,6 @@ def _operands(linear: Node) -> tuple[Value, Value, Value | None]:
         raise NotAbsorbedError("its arguments are not those of a linear layer")
     if example(weight).dim() != 2 or not isinstance(bias, Node | None):
         raise NotAbsorbedError("its arguments are not those of a linear layer")
-    for node in (input, weight, bias):  # they are read later than the layer read them
-        if node is None:
-            continue
-        if example(node).is_inference() or is_written(example(node), linear.graph):
-            raise NotAbsorbedError(f"{node.name} may be changed in place in this graph")
     linear_weight = _value(weight)
     if is_product(linear):
         linear_weight = _computed(aten.t.default, linear_weight)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._pytree import tree_leaves
 
 from compile_losses.ops.checks import NARROW
 from compile_losses.recognize.match import Match, example
@@ -29,6 +30,10 @@ _FACTORS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
 #: The same values in another layout or dtype.
 _COPIES = (aten.clone.default, aten._to_copy.default, aten.alias.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+#: Why logits keep their layer out of reach.
+OUTSIDE = "its logits are an input of this graph"
 
 
 class NotAbsorbedError(Exception):
@@ -77,9 +82,12 @@ def find_logits(match: Match, shadow: Shadow) -> Logits | None:
                 break
             nodes.append(node)
             value = shadow.of(node)
-            if value.node is not node:  # the node hands its argument on
-                current = value.node
+            if value.node is not node:  # the node hands an argument on, maybe that of another one
+                passed = (n for n in node.all_input_nodes if isinstance(example(n), Tensor))
+                current = next((n for n in passed if shadow.of(n) is value), value.node)
                 continue
+        if value.op is None and _comes_from_outside(value.node):
+            raise NotAbsorbedError(OUTSIDE)
         if value.op is None or not value.args or not isinstance(value.args[0], Value):
             return None
         steps.append(value)
@@ -90,6 +98,14 @@ def find_logits(match: Match, shadow: Shadow) -> Logits | None:
     logits = Logits(node, nodes[::-1], example(node).dim() - 1)
     _Walk(logits).over(steps[::-1])
     return logits
+
+
+def _comes_from_outside(node: Node) -> bool:
+    """Whether a graph's input is the result of something that torch differentiates."""
+    if node.op != "placeholder":
+        return False
+    given = getattr(node.meta.get("grapharg"), "example", None)
+    return isinstance(given, Tensor) and given.grad_fn is not None
 
 
 def _is_linear(node: Node) -> bool:
@@ -124,8 +140,8 @@ class _Walk:
 
     def over(self, steps: list[Value]) -> None:
         for step in steps:
-            if any(isinstance(a, Value) for a in (*step.args[1:], *step.kwargs.values())):
-                raise NotAbsorbedError(f"{step.node.name} combines the logits with another tensor")
+            if any(isinstance(a, Value) for a in tree_leaves((step.args[1:], step.kwargs))):
+                raise NotAbsorbedError(f"{step.node.name} {_combination(step)}")
             if step.op in _FACTORS:
                 self._factor(step)
             elif step.op is aten.tanh.default:
@@ -188,7 +204,7 @@ class _Walk:
         if step.op in _VIEWS:
             last = step.fake.shape[-1] if step.fake.dim() else 0
             if logits.class_dim != ndim - 1 or not statically_known_true(last == self.classes):
-                raise NotAbsorbedError(f"{step.node.name} takes rows of logits apart")
+                raise NotAbsorbedError(f"{step.node.name} takes the classes of a row apart")
             rest = (_sizes(step.fake.shape[:-1], step.node),)
             logits.class_dim = step.fake.dim() - 1
         elif step.op is aten.slice.Tensor and logits.class_dim not in dims:
@@ -211,11 +227,26 @@ class _Walk:
             logits.class_dim = order.index(logits.class_dim)
             logits.moves.append((aten.permute.default, (order,)))
             return
+        elif logits.class_dim in dims:
+            raise NotAbsorbedError(f"{step.node.name} takes only some classes of a row")
         else:
-            raise NotAbsorbedError(f"{step.node.name} takes rows of logits apart")
+            name = step.node.name
+            raise NotAbsorbedError(f"{name} is none of a cast, a factor, a soft-cap and a view")
         if not all(isinstance(a, int | list | None) for a in rest):
             raise NotAbsorbedError(f"{step.node.name} cuts the logits at a symbolic place")
         logits.moves.append((step.op, tuple(rest)))
+
+
+def _combination(step: Value) -> str:
+    """What an op with a second tensor does to the logits."""
+    packet = step.op._overloadpacket if step.op is not None else None
+    if packet in (aten.index_select, aten.index, aten.gather, aten.embedding, aten.masked_select):
+        return "picks some of the logits: pick the same rows of the hidden states before the layer"
+    if packet in (aten.masked_fill, aten.where):
+        return "masks some of the logits"
+    if packet in (aten.add, aten.sub, aten.rsub):
+        return "adds another tensor to the logits: a bias can be the layer's own"
+    return "combines the logits with another tensor"
 
 
 def _dims(step: Value) -> list[int]:

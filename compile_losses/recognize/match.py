@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from compile_losses.recognize.values import Value, emit, example, sources
+from compile_losses.recognize.values import Value, computed_at, emit, example, sources
 
 
 @dataclass
@@ -46,22 +46,34 @@ class Match:
         extra = [arguments for _, arguments in self.steps]
         return list(dict.fromkeys(sources((self.args, self.kwargs, extra))))
 
+    @property
+    def span(self) -> set[Node]:
+        """The nodes that compute the root from the inputs: what the rewrite computes instead."""
+        inputs = set(self.inputs)
+        extra = [arguments for _, arguments in self.steps]
+        waiting = {self.root, *self.interior, *computed_at((self.args, self.kwargs, extra))}
+        span: set[Node] = set()
+        while waiting:
+            node = waiting.pop()
+            span.add(node)
+            waiting |= {n for n in node.all_input_nodes if n not in inputs and n not in span}
+        return span
+
     def replace(self) -> list[Node]:
         """Puts the op where the root stood, and erases what nobody uses any more.
 
         Returns:
             The nodes erased.
         """
-        graph, meta = self.root.graph, self.root.meta
-        with graph.inserting_before(self.root):
-            args = [emit(graph, argument, meta) for argument in self.args]
-            kwargs = {key: emit(graph, argument, meta) for key, argument in self.kwargs.items()}
-            node = graph.call_function(self.overload, tuple(args), kwargs)
-            node.meta = dict(meta)
-            for function, rest in self.steps:
-                more = [emit(graph, argument, meta) for argument in rest]
-                node = graph.call_function(function, (node, *more))
-                node.meta = dict(meta)
+        graph = self.root.graph
+        before = self.root.prev
+        try:
+            with graph.inserting_before(self.root):
+                node = self._emit(graph)
+        except Exception:
+            while self.root.prev is not before:  # as if nothing had been tried
+                graph.erase_node(self.root.prev)
+            raise
         self.root.replace_all_uses_with(node)
         # Only the match's own nodes: dead-code elimination on a Dynamo graph would take in-place
         # operations with it, whose effect is not in their result.
@@ -71,6 +83,19 @@ class Match:
                 graph.erase_node(old)
                 erased.append(old)
         return erased
+
+    def _emit(self, graph: Graph) -> Node:
+        """Puts the op, and what it needs, where new nodes go at present."""
+        meta = self.root.meta
+        args = [emit(graph, argument, meta) for argument in self.args]
+        kwargs = {key: emit(graph, argument, meta) for key, argument in self.kwargs.items()}
+        node = graph.call_function(self.overload, tuple(args), kwargs)
+        node.meta = dict(meta)
+        for function, rest in self.steps:
+            more = [emit(graph, argument, meta) for argument in rest]
+            node = graph.call_function(function, (node, *more))
+            node.meta = dict(meta)
+        return node
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,14 @@ def sources(arguments: Any) -> Iterator[Node]:
             yield argument if isinstance(argument, Node) else argument.node
 
 
+def computed_at(arguments: Any) -> Iterator[Node]:
+    """The nodes during which the graph computes what a rewrite computes once more."""
+    for argument in tree_leaves(arguments):
+        if isinstance(argument, Value) and not argument.whole:
+            yield argument.node
+            yield from computed_at((argument.args, argument.kwargs))
+
+
 def emit(graph: Graph, argument: Any, meta: dict[str, Any]) -> Any:
     """Puts what an argument needs into the graph, where new nodes go at present.
 

@@ -19,6 +19,13 @@ acc_t weight_sum(const CrossEntropyArgs& args) {
                          : static_cast<acc_t>(args.classes);
 }
 
+// The weights of the row's classes where they all take part: with label smoothing. An infinite one
+// that doesn't would make nan of 0 times itself.
+template <typename acc_t>
+const acc_t* smoothing_weights(const CrossEntropyArgs& args) {
+  return args.label_smoothing == 0 ? nullptr : class_weights<acc_t>(args);
+}
+
 // A view of count logits as acc_t: in place when they already are, else converted into buffer.
 template <typename acc_t>
 const acc_t* read_tile(const CrossEntropyArgs& args, int64_t offset, int64_t stride, int64_t count,
@@ -100,7 +107,7 @@ void gradient_row(const CrossEntropyArgs& args, int64_t row, acc_t common) {
   const int64_t offset = row_offset(args.input_layout, row);
   const int64_t grad_offset = row_offset(args.grad_layout, row);
   const int64_t stride = args.input_layout.col_stride, grad_stride = args.grad_layout.col_stride;
-  const acc_t* weight = class_weights<acc_t>(args);
+  const acc_t* weight = smoothing_weights<acc_t>(args);
   const acc_t probability = gradient.coefficient.probability;
   const acc_t uniform = gradient.coefficient.uniform;
   const bool direct = args.dtype == dtype_of<acc_t>() && grad_stride == 1;
@@ -110,7 +117,7 @@ void gradient_row(const CrossEntropyArgs& args, int64_t row, acc_t common) {
     const acc_t* x = read_capped(args, offset + first * stride, stride, count, buffer, slopes);
     const int64_t begin = grad_offset + first * grad_stride;
     acc_t* g = direct ? static_cast<acc_t*>(args.grad_input) + begin : out;
-    if (weight && uniform != acc_t(0)) {
+    if (weight) {
 #pragma omp simd
       for (int64_t i = 0; i < count; ++i)
         g[i] = probability * gradient.summary.probability(x[i]) - uniform * weight[first + i];
@@ -145,7 +152,7 @@ void gradient_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes, ac
   const int64_t offset = row_offset(args.input_layout, row);
   const int64_t grad_offset = row_offset(args.grad_layout, row);
   const int64_t grad_row_stride = args.grad_layout.strides[0];
-  const acc_t* weight = class_weights<acc_t>(args);
+  const acc_t* weight = smoothing_weights<acc_t>(args);
   for (int64_t col = 0; col < args.cols; ++col) {
     const acc_t* x =
         read_capped(args, offset + col * args.input_layout.col_stride, 1, lanes, buffer, slopes);

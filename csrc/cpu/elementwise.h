@@ -11,6 +11,7 @@
 
 #include <vector>
 
+#include "../losses/gradient_scale.h"
 #include "parallel.h"
 #include "sum.h"
 
@@ -155,9 +156,10 @@ Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t run
   [[maybe_unused]] OptionalTile<acc_t, kWeighted> weight(args, args.weight);
   [[maybe_unused]] OptionalTile<acc_t, kWeighted> grad_weight(args, args.grad_weight);
   [[maybe_unused]] OptionalTile<acc_t, kPosWeight> pos_weight(args, args.pos_weight);
-  acc_t scale = static_cast<acc_t>(1 / args.divisor);
   const bool one_grad_output = grad_output && grad_output.is_constant();
-  if (one_grad_output) scale *= *grad_output.read(begin, 1);
+  const acc_t common = one_grad_output ? *grad_output.read(begin, 1) : acc_t(1);
+  const auto scale = GradientScale<acc_t>::of(kSlope<Loss> / args.divisor, common);
+  [[maybe_unused]] const auto weight_scale = GradientScale<acc_t>::of(1 / args.divisor, common);
   Sum sum;
 
   for (int64_t first = begin, count; first < end; first += count) {
@@ -212,40 +214,47 @@ Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t run
 
     const bool each = grad_output && !one_grad_output;
     const acc_t* g = each ? grad_output.read(first, count) : nullptr;
-    const auto write = [&](auto* out, auto&& derivative) {
+    // scaled(i, scale): a derivative times a GradientScale.
+    const auto write = [&](auto* out, const GradientScale<acc_t> by, auto&& scaled) {
       using out_t = std::remove_pointer_t<decltype(out)>;
       if (g) {
+        const acc_t factor = by.first;
 #pragma omp simd
         for (int64_t i = 0; i < count; ++i)
-          out[i] = from_acc<out_t>(derivative(i) * (g[i] * scale));
+          out[i] = from_acc<out_t>(scaled(i, GradientScale<acc_t>{g[i], factor}));
       } else {
 #pragma omp simd
-        for (int64_t i = 0; i < count; ++i) out[i] = from_acc<out_t>(derivative(i) * scale);
+        for (int64_t i = 0; i < count; ++i) out[i] = from_acc<out_t>(scaled(i, by));
       }
     };
-    const auto differentiate = [&](Tile<acc_t>& grad, auto&& derivative) {
-      write(grad.write_pointer(first), derivative);
+    const auto differentiate = [&](Tile<acc_t>& grad, const auto& by, auto&& scaled) {
+      write(grad.write_pointer(first), by, scaled);
       grad.write(first, count);
     };
     // Of input or target.
     const auto differentiate_operand = [&](Tile<acc_t>& grad, auto&& derivative) {
+      const auto scaled = [=](int64_t i, const GradientScale<acc_t> by) {
+        if constexpr (kWeighted)
+          return by.template weighted<Loss>(plain(derivative, i), w[i]);
+        else
+          return by(plain(derivative, i));
+      };
       if constexpr (std::is_same_v<scalar_t, acc_t>)
-        differentiate(grad, derivative);
+        differentiate(grad, scale, scaled);
       else
-        write(grad.template in_memory<scalar_t>(first), derivative);
+        write(grad.template in_memory<scalar_t>(first), scale, scaled);
     };
     // grad_input is written last: it may lie over input.
     if constexpr (kWeighted) {
-      if (grad_weight) differentiate(grad_weight, [=](int64_t i) { return plain(value, i); });
+      if (grad_weight)
+        differentiate(grad_weight, weight_scale, [=](int64_t i, const GradientScale<acc_t> by) {
+          return by(plain(value, i));
+        });
     }
     if (grad_target)
-      differentiate_operand(grad_target, [=](int64_t i) {
-        return weighted([=](auto... at) { return loss.grad_target(at...); }, i);
-      });
+      differentiate_operand(grad_target, [=](auto... at) { return loss.grad_target(at...); });
     if (grad_input)
-      differentiate_operand(grad_input, [=](int64_t i) {
-        return weighted([=](auto... at) { return loss.grad_input(at...); }, i);
-      });
+      differentiate_operand(grad_input, [=](auto... at) { return loss.grad_input(at...); });
   }
   return sum;
 }

@@ -252,7 +252,7 @@ struct RowGradient {
     probability = coefficient.probability * inverse_sum;
     uniform = coefficient.uniform;
     picked = coefficient.target;
-    weight = kSmoothing && uniform != acc_t(0) ? class_weights<acc_t>(args) : nullptr;
+    weight = kSmoothing && args.label_smoothing != 0 ? class_weights<acc_t>(args) : nullptr;
   }
 
   __device__ __forceinline__ acc_t operator()(acc_t logit, int col) const {

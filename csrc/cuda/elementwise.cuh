@@ -97,10 +97,11 @@ __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kT
   const losses_t* weight = static_cast<const losses_t*>(args.weight);
   const losses_t* grad_output = static_cast<const losses_t*>(args.grad_output);
   output_t* output = static_cast<output_t*>(args.output);
-  float scale = static_cast<float>(args.total.scale);
+  float common = 1;
   if constexpr (kMode == Mode::kGradient || kMode == Mode::kTotalAndGradient) {
-    if (args.grad_output) scale *= load_as<float>(args.grad_output, args.grad_output_dtype, 0);
+    if (args.grad_output) common = load_as<float>(args.grad_output, args.grad_output_dtype, 0);
   }
+  const auto scale = GradientScale<float>::of(kSlope<Loss> * args.total.scale, common);
 
   float packet_sum = 0, tile_sum = 0;
   const auto element = [&](float x, float y, float g, float w) {
@@ -108,9 +109,14 @@ __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kT
     if constexpr (kSum) packet_sum += weighted(value_of<input_t, target_t>(loss, x, y));
     if constexpr (kMode == Mode::kTotal) return 0.f;
     if constexpr (kMode == Mode::kLosses) return weighted(value_of<input_t, target_t>(loss, x, y));
-    if constexpr (kMode == Mode::kGradientOfEach)
-      return weighted(loss.grad_input(x, y)) * (g * scale);
-    return weighted(loss.grad_input(x, y)) * scale;
+    const auto scaled = [&](const GradientScale<float>& by) {
+      if constexpr (kWeighted)
+        return by.template weighted<Loss>(loss.grad_input(x, y), w);
+      else
+        return by(loss.grad_input(x, y));
+    };
+    if constexpr (kMode == Mode::kGradientOfEach) return scaled({g, scale.first});
+    return scaled(scale);
   };
   // kCount packets from packet `first` on, kBlock apart. All loads come before the first use.
   const auto packets = [&]<int kCount>(std::integral_constant<int, kCount>, int64_t first) {

@@ -4,7 +4,7 @@
 // in elementwise.cuh, if strides allow.
 #pragma once
 
-#include "../losses/math.h"
+#include "../losses/gradient_scale.h"
 #include "launch.cuh"
 #include "total.cuh"
 
@@ -38,7 +38,6 @@ __global__ void __launch_bounds__(kStridedThreads)
     strided_kernel(const __grid_constant__ ElementwiseArgs args, const Loss loss,
                    const Total total) {
   let_next_start();
-  const acc_t scale = static_cast<acc_t>(1 / args.divisor);
   constexpr bool kPosWeight = takes_pos_weight<Loss, acc_t>;
   const bool small = args.numel <= UINT32_MAX;
   double sum = 0;
@@ -90,20 +89,27 @@ __global__ void __launch_bounds__(kStridedThreads)
       if (args.losses.data) store_as(args.losses.data, args.losses.dtype, losses, value);
     }
     if (args.grad_input.data || args.grad_target.data || (kWeighted && args.grad_weight.data)) {
-      acc_t factor = scale;
+      acc_t upstream = 1;
       if (args.grad_output.data)
-        factor *= load_as<acc_t>(args.grad_output.data, args.grad_output.dtype, grad_output);
+        upstream = load_as<acc_t>(args.grad_output.data, args.grad_output.dtype, grad_output);
+      const auto scale = GradientScale<acc_t>::of(kSlope<Loss> * total.scale, upstream);
+      const auto scaled = [&](auto&& derivative) {
+        if constexpr (kWeighted)
+          return scale.template weighted<Loss>(apply(derivative), w);
+        else
+          return scale(apply(derivative));
+      };
       if constexpr (kWeighted) {
         if (args.grad_weight.data)
           store_as(args.grad_weight.data, args.grad_weight.dtype, grad_weight,
-                   apply(loss_value) * factor);
+                   GradientScale<acc_t>::of(total.scale, upstream)(apply(loss_value)));
       }
       if (args.grad_target.data)
         store_as(args.grad_target.data, args.grad_target.dtype, grad_target,
-                 weighted([&](auto... at) { return loss.grad_target(at...); }) * factor);
+                 scaled([&](auto... at) { return loss.grad_target(at...); }));
       if (args.grad_input.data)
         store_as(args.grad_input.data, args.grad_input.dtype, grad_input,
-                 weighted([&](auto... at) { return loss.grad_input(at...); }) * factor);
+                 scaled([&](auto... at) { return loss.grad_input(at...); }));
     }
   }
   if (args.total.data) total.add_block<kStridedThreads>(sum);

@@ -1,8 +1,8 @@
 // Binary cross entropy of a logit, as torch.nn.functional.binary_cross_entropy_with_logits:
 //   (1 - target) softplus(logit) + pos_weight target softplus(-logit)
 // where softplus(x) = max(x, 0) + log1p(exp(-|x|)) neither overflows nor cancels. torch subtracts a
-// log-sigmoid from (1 - target) logit instead; its corner cases are kept: the loss of a logit of
-// -inf is nan, and so is that of +inf with target 1.
+// log-sigmoid from (1 - target) logit instead. Of infinities its formulas have other results, which
+// are kept: where ours are not finite, theirs are taken.
 #pragma once
 
 #include "math.h"
@@ -22,9 +22,12 @@ struct Logit {
 
   // The part of softplus(logit) and softplus(-logit) that both have. A nan logit arrives here.
   FUSED_HOST_DEVICE acc_t common() const { return math::log1p_unit(decay); }
-  // 0, but nan for a logit of -inf.
-  FUSED_HOST_DEVICE acc_t zero() const { return acc_t(0) * negative; }
 };
+
+template <typename acc_t>
+FUSED_HOST_DEVICE acc_t finite_or(acc_t result, acc_t torchs) {
+  return math::is_finite(result) ? result : torchs;
+}
 
 // Both probabilities by the same division: neither is 1 minus the other, which would cancel.
 template <typename acc_t>
@@ -37,19 +40,20 @@ FUSED_HOST_DEVICE void probabilities(acc_t logit, acc_t& one, acc_t& zero) {
 
 template <typename acc_t>
 struct BinaryCrossEntropyWithLogits {
-  static constexpr bool kExponentials = true;
+  static constexpr bool kExponentials = true, kWeightLast = true;
 
   FUSED_HOST_DEVICE explicit BinaryCrossEntropyWithLogits(const double* /*parameters*/) {}
 
   FUSED_HOST_DEVICE acc_t value(acc_t input, acc_t target) const {
     const Logit<acc_t> logit(input);
-    return (acc_t(1) - target) * logit.positive + target * logit.negative +
-           (logit.common() + logit.zero());
+    const acc_t common = logit.common(), rest = acc_t(1) - target;
+    return finite_or(rest * logit.positive + target * logit.negative + common,
+                     rest * input + (logit.negative + common));
   }
   FUSED_HOST_DEVICE acc_t grad_input(acc_t input, acc_t target) const {
     acc_t one, zero;
     probabilities(input, one, zero);
-    return (acc_t(1) - target) * one - target * zero;
+    return finite_or((acc_t(1) - target) * one - target * zero, one - target);
   }
   FUSED_HOST_DEVICE acc_t grad_target(acc_t input, acc_t /*target*/) const { return -input; }
 };
@@ -57,18 +61,23 @@ struct BinaryCrossEntropyWithLogits {
 // The same with a weight of the positive class for each element.
 template <typename acc_t>
 struct BinaryCrossEntropyWithPosWeight {
+  static constexpr bool kWeightLast = true;
+
   FUSED_HOST_DEVICE explicit BinaryCrossEntropyWithPosWeight(const double* /*parameters*/) {}
 
   FUSED_HOST_DEVICE acc_t value(acc_t input, acc_t target, acc_t pos_weight) const {
     const Logit<acc_t> logit(input);
-    const acc_t common = logit.common() + logit.zero();
-    return (acc_t(1) - target) * (logit.positive + common) +
-           pos_weight * target * (logit.negative + common);
+    const acc_t common = logit.common(), rest = acc_t(1) - target;
+    const acc_t negative = logit.negative + common;
+    return finite_or(rest * (logit.positive + common) + pos_weight * target * negative,
+                     rest * input + ((pos_weight - acc_t(1)) * target + acc_t(1)) * negative);
   }
   FUSED_HOST_DEVICE acc_t grad_input(acc_t input, acc_t target, acc_t pos_weight) const {
     acc_t one, zero;
     probabilities(input, one, zero);
-    return (acc_t(1) - target) * one - pos_weight * target * zero;
+    const acc_t positive = pos_weight * target;
+    return finite_or((acc_t(1) - target) * one - positive * zero,
+                     (positive + acc_t(1) - target) * one - positive);
   }
   FUSED_HOST_DEVICE acc_t grad_target(acc_t input, acc_t /*target*/, acc_t pos_weight) const {
     const Logit<acc_t> logit(input);

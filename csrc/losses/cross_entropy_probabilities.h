@@ -54,12 +54,15 @@ struct CrossEntropyProbabilities {
 
   // The gradients of one row; scale: grad_output over the reduction's divisor.
   struct Gradient {
-    acc_t largest, log_sum, probability, kept, uniform;
+    CrossEntropyProbabilities loss;
+    acc_t largest, log_sum, scale, probability, kept, uniform;
 
     FUSED_HOST_DEVICE Gradient(const CrossEntropyProbabilities& loss,
                                const RowPairStatistics<acc_t>& row, acc_t scale)
-        : largest(row.largest_input),
+        : loss(loss),
+          largest(row.largest_input),
           log_sum(math::log(row.exponentials)),
+          scale(scale),
           probability(scale * row.mass / row.exponentials),
           kept(scale * loss.kept),
           uniform(scale * loss.uniform) {}
@@ -68,10 +71,10 @@ struct CrossEntropyProbabilities {
       return probability * math::fast_exp(x - largest) - weight * (kept * target + uniform);
     }
     FUSED_HOST_DEVICE acc_t target(acc_t x, acc_t /*target*/, acc_t weight) const {
-      return kept * (weight * ((largest - x) + log_sum));
+      return (kept * weight) * ((largest - x) + log_sum);
     }
     FUSED_HOST_DEVICE acc_t weight(acc_t x, acc_t target) const {
-      return (kept * target + uniform) * ((largest - x) + log_sum);
+      return scale * ((loss.kept * target + loss.uniform) * ((largest - x) + log_sum));
     }
   };
 };

@@ -1,4 +1,4 @@
-// 0.5 d^2 where |d| <= delta, delta (|d| - 0.5 delta) elsewhere, with d = input - target. As
+// 0.5 d^2 where |d| < delta, delta (|d| - 0.5 delta) elsewhere, with d = input - target. As
 // torch.nn.functional.huber_loss (Huber, Robust Estimation of a Location Parameter, 1964).
 #pragma once
 
@@ -15,8 +15,8 @@ struct HuberLoss {
 
   FUSED_HOST_DEVICE acc_t value(acc_t input, acc_t target) const {
     const acc_t distance = math::absolute(input - target);
-    return distance <= delta ? acc_t(0.5) * distance * distance
-                             : delta * (distance - acc_t(0.5) * delta);
+    return distance < delta ? acc_t(0.5) * distance * distance
+                            : delta * (distance - acc_t(0.5) * delta);
   }
   // The comparisons are ordered so that nan reaches the last branch.
   FUSED_HOST_DEVICE acc_t grad_input(acc_t input, acc_t target) const {

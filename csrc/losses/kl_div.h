@@ -67,7 +67,10 @@ struct KlDiv {
       return kLogInput ? -probability : -probability / input;
     }
     FUSED_HOST_DEVICE acc_t grad_target(acc_t input, acc_t target) const {
-      if constexpr (kLogTarget) return math::exp(target) * (target - log_of(input) + acc_t(1));
+      if constexpr (kLogTarget) {
+        const acc_t probability = math::exp(target);
+        return probability * (target - log_of(input)) + probability;
+      }
       return distance(input, target) + target / target;
     }
   };

@@ -35,6 +35,8 @@ constexpr T kNan = std::numeric_limits<T>::quiet_NaN();
 template <typename T>
 constexpr T kLowest = std::numeric_limits<T>::lowest();
 template <typename T>
+constexpr T kSmallest = std::numeric_limits<T>::denorm_min();
+template <typename T>
 constexpr T kSmallestNormal = std::numeric_limits<T>::min();
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
@@ -64,6 +66,11 @@ FUSED_HOST_DEVICE T larger(T x, T y) {
 #else
   return x > y ? x : y;
 #endif
+}
+
+template <typename T>
+FUSED_HOST_DEVICE bool is_finite(T x) {
+  return absolute(x) < kInfinity<T>;
 }
 
 // A positive number that stays one where T cannot hold it, as a factor of infinities must.

@@ -9,23 +9,27 @@ namespace fused {
 template <typename acc_t>
 struct SmoothL1Loss {
   acc_t beta;
-  acc_t slope;  // of the gradient around 0: 1 / beta, and 1 where there is no such part
+  acc_t lift;   // a power of two that keeps 1 / (lift beta) finite
+  acc_t slope;  // of the gradient around 0, over lift: 1 where there is no such part
+  acc_t edge;   // of that part; above 0, so that the L1 loss's gradient is 0 for 0
 
   FUSED_HOST_DEVICE explicit SmoothL1Loss(const double* parameters)
       : beta(static_cast<acc_t>(parameters[0])),
-        slope(beta > acc_t(0) ? acc_t(1) / beta : acc_t(1)) {}
+        lift(beta < acc_t(1) ? acc_t(0x1p64) : acc_t(1)),
+        slope(beta > acc_t(0) ? acc_t(1) / (lift * beta) : acc_t(1)),
+        edge(beta > acc_t(0) ? beta : math::kSmallest<acc_t>) {}
 
   FUSED_HOST_DEVICE acc_t value(acc_t input, acc_t target) const {
     const acc_t distance = math::absolute(input - target);
-    return distance < beta ? acc_t(0.5) * slope * distance * distance
+    return distance < beta ? acc_t(0.5) * (slope * (lift * distance)) * distance
                            : distance - acc_t(0.5) * beta;
   }
-  // The comparisons are ordered so that nan reaches the last branch. The L1 loss's gradient is 0
-  // for nan, as torch's.
+  // The comparisons are ordered so that nan reaches the last branch, and hold for an infinite
+  // difference and beta. The L1 loss's gradient is 0 for nan, as torch's.
   FUSED_HOST_DEVICE acc_t grad_input(acc_t input, acc_t target) const {
     const acc_t difference = input - target;
-    const acc_t middle = beta > acc_t(0) ? slope * difference : acc_t(0);
-    return difference > beta ? acc_t(1) : difference < -beta ? acc_t(-1) : middle;
+    const acc_t middle = beta > acc_t(0) ? slope * (lift * difference) : acc_t(0);
+    return difference >= edge ? acc_t(1) : difference <= -edge ? acc_t(-1) : middle;
   }
   FUSED_HOST_DEVICE acc_t grad_target(acc_t input, acc_t target) const {
     return -grad_input(input, target);

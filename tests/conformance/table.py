@@ -59,7 +59,20 @@ A call counts in every row whose option it uses.
   rows are finite.
 - torch's `cross_entropy`, `l1_loss` and weighted losses save intermediates for the backward pass;
   ours read their arguments again. An argument changed in place in between raises autograd's
-  error with ours, and not with torch's.
+  error with ours, and not with torch's. Changed through `.data`, which autograd does not see,
+  it silently changes our gradients and not torch's: input of `cross_entropy`; input and target of
+  `l1_loss`, of weighted `mse_loss` and of `kl_div` with `log_target`. Change a copy, or call
+  `backward` before.
+- Infinite class weights with label smoothing or class probabilities, and infinite class
+  probabilities, give nan with ours where torch's loss is infinite in some cases.
+- With an infinite `grad_output` compiled code has the unit gradient times that: of `cross_entropy`
+  an infinity, where torch takes it from itself and has nan.
+- A unit gradient has the dtype of the input. What is below its smallest normal number, or beyond its
+  largest, a `grad_output` far from 1 does not bring back: torch multiplies before it rounds.
+- Torch multiplies each term of `kl_div`'s gradient of the target with `grad_output`, ours their
+  sum: with an infinite one, or 0 beside a negative target, one is nan and the other not.
+- Where products or sums overflow on the way to a result that does not, either may be infinite or
+  nan.
 - `torch.compile` of torch 2.13 by itself drops the `weight` of `F.l1_loss`; rewritten, it counts.
 """
 

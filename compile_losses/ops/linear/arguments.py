@@ -33,6 +33,11 @@ def check(
 ) -> None:
     """Raises torch's classes of exceptions; leaf: as the leaf ops take their arguments."""
     checks.check_reduction(NAME, reduction)
+    for tensor in (input, linear_weight, target, linear_bias, weight):
+        if tensor is not None and tensor.layout != torch.strided:
+            raise NotImplementedError(
+                f"{NAME}: expected dense tensors, got {tensor.layout} {describe(tensor)}"
+            )
     checks.check_floating(NAME, input=input, linear_weight=linear_weight)
     others = {"linear_weight": linear_weight, "target": target}
     checks.check_same_device(NAME, input, **others, linear_bias=linear_bias, weight=weight)
@@ -49,20 +54,29 @@ def check(
             raise RuntimeError(
                 f"{NAME}: expected weight of shape {[classes]}, got {list(weight.shape)}"
             )
-        if weight.dtype != dtype:
-            raise RuntimeError(
-                f"{NAME}: expected weight to have the loss's dtype {dtype}, got {weight.dtype}"
-            )
-        if weight.requires_grad and not has_probabilities(input, linear_weight, target):
-            raise RuntimeError(
-                f"{NAME}: expected weight not to require grad with class indices as target"
-            )
+        _check_weight_of_classes(weight, dtype, has_probabilities(input, linear_weight, target))
     if label_smoothing > 1:
         raise RuntimeError(
             f"{NAME}: expected label_smoothing to be at most 1, got {label_smoothing}"
         )
     if softcap is not None and not softcap > 0:
         raise RuntimeError(f"{NAME}: expected softcap to be positive, got {softcap}")
+
+
+def _check_weight_of_classes(weight: Tensor, dtype: torch.dtype, probabilities: bool) -> None:
+    """Beside probabilities it promotes, as they do, and is differentiable."""
+    if weight.is_complex():
+        raise RuntimeError(f"{NAME}: expected weight to be of real numbers, got {weight.dtype}")
+    if probabilities:
+        return
+    if weight.dtype != dtype:
+        raise RuntimeError(
+            f"{NAME}: expected weight to have the loss's dtype {dtype}, got {weight.dtype}"
+        )
+    if weight.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{NAME}: expected weight not to require grad with class indices as target"
+        )
 
 
 def _check_linear(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> None:
@@ -107,6 +121,15 @@ def _check_target(
             )
         checks.check_floating(NAME, target=target)
         return
+    expected = [*input.shape[:-1], *linear_weight.shape[1:-1]]
+    message = (
+        f"{NAME}: expected target of shape {expected} for input of shape {list(input.shape)} and "
+        f"linear_weight of shape {list(linear_weight.shape)}, got {list(target.shape)}"
+    )
+    if input.dim() > 1 and (target.dim() == 0 or input.shape[0] != target.shape[0]):
+        raise ValueError(message)
+    if input.dim() == 1 and target.dim() == 1:  # of one number it is taken, see class_indices
+        raise ValueError(message)
     if target.is_floating_point():
         raise RuntimeError(
             f"{NAME}: expected class indices as target, or probabilities in the logits' shape "
@@ -116,12 +139,10 @@ def _check_target(
         raise NotImplementedError(
             f"{NAME}: expected target to be int64 or uint8, got {describe(target)}"
         )
-    expected = [*input.shape[:-1], *linear_weight.shape[1:-1]]
-    if list(target.shape) == expected:
-        return
-    message = (
-        f"{NAME}: expected target of shape {expected} for input of shape {list(input.shape)} and "
-        f"linear_weight of shape {list(linear_weight.shape)}, got {list(target.shape)}"
-    )
-    batches = input.dim() > 1 and target.dim() > 0 and input.shape[0] != target.shape[0]
-    raise ValueError(message) if batches else RuntimeError(message)
+    if list(target.shape) != expected:
+        raise RuntimeError(message)
+    if target.dtype == torch.uint8 and linear_weight.dim() > 2:
+        raise RuntimeError(
+            f"{NAME}: expected target to be int64 for linear_weight with more than 2 dimensions, "
+            f"got {describe(target)}"
+        )

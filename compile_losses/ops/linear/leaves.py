@@ -18,7 +18,7 @@ from compile_losses.ops.transforms import double_backward
 
 ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "
-    "int reduction, int ignore_index, float label_smoothing, float? softcap, float z_loss, "
+    "int reduction, SymInt ignore_index, float label_smoothing, float? softcap, float z_loss, "
     "ScalarType dtype"
 )
 NEEDS = "bool needs_grad_input, bool needs_grad_linear_weight, bool needs_grad_linear_bias"

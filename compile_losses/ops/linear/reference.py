@@ -40,8 +40,8 @@ def reference(
 ) -> Tensor:
     """The loss as torch computes it; arguments as the leaf ops', and K-dimensional classes."""
     probabilities = has_probabilities(input, linear_weight, target)
-    classes = linear_weight.reshape(-1, input.shape[-1])
-    logits = F.linear(input, classes, None if linear_bias is None else linear_bias.reshape(-1))
+    bias = None if linear_bias is None else linear_bias.flatten()
+    logits = F.linear(input, linear_weight.flatten(0, -2), bias)
     leading = input.shape[:-1]
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)

@@ -25,6 +25,20 @@ def smoothed(x, t):
     return -(target * x.log_softmax(1)).sum(1).mean()
 
 
+def smoothed_in_place(x, t):
+    target = torch.full_like(x, 0.01).detach()
+    target.scatter_(1, t[:, None], 0.91)
+    return -(target * F.log_softmax(x, 1)).sum(1).mean()
+
+
+def smoothed_too_late(x, t):
+    log_p = F.log_softmax(x, 1)
+    target = torch.full_like(x, 0.01).detach()
+    terms = target * log_p
+    target.scatter_(1, t[:, None], 0.91)
+    return -(terms * target).sum(1).mean()
+
+
 def logits_and_classes():
     x, t = plain_classes()
     return x.requires_grad_(), t
@@ -35,6 +49,7 @@ MATCHES = [
     Spelling("timm", timm, soft_targets),
     Spelling("DINO", dino, distillation),
     Spelling("smoothed one_hot", smoothed, logits_and_classes),
+    Spelling("smoothed in place", smoothed_in_place, logits_and_classes),
     Spelling("each row", lambda x, q: -(q * F.log_softmax(x, -1)).sum(-1), soft_targets),
     Spelling(
         "sum over batch", lambda x, q: -(q * x.log_softmax(1)).sum() / x.size(0), soft_targets
@@ -52,6 +67,7 @@ MATCHES = [
 ]
 
 NEAR_MISSES = [
+    Spelling("smoothed too late", smoothed_too_late, logits_and_classes),
     Spelling("softmax over rows", lambda x, q: -(q * x.log_softmax(0)).sum(1), square_logits),
     Spelling("eps", lambda x, q: -(q * (x.softmax(1) + 1e-8).log()).sum(1).mean(), soft_targets),
     Spelling(

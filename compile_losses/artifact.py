@@ -1,0 +1,17 @@
+"""What ``aot_compile`` saves of a function that was compiled with this package's backend."""
+
+from __future__ import annotations
+
+from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
+
+import compile_losses.ops  # noqa: F401  declares what the compiled code calls
+
+
+class Artifact(BundledAOTAutogradSerializableCallable):
+    """Imports this package in the process that loads it, whose code calls its ops.
+
+    Torch saves an artifact's class by its name, and so imports its module.
+    """
+
+    #: What has one, torch would wrap into a class of its own.
+    serialize = None

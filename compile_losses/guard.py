@@ -1,0 +1,113 @@
+"""What keeps a fault of this package out of a user's compilation.
+
+Whatever fails while losses are looked for or lowered leaves them to torch: the reason goes into the
+report, and into one warning. With ``options={"strict": True}``, or COMPILE_LOSSES_STRICT=1 in the
+environment, it ends the compilation instead.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+T = TypeVar("T")
+
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """In the place of a result: why there is none."""
+
+    reason: str
+
+
+def strict_by_default() -> bool:
+    """Whether the environment asks for it: COMPILE_LOSSES_STRICT=1."""
+    return os.environ.get("COMPILE_LOSSES_STRICT", "0").lower() not in ("", "0", "false")
+
+
+def attempt(action: Callable[[], T], *, strict: bool | None = None) -> T | Failure:
+    """The result of ``action``, or why it failed.
+
+    Args:
+        action: leaves things as they were where it raises.
+        strict: whether what it raises is raised; by default as the environment says.
+
+    Raises:
+        torch._dynamo.exc.RestartAnalysis: by which Dynamo asks itself to trace a function anew.
+    """
+    try:
+        return action()
+    except Exception as error:
+        from torch._dynamo.exc import RestartAnalysis
+
+        if isinstance(error, RestartAnalysis) or (
+            strict_by_default() if strict is None else strict
+        ):
+            raise
+        lines = str(error).strip().splitlines()
+        what = ": ".join([type(error).__name__, *lines[:1]])
+        reason = f"internal error: {what}; please report it"
+        if reason not in _warned:
+            _warned.add(reason)
+            warnings.warn(
+                f"compile_losses: a loss is left to torch because of an {reason}. "
+                "COMPILE_LOSSES_STRICT=1 raises it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return Failure(reason)
+
+
+def is_restart(error: Exception) -> bool:
+    """Whether Dynamo asks itself to trace a function anew: no error, and not ours to handle."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    return isinstance(error, RestartAnalysis)
+
+
+class Snapshot:
+    """What a graph held, to be restored after a change to it that was not finished."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nodes = [(node, node.args, node.kwargs, dict(node.meta)) for node in graph.nodes]
+
+    def restore(self) -> None:
+        """Nodes that were erased come back as new ones, which may have other names."""
+        graph, present = self.graph, set(self.graph.nodes)
+        restored: dict[Node, Node] = {}
+
+        def mapped(arguments: Any) -> Any:
+            return map_arg(arguments, lambda node: restored.get(node, node))
+
+        for node, args, kwargs, _ in self.nodes:
+            if node not in present:
+                copy = graph.create_node(
+                    node.op, node.target, mapped(args), mapped(kwargs), node.name, node.type
+                )
+                restored[node] = copy
+        for node, args, kwargs, meta in self.nodes:
+            current = restored.get(node, node)
+            if current is node and not (
+                node.args is args and node.kwargs is kwargs and not restored
+            ):
+                node.args, node.kwargs = mapped(args), mapped(kwargs)
+            current.meta = meta
+        following: Node | None = None
+        for node, *_ in reversed(self.nodes):
+            current = restored.get(node, node)
+            if following is not None:
+                following.prepend(current)
+            following = current
+        kept = {restored.get(node, node) for node, *_ in self.nodes}
+        for node in reversed(list(graph.nodes)):
+            if node not in kept:
+                graph.erase_node(node)

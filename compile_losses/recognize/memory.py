@@ -1,0 +1,246 @@
+"""What tensors of a Dynamo graph lie in: which nodes write to it and when, and whose it is.
+
+A Dynamo graph is not functional: ``labels[labels == -100] = 0`` is a node without a result that
+anyone reads. An op that takes a loss's place reads its arguments where the loss stood, and again in
+the backward. So a write is no reason to refuse if it comes before everything that the loss reads
+of that memory; it is one in between; and it is one after the loss where gradients are recorded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from compile_losses.distributed import are_dtensors
+from compile_losses.recognize.values import example
+
+#: Python's statements and operators that write to their first operand.
+_OPERATORS = {operator.setitem, operator.delitem} | {
+    getattr(operator, f"i{name}")
+    for name in (
+        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+        *("and", "or", "xor", "lshift", "rshift", "concat"),
+    )
+}
+#: End in an underscore and write no elements.
+_NOT_WRITES = {"requires_grad_", "share_memory_", "rename_"}
+#: The classes of graph inputs that the kernels take as they are.
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+#: Modules whose functions write only to what their names and arguments say.
+_TRANSPARENT = ("torch", "_operator", "operator", "math", "builtins", "itertools", "numpy")
+
+
+class Memory:
+    """What is known of the memory of one graph's tensors.
+
+    Args:
+        graph: as Dynamo captured it.
+        outer, at: of a graph that is the body of a higher-order op: the same of the graph around
+            it, and the node there that runs it.
+    """
+
+    def __init__(self, graph: Graph, outer: Memory | None = None, at: Node | None = None):
+        #: For each piece of memory, the nodes that write to it, in order.
+        self.writers: dict[int | None, list[Node]] = {}
+        for node in graph.nodes:
+            for written in {storage_of(value) for value in _written_by(node)} - {None}:
+                self.writers.setdefault(written, []).append(node)
+        #: Memory that was written to by nodes that are not known.
+        self.unexplained = {
+            storage
+            for value in map(example, graph.nodes)
+            if _version(value) > 0 and (storage := storage_of(value)) not in (None, *self.writers)
+        }
+        #: Memory that the graphs around this one write to after it has run.
+        self.later: dict[int | None, str] = {}
+        #: Graph inputs of a class that their example values don't have, and its name.
+        self.classes: dict[int | None, str] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            given = getattr(node.meta.get("grapharg"), "example", None)
+            storage = storage_of(example(node))
+            if storage is not None and isinstance(given, Tensor) and type(given) not in _PLAIN:
+                self.classes[storage] = type(given).__name__
+        if outer is not None and at is not None:
+            self.classes |= outer.classes
+            self.unexplained |= outer.unexplained
+            # The versions of this graph's inputs also count writes of the graph around it.
+            self.unexplained -= outer.writers.keys()
+            self.later |= outer.later
+            for storage, writers in outer.writers.items():
+                if any(at < writer for writer in writers):
+                    self.later[storage] = next(w.name for w in writers if at < w)
+
+    @property
+    def written(self) -> bool:
+        """Whether any of it is written to."""
+        return bool(self.writers or self.unexplained or self.later)
+
+    @property
+    def storages(self) -> set[int | None]:
+        return {*self.writers, *self.unexplained}
+
+    def conflict(
+        self, storage: int | None, first: Node, root: Node, *, saved: bool = True
+    ) -> str | None:
+        """Why an op in the place of ``root`` may not read a piece of memory; None where it may.
+
+        Args:
+            storage: the memory, as :func:`storage_of` names it.
+            first: the first node, up to root, that reads it or makes it.
+            root: the node that holds the loss.
+            saved: whether the backward may read it, too.
+        """
+        if storage is None or not self.written:
+            return None
+        if storage in self.unexplained:
+            return "is changed in place in this graph"
+        saved = saved and getattr(example(root), "requires_grad", True)
+        after = "after the loss, whose backward reads it"
+        for writer in self.writers.get(storage, ()):
+            if writer < first:
+                continue
+            if not root < writer:
+                return f"is changed in place by {writer.name} while the loss is computed"
+            if saved:
+                return f"is changed in place by {writer.name} {after}"
+        if saved and storage in self.later:
+            return f"is changed in place by {self.later[storage]} {after}"
+        return None
+
+
+_found: WeakKeyDictionary[Graph, Memory] = WeakKeyDictionary()
+
+
+def memory_of(graph: Graph) -> Memory:
+    """What :func:`look_at` has found in a graph."""
+    if graph not in _found:
+        _found[graph] = Memory(graph)
+    return _found[graph]
+
+
+def look_at(graph: Graph, outer: Graph | None = None, at: Node | None = None) -> Memory:
+    """Goes through a graph anew, before its losses are looked for; see :class:`Memory`.
+
+    Nodes that a rewrite adds or removes write to nothing.
+    """
+    _found[graph] = Memory(graph, None if outer is None else memory_of(outer), at)
+    return _found[graph]
+
+
+def storage_of(value: Any) -> int | None:
+    """The identity of a tensor's memory; None for what has none that can be told apart."""
+    while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
+    if are_dtensors(value):
+        value = value._local_tensor
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested:
+        return None
+    try:
+        return value.untyped_storage()._cdata
+    except NotImplementedError:  # a subclass without memory of its own
+        return None
+
+
+def bodies(node: Node) -> Iterator[tuple[str, GraphModule]]:
+    """The graphs that a higher-order op runs, with their names in the module around them."""
+    module = node.graph.owning_module
+    for source in node.all_input_nodes:
+        if source.op == "get_attr" and module is not None:
+            body = getattr(module, str(source.target), None)
+            if isinstance(body, GraphModule):
+                yield str(source.target), body
+
+
+def _version(value: Any) -> int:
+    """How often a tensor was written to in tracing; ``tensor.data`` counts for itself."""
+    while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
+        value = get_unwrapped(value)
+    if not isinstance(value, Tensor) or value.is_inference():  # which has no version
+        return 0
+    return value._version
+
+
+def _written_by(node: Node) -> list[Any]:
+    """The example values of what a node may write to."""
+    return [example(argument) for argument in tree_leaves(list(_written_arguments(node)))]
+
+
+def _written_arguments(node: Node) -> Iterator[Any]:
+    if node.op == "call_method":
+        if _is_in_place(str(node.target)) or str(node.target).startswith("__i"):
+            yield node.args[0]
+    elif node.op == "call_module":
+        yield from (n for n in node.all_input_nodes if _version(example(n)) > 0)
+    elif node.op == "call_function":
+        target: Any = node.target
+        yield node.kwargs.get("out")
+        if isinstance(target, OpOverload):
+            yield from _by_schema(node, [target])
+        elif isinstance(target, OpOverloadPacket):
+            yield from _by_schema(node, [getattr(target, name) for name in target.overloads()])
+        elif isinstance(target, HigherOrderOperator):
+            yield from _by_bodies(node)
+        elif target in _OPERATORS:
+            yield node.args[0]
+        elif _is_in_place(getattr(target, "__name__", "")):
+            is_method = isinstance(target, types.MethodDescriptorType)
+            yield from node.args[:1] if is_method else node.all_input_nodes
+        elif not (getattr(target, "__module__", None) or "torch").startswith(_TRANSPARENT):
+            # A function that Dynamo was told to leave whole.
+            yield from (n for n in node.all_input_nodes if _version(example(n)) > 0)
+        elif _says_in_place(node):
+            yield from node.all_input_nodes[:1]
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__") and name not in _NOT_WRITES
+
+
+def _says_in_place(node: Node) -> bool:
+    """``relu(x, inplace=True)``, by keyword or by position."""
+    if node.kwargs.get("inplace"):
+        return True
+    if True not in node.args:
+        return False
+    assert callable(node.target)
+    try:
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    except (TypeError, ValueError):
+        return False
+    return bool(bound.arguments.get("inplace"))
+
+
+def _by_schema(node: Node, overloads: Iterable[Any]) -> Iterator[Any]:
+    """What one of some overloads would write to, of the arguments that the node gives."""
+    for overload in overloads:
+        for place, argument in enumerate(overload._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            if argument.name in node.kwargs:
+                yield node.kwargs[argument.name]
+            elif not argument.kwarg_only and place < len(node.args):
+                yield node.args[place]
+
+
+def _by_bodies(node: Node) -> Iterator[Any]:
+    """What the graphs of a higher-order op write to; all of its tensors if it has no graphs."""
+    found = [body for _, body in bodies(node)]
+    if not found:
+        yield from node.all_input_nodes
+        return
+    written = {storage for body in found for storage in Memory(body.graph).storages}
+    yield from (n for n in node.all_input_nodes if storage_of(example(n)) in written)
+    # What a body writes to may be a view of what it is given, or be returned by it.
+    if storage_of(example(node)) in written:
+        yield node

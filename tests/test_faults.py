@@ -1,0 +1,242 @@
+"""A fault of this package costs a loss, never a compilation: each function of the passes raises."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import compile_losses
+from compile_losses import backend, guard, lower, recognize
+from tests.graphs import Head, classes, distributions, interpreted, real
+
+FOLDERS = tuple(str(Path(module.__file__).parent) for module in (recognize, lower))
+
+
+class PlantedError(Exception):
+    pass
+
+
+class Faults:
+    """Counts the calls of the functions of recognize and lower, or lets one of them raise."""
+
+    def __init__(self, target: types.CodeType | None = None, at: int = 1) -> None:
+        self.calls: Counter[types.CodeType] = Counter()
+        self.target = target
+        self.at = at
+        self.raised = False
+
+    def profile(self, frame: types.FrameType, event: str, _) -> None:
+        code = frame.f_code
+        if event != "call" or not code.co_filename.startswith(FOLDERS):
+            return
+        # A generator is called again whenever it goes on, and when it is thrown away.
+        if code.co_name == "<genexpr>" or (
+            code.co_flags & inspect.CO_GENERATOR and frame.f_lineno != code.co_firstlineno
+        ):
+            return
+        self.calls[code] += 1
+        if code is self.target and self.calls[code] == self.at:
+            self.raised = True
+            raise PlantedError(code.co_name)
+
+    @contextmanager
+    def planted(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Inside of what guard.attempt runs, and nowhere else."""
+
+        def attempt(action, *, strict=None):
+            def watched():
+                sys.setprofile(self.profile)
+                try:
+                    return action()
+                finally:
+                    sys.setprofile(None)
+
+            return original(watched, strict=strict)
+
+        original = guard.attempt
+        with monkeypatch.context() as patch:
+            for module in (recognize, lower):
+                patch.setattr(module, "attempt", attempt)
+            yield
+
+
+class Checkpointed(Head):
+    def forward(self, x, target):
+        return checkpoint(super().forward, x, target, use_reentrant=False)
+
+
+def written_out(a, b):
+    return 0.5 * ((a - b) ** 2).sum(1).mean()
+
+
+def distilled(x, target):
+    return F.kl_div(F.log_softmax(x / 2, -1), F.softmax(target / 2, -1), reduction="batchmean") * 4
+
+
+def masked(x, target):
+    target = target.clone()
+    target[target == 3] = -100
+    return F.cross_entropy(x.float(), target, label_smoothing=0.1)
+
+
+def two(x, target):
+    return F.smooth_l1_loss(x, target) + 0.1 * F.l1_loss(x, target, reduction="none").mean()
+
+
+def entropy_written_out(x, target):
+    return -x.log_softmax(-1).gather(1, target[:, None]).mean()
+
+
+def binary(x, target):
+    return F.binary_cross_entropy_with_logits(x, target, target * 2, reduction="sum") / 7
+
+
+#: Ten models, and their inputs.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable]] = {
+    "cross entropy": (lambda: Head(F.cross_entropy), classes),
+    "linear cross entropy": (lambda: Head(F.cross_entropy), lambda: classes(128)),
+    "squared errors written out": (lambda: Head(written_out), real),
+    "divergence of a GELU": (lambda: Head(distilled, F.gelu), distributions),
+    "masked in place": (lambda: Head(masked), classes),
+    "two losses": (lambda: Head(two), real),
+    "cross entropy written out": (lambda: Head(entropy_written_out), lambda: classes(128)),
+    "divergence of a logarithm": (
+        lambda: Head(F.kl_div, lambda x: x.softmax(-1).log()),
+        distributions,
+    ),
+    "checkpointed": (lambda: Checkpointed(F.cross_entropy), lambda: classes(128)),
+    "binary cross entropy": (lambda: Head(binary), real),
+}
+
+
+def loss_and_gradients(model: nn.Module, function, inputs):
+    model.zero_grad()
+    loss = function(*inputs)
+    (3 * loss).backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+class Injection:
+    """One model, compiled with faults in it."""
+
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        make_model, make_inputs = MODELS[name]
+        torch.manual_seed(0)
+        self.model, self.inputs = make_model(), make_inputs()
+        self.monkeypatch = monkeypatch
+        self.expected = loss_and_gradients(self.model, self.model, self.inputs)
+
+    def compile(self, faults: Faults) -> None:
+        torch._dynamo.reset()
+        guard._warned.clear()
+        with (
+            interpreted(self.monkeypatch),
+            faults.planted(self.monkeypatch),
+            torch._inductor.config.patch(force_disable_caches=True),
+        ):
+            compiled = torch.compile(
+                self.model, backend="compile_losses", options={"strict": False}, fullgraph=True
+            )
+            torch.testing.assert_close(
+                loss_and_gradients(self.model, compiled, self.inputs), self.expected
+            )
+
+    def every_fault(
+        self, seen: Counter[types.CodeType], calls_of: Callable[[int], set[int]]
+    ) -> tuple[int, int]:
+        """Lets each function raise that is not in ``seen``, at those of its calls that ``calls_of``
+        names; how often one did, and how often the user was told. Some only make a recogniser look
+        no further."""
+        untouched = Faults()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            self.compile(untouched)
+        raised = told = 0
+        for code, calls in untouched.calls.items():
+            if seen[code]:
+                continue
+            seen[code] += 1
+            for at in calls_of(calls):
+                faults = Faults(code, at)
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    self.compile(faults)
+                raised += (
+                    faults.raised
+                )  # not where a result is kept from one compilation to another
+                messages = [str(w.message) for w in caught if w.category is RuntimeWarning]
+                told += any("internal error: PlantedError" in message for message in messages)
+                assert len(messages) <= 1
+        return raised, told
+
+
+@pytest.fixture
+def one_chunk_of_sixteen_rows(chunks):
+    return chunks
+
+
+def test_faults(monkeypatch, one_chunk_of_sixteen_rows):
+    """Every function that one of the models calls raises in one of them, by turns at its first call
+    and at its last."""
+    seen: Counter[types.CodeType] = Counter()
+
+    def one(calls: int) -> set[int]:
+        return {1 if len(seen) % 2 else calls}
+
+    counts = [Injection(name, monkeypatch).every_fault(seen, one) for name in MODELS]
+    raised, told = (sum(count) for count in zip(*counts, strict=True))
+    assert len(seen) > 150
+    assert raised > 0.95 * len(seen)
+    assert told > 0.8 * raised
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_faults_in_every_model(name, monkeypatch, one_chunk_of_sixteen_rows):
+    raised, told = Injection(name, monkeypatch).every_fault(Counter(), lambda calls: {1, calls})
+    assert raised > 20
+    assert told > 0.8 * raised
+
+
+def test_strict():
+    """Faults are raised where they are asked for."""
+
+    def planted(*_):
+        raise PlantedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "plan", planted)
+        compiled = torch.compile(
+            Head(F.mse_loss), backend="compile_losses", options={"strict": True}
+        )
+        with pytest.raises(Exception, match="PlantedError"):
+            compiled(*real())
+
+
+def test_report_of_a_fault(monkeypatch):
+    """explain() says that a loss was left to torch, and why."""
+
+    def planted(*_):
+        raise PlantedError("here")
+
+    monkeypatch.setenv("COMPILE_LOSSES_STRICT", "0")
+    monkeypatch.setattr(recognize, "through_linear", planted)
+    guard._warned.clear()
+    with pytest.warns(RuntimeWarning, match="internal error"):
+        report = compile_losses.explain(Head(F.mse_loss), *real())
+    (site,) = report.sites
+    assert (site.op, site.status) == ("mse_loss", "declined")
+    assert site.reason == "internal error: PlantedError: here; please report it"
+    assert site.line > 0
