@@ -80,8 +80,9 @@ def no_kernels(match: Match) -> str | None:
 def mutated(match: Match) -> str | None:
     """The graph writes to what the loss is made of, so that the op would read other values.
 
-    Writes that come before all that the loss reads of a piece of memory are no reason; those after
-    the loss are one where gradients are recorded, since the op's backward reads its arguments.
+    Writes that come before all that the loss reads of a piece of memory are no reason. Those after
+    the loss are one where gradients are recorded: the op's backward reads its arguments, and
+    torch's what its forward made.
     """
     span, memory = match.span, memory_of(match.root.graph)
     if match.interior and any(
@@ -96,14 +97,11 @@ def mutated(match: Match) -> str | None:
     for node in sorted(span):
         for touched in (*node.all_input_nodes, node):
             first.setdefault(storage_of(example(touched)) or 0, node)
-    read = {storage_of(example(node)) for node in match.inputs}
     for node in dict.fromkeys([*match.inputs, *sorted(span)]):
         storage = storage_of(example(node))
         if storage is None or storage not in first:
             continue
-        # What the loss makes on its way is not read by the op, in the backward either.
-        saved = storage in read
-        reason = memory.conflict(storage, first[storage], match.root, saved=saved)
+        reason = memory.conflict(storage, first[storage], match.root)
         if reason is not None:
             return f"{node.name} {reason}"
     return None

@@ -90,31 +90,28 @@ class Memory:
     def storages(self) -> set[int | None]:
         return {*self.writers, *self.unexplained}
 
-    def conflict(
-        self, storage: int | None, first: Node, root: Node, *, saved: bool = True
-    ) -> str | None:
+    def conflict(self, storage: int | None, first: Node, root: Node) -> str | None:
         """Why an op in the place of ``root`` may not read a piece of memory; None where it may.
 
         Args:
             storage: the memory, as :func:`storage_of` names it.
             first: the first node, up to root, that reads it or makes it.
             root: the node that holds the loss.
-            saved: whether the backward may read it, too.
         """
         if storage is None or not self.written:
             return None
         if storage in self.unexplained:
             return "is changed in place in this graph"
-        saved = saved and getattr(example(root), "requires_grad", True)
-        after = "after the loss, whose backward reads it"
+        is_trained = getattr(example(root), "requires_grad", True)
+        after = "after the loss, whose backward may read it"
         for writer in self.writers.get(storage, ()):
             if writer < first:
                 continue
             if not root < writer:
                 return f"is changed in place by {writer.name} while the loss is computed"
-            if saved:
+            if is_trained:
                 return f"is changed in place by {writer.name} {after}"
-        if saved and storage in self.later:
+        if is_trained and storage in self.later:
             return f"is changed in place by {self.later[storage]} {after}"
         return None
 

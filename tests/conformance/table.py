@@ -67,7 +67,7 @@ A call counts in every row whose option it uses.
   probabilities, give nan with ours where torch's loss is infinite in some cases.
 - With an infinite `grad_output` compiled code has the unit gradient times that: of `cross_entropy`
   an infinity, where torch takes it from itself and has nan.
-- A unit gradient has the dtype of the input. What is below its smallest normal number, or beyond its
+- A unit gradient has the dtype of the input. What is below its smallest normal number, or above its
   largest, a `grad_output` far from 1 does not bring back: torch multiplies before it rounds.
 - Torch multiplies each term of `kl_div`'s gradient of the target with `grad_output`, ours their
   sum: with an infinite one, or 0 beside a negative target, one is nan and the other not.

@@ -72,6 +72,10 @@ def refusal_to_share(moved: Part, whole: Part) -> str | None:
     written = sum(nbytes_of(gradient.meta["val"]) for gradient in moved.gradients)
     if written > sum(read.values()):
         return "the gradients take more memory than what they are computed from"
+    graph = moved.tangent.graph
+    held = [*graph.find_nodes(op="placeholder"), *forward_outputs(graph)]
+    if not read.keys() <= set(map(storage_of, held)):
+        return "torch writes the gradient over what it is computed from, which the forward made"
     others = whole.of(gradient for gradient in whole.gradients if gradient not in moved.gradients)
     own = {moved.tangent, *moved.nodes}
     again = buffers_read([node for node in others.nodes if node not in own], ops)
