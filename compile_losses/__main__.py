@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import json
 import platform
 import sys
 from collections.abc import Callable
@@ -17,23 +18,54 @@ import compile_losses
 from compile_losses import library
 
 
-def info(_: argparse.Namespace, __: list[str]) -> int:
+def info(arguments: argparse.Namespace, _: list[str]) -> int:
     """Versions, devices, and which kernels are loaded."""
+    facts = gather()
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    print(f"compile_losses {facts['compile_losses']}")
+    print(f"torch          {facts['torch']} (CUDA {facts['cuda'] or 'not built in'})")
+    print(f"python         {facts['python']} on {facts['platform']}")
+    print(f"cpu            {facts['cpu']['threads']} threads, {facts['cpu']['capability']}")
+    for i, gpu in enumerate(facts["gpus"]):
+        print(f"cuda:{i}         {gpu['name']}, capability {gpu['capability']}")
+    for device, kernels in facts["kernels"].items():
+        name = kernels.get("loaded")
+        state = f"loaded from {name}" if name else f"none: {kernels['missing']}"
+        print(f"{device + ' kernels':<14} {state}")
+    print("ops            " + ", ".join(facts["ops"]))
+    return 0
+
+
+def gather() -> dict[str, Any]:
+    """What :func:`info` tells."""
     from importlib.metadata import version
 
-    print(f"compile_losses {version('compile_losses')}")
-    print(f"torch          {torch.__version__} (CUDA {torch.version.cuda or 'not built in'})")
-    print(f"python         {platform.python_version()} on {platform.platform()}")
-    capability = torch.backends.cpu.get_cpu_capability()
-    print(f"cpu            {torch.get_num_threads()} threads, {capability}")
-    for i in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(i)
-        print(f"cuda:{i}         {torch.cuda.get_device_name(i)}, capability {major}.{minor}")
-    for device, kernels in library.kernels.items():
-        state = f"loaded from {kernels.name}" if isinstance(kernels, Path) else f"none: {kernels}"
-        print(f"{device + ' kernels':<14} {state}")
-    print("ops            " + ", ".join(public_ops()))
-    return 0
+    return {
+        "compile_losses": version("compile_losses"),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": {
+            "threads": torch.get_num_threads(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+        },
+        "gpus": [
+            {
+                "name": torch.cuda.get_device_name(i),
+                "capability": ".".join(map(str, torch.cuda.get_device_capability(i))),
+            }
+            for i in range(torch.cuda.device_count())
+        ],
+        "kernels": {
+            device: {"loaded": kernels.name} if isinstance(kernels, Path) else {"missing": kernels}
+            for device, kernels in library.kernels.items()
+        },
+        "cuda_build": library.cuda_build(),
+        "ops": public_ops(),
+    }
 
 
 def public_ops() -> list[str]:
@@ -97,6 +129,8 @@ def main(argv: list[str] | None = None) -> int:
         sub.set_defaults(command=command)
         if command is explain:
             sub.add_argument("target", metavar="SCRIPT_OR_MODULE:FUNCTION")
+        if command is info:
+            sub.add_argument("--json", action="store_true", help="for programs to read")
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.command is not demo:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

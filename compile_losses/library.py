@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import json
+import warnings
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import torch
@@ -14,6 +18,11 @@ from compile_losses.eager import Leaf, below_autograd
 
 PACKAGE = Path(__file__).parent
 INSTALL_COMMAND = "pip install --no-build-isolation ."
+INSTALL_CUDA = (
+    "Install a wheel of compile_losses for this version of CUDA, or nvcc "
+    "(`pip install 'compile_losses[cuda]'` brings one of CUDA 13) and then "
+    f"`{INSTALL_COMMAND}` in the source tree."
+)
 
 #: ``fused::`` as PyTorch knows it. Every op, fake and formula is registered through it.
 LIBRARY = torch.library.Library("fused", "DEF")
@@ -117,8 +126,15 @@ def _load_cuda() -> Path | str:
     library = PACKAGE / "_cuda.so"
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
+    built = cuda_build()
     if not library.exists():
-        return f"not built: nvcc was not found when `{INSTALL_COMMAND}` ran"
+        return f"not built: {built.get('missing', f'{library.name} is not in {PACKAGE}')}"
+    version, torchs = built.get("version"), torch.version.cuda
+    if version is not None and version.split(".")[0] != torchs.split(".")[0]:
+        return f"built for CUDA {version}, this torch is of CUDA {torchs}"
+    present = _capabilities()
+    if present and not any(runs_on(capability) for capability in present):
+        return _built_for(present[0])
     try:
         torch.ops.load_library(library)
     except OSError as error:
@@ -130,6 +146,87 @@ def loaded() -> tuple[tuple[str, str], ...]:
     """For each device type the file that its kernels are from, or why there are none."""
     return tuple(
         (device, file.name if isinstance(file, Path) else file) for device, file in kernels.items()
+    )
+
+
+@cache
+def cuda_build() -> dict[str, Any]:
+    """What the build wrote of the CUDA kernels: their ``version`` of CUDA and the ``architectures``
+    that they are compiled for, or why they are ``missing``. Empty where it wrote nothing."""
+    try:
+        return dict(json.loads((PACKAGE / "kernels.json").read_text())["cuda"])
+    except FileNotFoundError:
+        return {}
+
+
+def no_kernels(device: torch.device) -> str | None:
+    """Why the ops can't compute on a device, or None where they can."""
+    built = kernels.get(device.type, "compile_losses has none for it")
+    if isinstance(built, str):
+        return built
+    # Of a machine's GPUs one may be older than the others. Where CUDA is not in use, a tensor on
+    # this device is a fake one.
+    if device.type == "cuda" and torch.cuda.is_initialized():
+        capability = torch.cuda.get_device_capability(device)
+        return None if runs_on(capability) else _built_for(capability)
+    return None
+
+
+@cache
+def runs_on(capability: tuple[int, int]) -> bool:
+    """Whether the CUDA kernels run on GPUs of a compute capability."""
+    architectures = cuda_build().get("architectures")
+    return architectures is None or any(_runs(name, capability) for name in architectures)
+
+
+def _runs(architecture: str, capability: tuple[int, int]) -> bool:
+    """``9.0`` is code for 9.x from there on, ``9.0a`` for 9.0, ``9.0+PTX`` also for all newer."""
+    number = architecture.removesuffix("+PTX")
+    major, minor = (int(part) for part in number.rstrip(ascii_lowercase).split("."))
+    if number[-1].isalpha():
+        return (major, minor) == capability
+    newest = (99, 0) if architecture.endswith("+PTX") else (major, 99)
+    return (major, minor) <= capability <= newest
+
+
+def _built_for(capability: tuple[int, int]) -> str:
+    return (
+        f"built for GPUs of compute capability {', '.join(cuda_build()['architectures'])}, "
+        "not {}.{}".format(*capability)
+    )
+
+
+def _capabilities() -> list[tuple[int, int]]:
+    """Those of this machine's GPUs, from NVIDIA's management library; empty where it does not tell.
+
+    Unlike CUDA it may be asked in a process that forks afterwards."""
+    found = []
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() != 0:
+            return []
+        count, device = ctypes.c_uint(), ctypes.c_void_p()
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        for i in range(count.value):
+            ask = nvml.nvmlDeviceGetCudaComputeCapability
+            if nvml.nvmlDeviceGetHandleByIndex_v2(i, ctypes.byref(device)) == 0 and (
+                ask(device, ctypes.byref(major), ctypes.byref(minor)) == 0
+            ):
+                found.append((major.value, minor.value))
+        nvml.nvmlShutdown()
+    except (OSError, AttributeError):
+        return []
+    return found
+
+
+@cache
+def warn_of_no_kernels(device_type: str, reason: str) -> None:
+    """Warns once that a GPU's losses are torch's, and says what to install."""
+    warnings.warn(
+        f"compile_losses leaves the losses on {device_type} to torch, for want of kernels: "
+        f"{reason}. {INSTALL_CUDA}",
+        stacklevel=2,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -71,9 +70,11 @@ def not_strided(match: Match) -> str | None:
 
 def no_kernels(match: Match) -> str | None:
     for tensor in _tensors(match):
-        kernels = library.kernels.get(tensor.device.type, "compile_losses has none for it")
-        if not isinstance(kernels, Path):
-            return f"no kernels for device {tensor.device.type}: {kernels}"
+        reason = library.no_kernels(tensor.device)
+        if reason is not None:
+            if tensor.device.type in library.kernels:
+                library.warn_of_no_kernels(tensor.device.type, reason)
+            return f"no kernels for device {tensor.device.type}: {reason}"
     return None
 
 

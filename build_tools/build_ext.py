@@ -1,0 +1,74 @@
+"""The command of setuptools that builds the libraries.
+
+Not torch's BuildExtension: that one refuses CUDA sources beside a torch without CUDA, links
+torch's CUDA libraries, and takes along the flags of the Python that it runs in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from setuptools.command.build_ext import build_ext
+
+from build_tools import cuda
+from build_tools.libraries import cuda_library
+from build_tools.ninja import BuildFile
+
+
+def say(text: str) -> None:
+    print(f"compile_losses: {text}", flush=True)
+
+
+class BuildKernels(build_ext):
+    """``build_ext``; what became of the CUDA kernels is written to compile_losses/kernels.json."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"
+
+    def run(self) -> None:
+        super().run()
+        folder = Path(self.build_lib, "compile_losses")
+        if self.inplace:
+            folder = Path(self.get_finalized_command("build_py").get_package_dir("compile_losses"))
+        if "missing" in self.built:  # and an earlier build's library would be packed as well
+            (folder / "_cuda.so").unlink(missing_ok=True)
+        (folder / "kernels.json").write_text(json.dumps({"cuda": self.built}, indent=2) + "\n")
+
+    def build_extensions(self) -> None:
+        self.built = self._cuda()
+        outputs = {e.name: Path(self.get_ext_fullpath(e.name)).absolute() for e in self.extensions}
+        file = BuildFile(Path(self.build_temp).absolute(), outputs)
+        for library in self.extensions:
+            file.add(library)
+        file.write()
+        required = [library for library in self.extensions if not library.optional]
+        say(f"compiling {', '.join(outputs[library.name].name for library in required)}")
+        file.run(required, bool(self.verbose))
+        for library in [library for library in self.extensions if library.optional]:
+            say(f"compiling {outputs[library.name].name}")
+            try:
+                file.run([library], bool(self.verbose))
+            except subprocess.CalledProcessError:
+                say(f"CPU kernels only, because {library.name} failed to build, see above")
+                self.built = {"missing": "they failed to compile where this was installed"}
+                self.extensions.remove(library)
+
+    def _cuda(self) -> dict[str, object]:
+        """Adds the CUDA library where it can be built; what is to be told of it."""
+        required = os.environ.get("COMPILE_LOSSES_CUDA") == "1"
+        try:
+            toolkit = cuda.find()
+        except cuda.UnavailableError as reason:
+            if required:
+                raise SystemExit(f"compile_losses: no CUDA kernels: {reason}") from None
+            say(f"CPU kernels only, because {reason}")
+            return {"missing": str(reason)}
+        say(
+            f"CUDA kernels for {', '.join(toolkit.architectures)} by {toolkit.nvcc} "
+            f"({toolkit.version}), with {toolkit.runtime}"
+        )
+        self.extensions.append(cuda_library(toolkit, optional=not required))
+        return {"version": toolkit.version, "architectures": list(toolkit.architectures)}

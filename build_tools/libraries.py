@@ -1,0 +1,99 @@
+"""The libraries of kernels: their sources and how each is compiled."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+from setuptools import Extension
+from torch.utils import cpp_extension
+
+from build_tools.cuda import Toolkit
+
+ROOT = Path(__file__).parent.parent
+COMPILER = (os.environ.get("CXX") or "c++").split()
+INCLUDES = [flag for folder in cpp_extension.include_paths() for flag in ("-isystem", folder)]
+# No path of this machine in a binary: torch's headers put theirs into messages.
+INCLUDES += [f"-ffile-prefix-map={folder}=torch" for folder in cpp_extension.include_paths()]
+CXX_FLAGS = [
+    "-DTORCH_TARGET_VERSION=0x020b000000000000ULL",  # libtorch's stable ABI as of torch 2.11
+    # The C++ library's templates are compiled here, and seen by nobody else: its newest symbols are
+    # not on an older Linux, and some that torch happens to export are no part of the stable ABI.
+    "-D_GLIBCXX_EXTERN_TEMPLATE=0",
+    *["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-g0", "-Wall", "-DNDEBUG"],
+]
+LINK_FLAGS = [f"-L{folder}" for folder in cpp_extension.library_paths()]
+if sys.platform == "linux":
+    LINK_FLAGS += ["-Wl,--version-script=csrc/binding/exports.map"]
+elif sys.platform == "darwin":
+    LINK_FLAGS += ["-undefined", "dynamic_lookup"]
+# SANITIZE=address: for `make asan`.
+if sanitizer := os.environ.get("SANITIZE"):
+    CXX_FLAGS += ["-O2", "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizer}"]
+    LINK_FLAGS += [f"-fsanitize={sanitizer}"]
+elif sys.platform == "linux":
+    LINK_FLAGS += ["-Wl,--strip-all"]
+# Arithmetic may be reordered only where a loop says so; nan and infinities keep their meaning.
+VECTOR_FLAGS = ["-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+NVCC_FLAGS = ["-std=c++20", "-O3", "-DNDEBUG", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+
+
+class Library(Extension):
+    """A shared library of kernels. Where it is optional, a failure leaves it out of the package."""
+
+    def __init__(
+        self,
+        name: str,
+        sources: list[str],
+        compilers: dict[str, list[str]],  # suffix of a source -> the command without its files
+        link_flags: list[str],
+        optional: bool = False,
+    ) -> None:
+        super().__init__(f"compile_losses.{name}", sources, optional=optional, py_limited_api=True)
+        self.compilers = compilers
+        self.linker = [*COMPILER, "-shared"]
+        self.link_flags = [*LINK_FLAGS, *link_flags]
+
+
+def sources(*patterns: str) -> list[str]:
+    return sorted(
+        str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)
+    )
+
+
+def cpu_libraries() -> list[Library]:
+    """One for every instruction set that torch itself tells apart, from the same sources."""
+    instruction_sets = {"default": []}
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        instruction_sets |= {"avx2": AVX2, "avx512": AVX2 + AVX512}
+    return [
+        Library(
+            f"_cpu_{name}",
+            sources("csrc/binding/*.cpp", "csrc/cpu/*.cpp"),
+            {".cpp": [*COMPILER, *CXX_FLAGS, *VECTOR_FLAGS, *flags, *INCLUDES]},
+            ["-ltorch_cpu"],
+        )
+        for name, flags in instruction_sets.items()
+    ]
+
+
+def cuda_library(toolkit: Toolkit, optional: bool) -> Library:
+    host = [*CXX_FLAGS, "-DFUSED_CUDA", "-DUSE_CUDA", *INCLUDES]
+    for folder in toolkit.include:
+        host += ["-isystem", folder]
+    return Library(
+        "_cuda",
+        sources("csrc/binding/*.cpp", "csrc/cuda/*.cu"),
+        {
+            ".cpp": [*COMPILER, *host],
+            ".cu": [str(toolkit.nvcc), *NVCC_FLAGS, *toolkit.compile_flags],
+        },
+        # libtorch.so brings torch's CUDA library along where there is one. Beside a torch without
+        # CUDA nothing else can be named.
+        ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", *toolkit.link_flags],
+        optional,
+    )

@@ -1,0 +1,221 @@
+"""Whether the CUDA library can be built is decided before anything is compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from build_tools import cuda
+from build_tools.build_ext import BuildKernels
+from build_tools.libraries import Library
+from build_tools.ninja import BuildFile
+
+KNOWN = "sm_75\nsm_80\nsm_86\nsm_89\nsm_90\nsm_100\nsm_120"
+
+
+def program(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def nvcc(tmp_path, monkeypatch) -> Path:
+    """An nvcc of CUDA 13.0 that compiles nothing, in a toolkit without a runtime of its own; a C++
+    compiler that links what exists; and a torch of CUDA 13 that brings the runtime."""
+    real = program(
+        tmp_path / "toolkit" / "bin" / "nvcc",
+        f"""for flag in "$@"; do case $flag in
+        --dryrun) echo '#$ _HERE_={tmp_path}/toolkit/bin'; exit;;
+        --version) echo 'Cuda compilation tools, release 13.0, V13.0.88'; exit;;
+        --list-gpu-code) echo '{KNOWN}'; exit;;
+        *.o) touch $flag;; esac; done""",
+    )
+    program(tmp_path / "bin" / "nvcc", f'exec {real} "$@"')
+    program(
+        tmp_path / "bin" / "c++",
+        """for flag in "$@"; do case $flag in *.so.*|*.a)
+        test -e $flag || { echo "ld: cannot find $flag"; exit 1; };; esac; done""",
+    )
+    site = tmp_path / "site-packages"
+    (site / "torch").mkdir(parents=True)
+    (site / "nvidia/cu13/lib").mkdir(parents=True)
+    (site / "nvidia/cu13/lib/libcudart.so.13").touch()
+    monkeypatch.setattr(torch, "__file__", str(site / "torch/__init__.py"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "nvidia", None)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}")
+    for name in ("CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST", "COMPILE_LOSSES_CUDA", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    return real
+
+
+def test_wrapped_nvcc_and_the_runtime_of_torch(nvcc, tmp_path):
+    """A script on the PATH starts nvcc, and libcudart.so lies among torch's packages alone."""
+    toolkit = cuda.find()
+    assert toolkit.nvcc == nvcc
+    assert toolkit.version == "13.0"
+    assert toolkit.runtime == tmp_path / "site-packages/nvidia/cu13/lib/libcudart.so.13"
+    assert toolkit.link_flags == [str(toolkit.runtime)]
+
+
+def test_the_toolkits_runtime(nvcc, tmp_path):
+    shutil.rmtree(tmp_path / "site-packages/nvidia")
+    with pytest.raises(cuda.UnavailableError, match=r"there is no libcudart\.so\.13"):
+        cuda.find()
+    static = tmp_path / "toolkit/targets/x86_64-linux/lib/libcudart_static.a"
+    static.parent.mkdir(parents=True)
+    static.touch()
+    assert cuda.find().link_flags == [str(static), "-ldl", "-lrt", "-lpthread"]
+    shared = tmp_path / "toolkit/lib64/libcudart.so.13"
+    shared.parent.mkdir()
+    shared.touch()
+    assert cuda.find().runtime == shared
+
+
+def test_no_nvcc(nvcc, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(cuda, "SYSTEM_NVCC", Path("/nonexistent/nvcc"))
+    with pytest.raises(cuda.UnavailableError, match="nvcc was not found"):
+        cuda.find()
+    monkeypatch.setenv("CUDA_HOME", str(nvcc.parent.parent))
+    assert cuda.find().nvcc == nvcc
+    monkeypatch.setenv("CUDA_HOME", "/nonexistent")
+    with pytest.raises(cuda.UnavailableError, match=r"CUDA_HOME is /nonexistent"):
+        cuda.find()
+
+
+def test_nvcc_of_a_python_package(nvcc, tmp_path, monkeypatch):
+    package = tmp_path / "site-packages/nvidia/cu13/bin"
+    package.mkdir()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    shutil.copy(nvcc, package / "nvcc")
+    script = (package / "nvcc").read_text().replace(str(nvcc.parent), str(package))
+    (package / "nvcc").write_text(script)
+    assert cuda.find().nvcc == package / "nvcc"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("*) echo 'error: unsupported GNU version! gcc 99'; exit 1;;", "unsupported GNU version"),
+        ("--version) echo 'nvcc 13'; exit;;", "does not tell its version"),
+        ("--version) echo 'release 12.8, V12.8.1'; exit;;", "nvcc is of CUDA 12.8, torch of CUDA"),
+        ("*.o) exit 1;;", "nvcc failed"),
+    ],
+)
+def test_an_nvcc_that_does_not_serve(nvcc, line, reason):
+    nvcc.write_text(nvcc.read_text().replace("case $flag in", f"case $flag in {line}", 1))
+    with pytest.raises(cuda.UnavailableError, match=reason):
+        cuda.find()
+
+
+def test_a_link_that_fails(nvcc, tmp_path):
+    program(tmp_path / "bin" / "c++", "echo 'ld: cannot find -lcudart'; exit 1")
+    with pytest.raises(cuda.UnavailableError, match=r"c\+\+ failed: ld: cannot find -lcudart"):
+        cuda.find()
+
+
+def test_torch_without_cuda(nvcc, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(cuda.UnavailableError, match="has no CUDA"):
+        cuda.find()
+    monkeypatch.setenv("COMPILE_LOSSES_CUDA", "1")
+    assert cuda.find().nvcc == nvcc
+    monkeypatch.setenv("COMPILE_LOSSES_CUDA", "0")
+    with pytest.raises(cuda.UnavailableError, match="COMPILE_LOSSES_CUDA=0"):
+        cuda.find()
+
+
+def test_architectures(nvcc, monkeypatch):
+    assert cuda.find().architectures == ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0+PTX")
+    assert "-gencode=arch=compute_120,code=compute_120" in cuda.find().compile_flags
+    nvcc.write_text(nvcc.read_text().replace(KNOWN, "sm_80\nsm_90"))
+    assert cuda.find().architectures == ("8.0", "9.0")
+
+    gpus = [(9, 0), (9, 0)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: gpus[i])
+    assert cuda.find().architectures == ("9.0",)
+    gpus[:] = [(8, 0), (12, 0)]
+    assert cuda.find().architectures == ("8.0", "9.0+PTX")
+    gpus[:] = [(7, 5)]
+    with pytest.raises(cuda.UnavailableError, match=r"no GPU of compute capability 7\.5"):
+        cuda.find()
+
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a 10.0+PTX")
+    assert cuda.find().architectures == ("9.0a", "10.0+PTX")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
+    with pytest.raises(cuda.UnavailableError, match="ARCH_LIST to hold numbers"):
+        cuda.find()
+
+
+def command(tmp_path: Path, sources: dict[str, str]) -> BuildKernels:
+    """The build of a CPU library and an optional one, of a source each."""
+    from setuptools import Distribution
+
+    libraries = []
+    for name, text in sources.items():
+        source = tmp_path / f"{name}.cpp"
+        source.write_text(text)
+        made = Library(f"_{name}", [str(source)], {".cpp": ["c++", "-fPIC"]}, [], name == "cuda")
+        made.link_flags = []
+        libraries.append(made)
+    build = BuildKernels(Distribution({"name": "x", "ext_modules": libraries}))
+    build.build_lib, build.build_temp = str(tmp_path / "a b:$lib"), str(tmp_path / "temp dir")
+    build.ensure_finalized()
+    return build
+
+
+def test_cpu_kernels_are_installed_where_the_cuda_kernels_fail(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(BuildKernels, "_cuda", lambda self: {"version": "13.0"})
+    build = command(tmp_path, {"cpu": "int f() { return 1; }", "cuda": "not C++"})
+    stale = Path(build.build_lib, "compile_losses", "_cuda.so")
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    build.run()
+    assert sorted(p.name for p in stale.parent.iterdir()) == ["_cpu.so", "kernels.json"]
+    told = json.loads((stale.parent / "kernels.json").read_text())
+    assert told == {"cuda": {"missing": "they failed to compile where this was installed"}}
+    printed = capfd.readouterr().out
+    assert "compile_losses: CPU kernels only, because" in printed
+    assert "[1 of 2, " in printed
+
+    build = command(tmp_path, {"cpu": "not C++"})
+    with pytest.raises(subprocess.CalledProcessError):
+        build.run()
+
+
+def test_a_changed_header_is_compiled_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(BuildKernels, "_cuda", lambda self: {"missing": "for a test"})
+    header = tmp_path / "number.h"
+    header.write_text("#define NUMBER 1234567")
+    sources = {"cpu": '#include "number.h"\nextern "C" const int number = NUMBER;'}
+    build = command(tmp_path, sources)
+    build.run()
+    output = Path(build.build_lib, "compile_losses", "_cpu.so")
+    first = output.read_bytes()
+    header.write_text("#define NUMBER 7654321")
+    command(tmp_path, sources).run()
+    assert output.read_bytes() != first
+
+
+def test_build_file_escapes_paths(tmp_path):
+    made = Library("_x", ["a.cpp"], {".cpp": ["c++", "-DPRICE=$5"]}, [])
+    file = BuildFile(tmp_path / "b c", {made.name: tmp_path / "x$.so"})
+    file.add(made)
+    file.write()
+    text = file.path.read_text()
+    assert "b$ c/_x/a.cpp.o: _x.cpp a.cpp" in text
+    assert "x$$.so: _x.so" in text
+    assert "'-DPRICE=$$5'" in text
