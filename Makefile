@@ -7,24 +7,36 @@
 #   make setup PIP_FLAGS=...        more flags for every pip install, such as the index of PyTorch's
 #                                   CPU wheels: on Linux the default one carries gigabytes of CUDA
 #
-# `make clean` and set up again to change any of these.
+#   make test TORCH=2.14.1          another torch than the pinned one, in an environment of its own
+#                                   (.venv-2.14.1), with the wheel that `make wheel` built
+#
+# `make clean` and set up again to change any of the first three.
 
 PYTHON ?= python3
 PIP_FLAGS ?=
 HOST_PACKAGES ?=
 NVCC ?= nvcc
+TORCH ?=
+# Of `make wheel`: with CUDA kernels or without, and where the objects lie that it compiles.
+CUDA ?= 1
+OBJECTS ?= $(CURDIR)/build/kernels
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-BUILT_FROM := constraints.txt pyproject.toml setup.py $(shell find csrc -type f)
+BUILT_FROM := constraints.txt pyproject.toml setup.py $(shell find csrc build_tools -name '*.py' -o -path 'csrc/*' -type f)
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 CUDA_FILES := $(wildcard csrc/cuda/*.cu)
+
+ARCHITECTURES := $(shell sed -n 's/^DEFAULT_ARCHITECTURES = "\(.*\)"/\1/p' build_tools/cuda.py)
+# Those that Inductor's C++ code, for which there has to be a compiler, adds nothing to.
+TESTS_OF_A_WHEEL ?= tests/test_library.py tests/test_ops.py tests/test_errors.py
 
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all conformance asan memcheck racecheck synccheck lint bench cuda-check clean
+.PHONY: help setup demo test test-all conformance asan memcheck racecheck synccheck lint bench \
+	cuda-check sdist wheel check-wheel clean
 
 help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z -]+:.*  ## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,8 +47,8 @@ ifeq ($(HOST_PACKAGES),)
 $(STAMP): $(BUILT_FROM)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -c constraints.txt torch setuptools wheel ninja
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP_INSTALL) -c constraints.txt --no-build-isolation \
-		-e ".[demo,test,lint,models]"
+	PATH="$(abspath $(BIN)):$$PATH" $(PIP_INSTALL) -c constraints.txt --no-build-isolation \
+		-e ".[demo,test,lint,models,wheel]"
 	touch $@
 else
 # PYTHON may itself be in a virtual environment, whose packages --system-site-packages would not find:
@@ -53,8 +65,22 @@ endif
 demo: $(STAMP)  ## train real models with stock torch.compile and with this package, and compare
 	$(BIN)/python -m compile_losses demo
 
+ifeq ($(TORCH),)
 test: $(STAMP)  ## the tests, less those marked slow; the last line says how many ran
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(TESTS)
+else
+# The libraries are the same for every version of torch: what is tested is the wheel.
+OTHER ?= .venv-$(TORCH)
+OTHER_PIP := $(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
+test:
+	@test -n "$(wildcard dist/*.whl)" || { echo "first: make wheel, or make wheel CUDA=0"; exit 1; }
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	mkdir -p build && grep -v '^torch==' constraints.txt > build/constraints.txt
+	$(OTHER_PIP) -c build/constraints.txt torch==$(TORCH) \
+		expecttest hypothesis ninja numpy pytest pytest-xdist setuptools
+	$(OTHER_PIP) --no-deps --force-reinstall dist/*.whl
+	$(OTHER)/bin/python -m build_tools.test_wheel $(OTHER)/bin/python -n 2 -m "not slow" $(TESTS)
+endif
 
 test-all: $(STAMP)  ## all the tests
 	$(BIN)/python -m pytest -n 2
@@ -94,7 +120,34 @@ cuda-check:  ## compile every CUDA source, if there is an nvcc; needs neither to
 		done; \
 	else echo "cuda-check: skipped, there is no $(NVCC) on the PATH"; fi
 
+sdist: $(STAMP)  ## dist/*.tar.gz
+	rm -rf dist/*.tar.gz
+	$(BIN)/python setup.py --quiet sdist
+
+# From the source distribution, which is thereby known to build; the objects are kept.
+UNPACKED := build/sdist
+RAW_WHEEL := build/wheel
+wheel: sdist  ## dist/*.whl for all GPUs, from the source distribution (CUDA=0: the CPU kernels alone)
+	rm -rf $(UNPACKED) $(RAW_WHEEL) dist/*.whl && mkdir -p $(UNPACKED)
+	tar -xzf dist/*.tar.gz -C $(UNPACKED) --strip-components=1
+	cd $(UNPACKED) && PATH="$(abspath $(BIN)):$$PATH" COMPILE_LOSSES_CUDA=$(CUDA) \
+		TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-$(ARCHITECTURES)}" \
+		$(abspath $(BIN))/python setup.py build --build-temp $(OBJECTS) \
+		bdist_wheel --dist-dir $(CURDIR)/$(RAW_WHEEL)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --only-plat \
+		--plat manylinux_2_28_$(shell uname -m) --exclude 'libtorch*.so' --exclude 'libcudart.so.*' \
+		--wheel-dir dist $(RAW_WHEEL)/*.whl
+
+check-wheel:  ## what a wheel must be, and tests of it in a fresh environment, without compilers
+	$(BIN)/python -m build_tools.check_wheel dist/*.whl
+	rm -rf build/fresh && $(BIN)/python -m venv build/fresh
+	build/fresh/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
+		-c constraints.txt torch expecttest hypothesis numpy pytest pytest-xdist
+	build/fresh/bin/python -m pip install --quiet --disable-pip-version-check --no-deps dist/*.whl
+	$(BIN)/python -m build_tools.test_wheel --without-compilers build/fresh/bin/python -q -n 2 \
+		$(TESTS_OF_A_WHEEL)
+
 clean:  ## remove .venv and everything built
-	rm -rf $(VENV) build *.egg-info compile_losses/*.so demo_results.png \
-		.pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info compile_losses/kernels.json compile_losses/*.so \
+		demo_results.png .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,7 +15,7 @@ from setuptools.command.build_ext import build_ext
 
 from build_tools import cuda
 from build_tools.libraries import cuda_library
-from build_tools.ninja import BuildFile
+from build_tools.ninja_file import BuildFile
 
 
 def say(text: str) -> None:

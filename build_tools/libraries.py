@@ -19,9 +19,6 @@ INCLUDES = [flag for folder in cpp_extension.include_paths() for flag in ("-isys
 INCLUDES += [f"-ffile-prefix-map={folder}=torch" for folder in cpp_extension.include_paths()]
 CXX_FLAGS = [
     "-DTORCH_TARGET_VERSION=0x020b000000000000ULL",  # libtorch's stable ABI as of torch 2.11
-    # The C++ library's templates are compiled here, and seen by nobody else: its newest symbols are
-    # not on an older Linux, and some that torch happens to export are no part of the stable ABI.
-    "-D_GLIBCXX_EXTERN_TEMPLATE=0",
     *["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-g0", "-Wall", "-DNDEBUG"],
 ]
 LINK_FLAGS = [f"-L{folder}" for folder in cpp_extension.library_paths()]

@@ -19,9 +19,9 @@ from compile_losses.eager import Leaf, below_autograd
 PACKAGE = Path(__file__).parent
 INSTALL_COMMAND = "pip install --no-build-isolation ."
 INSTALL_CUDA = (
-    "Install a wheel of compile_losses for this version of CUDA, or nvcc "
-    "(`pip install 'compile_losses[cuda]'` brings one of CUDA 13) and then "
-    f"`{INSTALL_COMMAND}` in the source tree."
+    "Install a wheel of compile_losses for this CUDA and GPU, or in the source tree run "
+    f"`{INSTALL_COMMAND}` beside an nvcc, or `pip install . --config-settings cuda=pypi`, which "
+    "takes nvcc from PyPI."
 )
 
 #: ``fused::`` as PyTorch knows it. Every op, fake and formula is registered through it.

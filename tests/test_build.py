@@ -15,7 +15,7 @@ import torch
 from build_tools import cuda
 from build_tools.build_ext import BuildKernels
 from build_tools.libraries import Library
-from build_tools.ninja import BuildFile
+from build_tools.ninja_file import BuildFile
 
 KNOWN = "sm_75\nsm_80\nsm_86\nsm_89\nsm_90\nsm_100\nsm_120"
 
@@ -219,3 +219,37 @@ def test_build_file_escapes_paths(tmp_path):
     assert "b$ c/_x/a.cpp.o: _x.cpp a.cpp" in text
     assert "x$$.so: _x.so" in text
     assert "'-DPRICE=$$5'" in text
+
+
+def test_what_a_wheels_libraries_must_not_be(tmp_path):
+    elffile = pytest.importorskip("elftools.elf.elffile", reason="the extra wheel")
+    from build_tools import check_wheel
+
+    source = tmp_path / "library.cpp"
+    source.write_text(
+        'extern "C" int somewhere(); extern "C" int aoti_torch_delete_tensor_object(void*);'
+        'extern "C" int exported() { return somewhere() + aoti_torch_delete_tensor_object(0); }'
+    )
+    made, other = tmp_path / "library.so", tmp_path / "libother.so"
+    subprocess.run(["c++", "-shared", "-Wl,-soname,libother.so", "-o", other], check=True)
+    flags = ["-shared", "-fPIC", "-Wl,-rpath,/nowhere", "-Wl,--no-as-needed", other]
+    subprocess.run(["c++", source, "-g", *flags, "-o", made], check=True)
+    with made.open("rb") as file:
+        told = set(check_wheel.problems_of(elffile.ELFFile(file)))
+    assert "exports exported" in told
+    assert "takes somewhere, which is not in libtorch's stable ABI" in told
+    assert "needs libother.so" in told
+    assert "has a section .debug_info" in told
+    assert {"has a DT_RUNPATH", "has a DT_RPATH"} & told
+    assert not any("aoti_torch_delete_tensor_object" in what for what in told)
+
+
+def test_nvcc_from_pypi_is_asked_for(monkeypatch):
+    monkeypatch.syspath_prepend(Path(cuda.__file__).parent / "backend")
+    import with_nvcc
+
+    assert not any("nvidia" in name for name in with_nvcc.get_requires_for_build_wheel())
+    asked = with_nvcc.get_requires_for_build_wheel({"cuda": "pypi"})
+    assert "nvidia-cuda-nvcc==13.0.*" in asked
+    with pytest.raises(SystemExit, match="got 'yes'"):
+        with_nvcc.get_requires_for_build_editable({"cuda": "yes"})
