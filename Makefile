@@ -75,11 +75,12 @@ OTHER_PIP := $(OTHER)/bin/python -m pip install --quiet --disable-pip-version-ch
 test:
 	@test -n "$(wildcard dist/*.whl)" || { echo "first: make wheel, or make wheel CUDA=0"; exit 1; }
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
-	mkdir -p build && grep -v '^torch==' constraints.txt > build/constraints.txt
+	mkdir -p build && grep -Ev '^(torch|setuptools)==' constraints.txt > build/constraints.txt
 	$(OTHER_PIP) -c build/constraints.txt torch==$(TORCH) \
 		expecttest hypothesis ninja numpy pytest pytest-xdist setuptools
 	$(OTHER_PIP) --no-deps --force-reinstall dist/*.whl
-	$(OTHER)/bin/python -m build_tools.test_wheel $(OTHER)/bin/python -n 2 -m "not slow" $(TESTS)
+	$(OTHER)/bin/python -m build_tools.test_wheel --record $(OTHER)/bin/python -n 2 \
+		-m "not slow" $(TESTS)
 endif
 
 test-all: $(STAMP)  ## all the tests

@@ -26,7 +26,7 @@ SYSTEM = {"libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "ld-linux
 #: Of a compiler's own: weak, and absent from most systems.
 OPTIONAL_SYMBOLS = {"__gmon_start__", "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable"}
 VERSIONED = re.compile(r"(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+|libcudart\.so\.13")
-MEGABYTES = 40
+MEGABYTES = 60
 FILES = re.compile(
     r"compile_losses/([a-z0-9_]+/)*[A-Za-z0-9_]+\.py"
     r"|compile_losses/(py\.typed|kernels\.json|_cuda\.so|_cpu_(default|avx2|avx512)\.so)"

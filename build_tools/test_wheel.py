@@ -7,14 +7,21 @@ checkout without the package, so that nothing else can be imported, their own pr
 from __future__ import annotations
 
 import argparse
+import csv
+import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 COPIED = ("benchmarks", "build_tools", "constraints.txt", "csrc", "docs", "examples", "tests")
+#: The runs that docs/conformance.md has a table of.
+RECORD = ROOT / "tests" / "conformance" / "counts" / "versions.csv"
 #: Commands that PyTorch or the tests start, none of which compiles.
 COMMANDS = ("bash", "cat", "env", "file", "git", "ldconfig", "nvidia-smi", "sh", "uname")
 
@@ -43,31 +50,73 @@ def path_without_compilers(folder: Path) -> str:
     return str(folder)
 
 
+def record(info: dict[str, str], tests: list[str], outcome: Path) -> None:
+    """Keeps the counts of a run in RECORD, in the place of an earlier one of the same kind."""
+    suite = xml.etree.ElementTree.parse(outcome).getroot().find("testsuite")
+    assert suite is not None
+    ran, skipped, failed, errors = (
+        int(suite.get(name, 0)) for name in ("tests", "skipped", "failures", "errors")
+    )
+    row = {
+        "torch": info["torch"],
+        "python": info["python"],
+        "tests": shlex.join(word for word in tests if word != "-q"),
+        "passed": str(ran - skipped - failed - errors),
+        "skipped": str(skipped),
+        "failed": str(failed + errors),
+    }
+    rows = []
+    if RECORD.exists():
+        with RECORD.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    kind = ("torch", "python", "tests")
+    rows = [old for old in rows if any(old[name] != row[name] for name in kind)]
+    with RECORD.open("w", newline="") as file:
+        writer = csv.DictWriter(file, row, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted([*rows, row], key=lambda each: [each[name] for name in kind]))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--without-compilers", action="store_true", help="with none on the PATH")
+    parser.add_argument("--without-nvcc", action="store_true", help="with none on the PATH")
+    parser.add_argument("--record", action="store_true", help=f"the counts, in {RECORD.name}")
     parser.add_argument("python", type=Path)
     arguments, rest = parser.parse_known_args()
-    folder = checkout(ROOT / "build" / "installed")
+    # A folder of this environment's own: tests of two versions of torch may run at a time.
+    folder = checkout(ROOT / "build" / "installed" / str(os.getpid()))
     environment = {**os.environ, "PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
     if arguments.without_compilers:
-        environment["PATH"] = path_without_compilers(ROOT / "build" / "commands")
+        environment["PATH"] = path_without_compilers(folder / "commands")
+    if arguments.without_nvcc:
+        folders = environment["PATH"].split(os.pathsep)
+        kept = [folder for folder in folders if not Path(folder, "nvcc").exists()]
+        environment["PATH"] = os.pathsep.join(kept)
+    if arguments.without_compilers or arguments.without_nvcc:
         for name in ("CC", "CXX", "CUDA_HOME", "CUDA_PATH"):
             environment.pop(name, None)
     # Not resolved: the link is what tells Python its environment.
     python = arguments.python.absolute()
+
+    def run(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([python, *command], cwd=folder, env=environment, **options)
+
     where = "import compile_losses as c; print(c.__file__)"
-    found = subprocess.run(
-        [python, "-c", where], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
-    )
+    found = run("-c", where, stdout=subprocess.PIPE, text=True)
     if found.returncode or "site-packages" not in found.stdout:
         print(f"expected compile_losses in the environment of {python}, got {found.stdout!r}")
         return 1
-    for command in (["compile_losses", "info"], ["pytest", "-p", "no:cacheprovider", *rest]):
-        status = subprocess.run([python, "-m", *command], cwd=folder, env=environment).returncode
-        if status:
-            return status
-    return 0
+    told = run("-m", "compile_losses", "info", "--json", stdout=subprocess.PIPE, text=True)
+    print(told.stdout, flush=True)
+    outcome = folder / "outcome.xml"
+    status = run(
+        *["-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={outcome}", *rest]
+    ).returncode
+    if arguments.record:
+        record(json.loads(told.stdout), rest, outcome)
+    shutil.rmtree(folder)
+    return status or told.returncode
 
 
 if __name__ == "__main__":

@@ -253,3 +253,20 @@ def test_nvcc_from_pypi_is_asked_for(monkeypatch):
     assert "nvidia-cuda-nvcc==13.0.*" in asked
     with pytest.raises(SystemExit, match="got 'yes'"):
         with_nvcc.get_requires_for_build_editable({"cuda": "yes"})
+
+
+def test_runs_are_recorded(tmp_path, monkeypatch):
+    from build_tools import test_wheel
+
+    monkeypatch.setattr(test_wheel, "RECORD", tmp_path / "versions.csv")
+    outcome = tmp_path / "outcome.xml"
+    suite = '<testsuites><testsuite tests="{}" skipped="2" failures="1" errors="1"/></testsuites>'
+    for torch_version, ran in (("2.14.1", 10), ("2.12.1", 20), ("2.14.1", 30)):
+        outcome.write_text(suite.format(ran))
+        info = {"torch": torch_version, "python": "3.11.7"}
+        test_wheel.record(info, ["-m", "not slow"], outcome)
+    assert (tmp_path / "versions.csv").read_text() == (
+        "torch,python,tests,passed,skipped,failed\n"
+        "2.12.1,3.11.7,-m 'not slow',16,2,2\n"
+        "2.14.1,3.11.7,-m 'not slow',26,2,2\n"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import platform
 from collections import Counter
@@ -117,5 +118,25 @@ def section(device: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def versions() -> str:
+    """The runs of the suite that build_tools.test_wheel recorded."""
+    with (FOLDER / "versions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    lines = [
+        "## Versions of torch",
+        "",
+        "Runs of the tests on a CPU against an installed wheel, the same for all versions, by",
+        "`make test TORCH=...`.",
+        "",
+        "| torch | Python | tests | passed | skipped | failed |",
+        "| --- | --- | --- | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        counts = (f"{int(row[name]):,}" for name in ("passed", "skipped", "failed"))
+        told = (row["torch"], row["python"], f"`{row['tests']}`", *counts)
+        lines.append("| " + " | ".join(told) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def page() -> str:
-    return "\n".join([HEAD, section("cpu"), section("cuda")])
+    return "\n".join([HEAD, versions(), section("cpu"), section("cuda")])
