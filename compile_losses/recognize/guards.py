@@ -55,7 +55,8 @@ def tensor_subclass(match: Match) -> str | None:
     # Without a __torch_dispatch__ of its own, a class is not seen in tracing; the ops meet it.
     classes = memory_of(match.root.graph).classes
     for tensor in _tensors(match):
-        name = classes.get(storage_of(tensor) or 0)
+        storage = storage_of(tensor)
+        name = None if storage is None else classes.get(storage)
         if name is not None:
             return f"{name} arguments are not supported: call .as_subclass(torch.Tensor) before"
     return None
@@ -100,8 +101,8 @@ def mutated(match: Match) -> str | None:
             first.setdefault(storage_of(example(touched)) or 0, node)
     for node in dict.fromkeys([*match.inputs, *sorted(span)]):
         storage = storage_of(example(node))
-        if storage is None or storage not in first:
-            continue
+        if storage is None or storage not in first or node is match.root:
+            continue  # the loss itself is nobody's argument
         reason = memory.conflict(storage, first[storage], match.root)
         if reason is not None:
             return f"{node.name} {reason}"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
@@ -68,9 +69,10 @@ class Memory:
         self.classes: dict[int | None, str] = {}
         for node in graph.find_nodes(op="placeholder"):
             given = getattr(node.meta.get("grapharg"), "example", None)
-            storage = storage_of(example(node))
-            if storage is not None and isinstance(given, Tensor) and type(given) not in _PLAIN:
-                self.classes[storage] = type(given).__name__
+            value = example(node)
+            is_hidden = type(value) is FakeTensor and isinstance(given, Tensor)
+            if is_hidden and type(given) not in _PLAIN:
+                self.classes[storage_of(value)] = type(given).__name__
         if outer is not None and at is not None:
             self.classes |= outer.classes
             self.unexplained |= outer.unexplained
@@ -188,8 +190,8 @@ def _written_arguments(node: Node) -> Iterator[Any]:
             yield from _by_schema(node, [getattr(target, name) for name in target.overloads()])
         elif isinstance(target, HigherOrderOperator):
             yield from _by_bodies(node)
-        elif target in _OPERATORS:
-            yield node.args[0]
+        elif getattr(target, "__module__", None) == "_operator":  # and_, or_, not_ write nothing
+            yield node.args[0] if target in _OPERATORS else None
         elif _is_in_place(getattr(target, "__name__", "")):
             is_method = isinstance(target, types.MethodDescriptorType)
             yield from node.args[:1] if is_method else node.all_input_nodes
