@@ -54,7 +54,7 @@ class BuildKernels(build_ext):
             except subprocess.CalledProcessError:
                 say(f"CPU kernels only, because {library.name} failed to build, see above")
                 self.built = {"missing": "they failed to compile where this was installed"}
-                self.extensions.remove(library)
+                self.extensions = [other for other in self.extensions if other is not library]
 
     def _cuda(self) -> dict[str, object]:
         """Adds the CUDA library where it can be built; what is to be told of it."""
@@ -70,5 +70,6 @@ class BuildKernels(build_ext):
             f"CUDA kernels for {', '.join(toolkit.architectures)} by {toolkit.nvcc} "
             f"({toolkit.version}), with {toolkit.runtime}"
         )
-        self.extensions.append(cuda_library(toolkit, optional=not required))
+        # Not appended to the list, which is the distribution's: this command may run twice.
+        self.extensions = [*self.extensions, cuda_library(toolkit, optional=not required)]
         return {"version": toolkit.version, "architectures": list(toolkit.architectures)}

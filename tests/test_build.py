@@ -196,6 +196,26 @@ def test_cpu_kernels_are_installed_where_the_cuda_kernels_fail(tmp_path, monkeyp
         build.run()
 
 
+def test_the_command_runs_twice(tmp_path, monkeypatch):
+    """As that of bdist_wheel does, which gives it new options in between."""
+    from build_tools import build_ext
+
+    build = command(tmp_path, {"cpu": "int f() { return 1; }", "cuda": "int g() { return 2; }"})
+    cpu, made = build.distribution.ext_modules
+    build.distribution.ext_modules = build.extensions = [cpu]
+    toolkit = cuda.Toolkit(Path("nvcc"), "13.0", ("9.0",), Path("libcudart.so.13"))
+    monkeypatch.setattr(cuda, "find", lambda: toolkit)
+    monkeypatch.setattr(build_ext, "cuda_library", lambda toolkit, optional: made)
+    for _ in range(2):
+        build.compiler = None
+        build.extensions = build.distribution.ext_modules
+        build.run()
+    folder = Path(build.build_lib, "compile_losses")
+    assert sorted(p.name for p in folder.iterdir()) == ["_cpu.so", "_cuda.so", "kernels.json"]
+    told = json.loads((folder / "kernels.json").read_text())
+    assert told == {"cuda": {"version": "13.0", "architectures": ["9.0"]}}
+
+
 def test_a_changed_header_is_compiled_again(tmp_path, monkeypatch):
     monkeypatch.setattr(BuildKernels, "_cuda", lambda self: {"missing": "for a test"})
     header = tmp_path / "number.h"
