@@ -67,14 +67,15 @@ def factor_of(grad_output: Any, backward: set[Node]) -> Factor | None:
                 return None
         else:
             return None
-    if factor.tangent not in backward or not _is_one_number(factor.tangent):
+    if factor.tangent not in backward or not is_one_number(factor.tangent):
         return None
     if factor.constant == 1.0 and not factor.nodes:
         return None
     return factor
 
 
-def _is_one_number(node: Node) -> bool:
+def is_one_number(node: Node) -> bool:
+    """Whether a node holds a tensor of one floating-point number, of any number of dimensions."""
     value = node.meta.get("val")
     return (
         isinstance(value, Tensor)

@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from compile_losses.lower.aliases import depends_on_tangents, graph_outputs
 from compile_losses.lower.cost import CASTS, behind_views
+from compile_losses.lower.factor import is_one_number
 
 aten = torch.ops.aten
 
@@ -86,15 +87,6 @@ def forward_outputs(graph: Graph) -> list[Node]:
     """What the forward returns."""
     backward = depends_on_tangents(graph)
     return [node for node in graph_outputs(graph) if node not in backward]
-
-
-def is_one_number(node: Node) -> bool:
-    value = node.meta.get("val")
-    return (
-        isinstance(value, Tensor)
-        and value.is_floating_point()
-        and all(isinstance(size, int) and size == 1 for size in value.shape)
-    )
 
 
 def _part(tangent: Node, backward: set[Node]) -> Part:

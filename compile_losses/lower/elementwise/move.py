@@ -18,7 +18,6 @@ from compile_losses.lower.elementwise.find import (
     cone_of,
     find_parts,
     forward_outputs,
-    is_one_number,
 )
 from compile_losses.lower.elementwise.refuse import (
     is_materialised,
@@ -27,6 +26,7 @@ from compile_losses.lower.elementwise.refuse import (
     refusal_to_share,
 )
 from compile_losses.lower.elementwise.rows import find_sums, sum_in_rows
+from compile_losses.lower.factor import is_one_number
 from compile_losses.lower.hoist import (
     SAVED,
     _like,
