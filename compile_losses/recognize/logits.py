@@ -1,13 +1,13 @@
 """Where logits come from: the linear layer that makes them, and what is done to them before a loss.
 
-The nodes between are walked as ATen ops, of which each either acts on whole rows, like a view or a
-slice, or on every logit alike, like a cast, a factor or a soft-cap.
+The nodes between are walked as ATen ops. Each of them acts either on whole rows, like a view, a
+slice or an index, and then acts on the layer's input instead; or on classes, like an addend for
+each, and then on its weight and bias; or on every logit alike, like a cast, a factor or a soft-cap.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,53 +15,65 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._pytree import tree_leaves
 
 from compile_losses.ops.checks import NARROW
+from compile_losses.recognize.constants import constant
+from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
 from compile_losses.recognize.match import Match, example
-from compile_losses.recognize.shadow import Shadow
+from compile_losses.recognize.shadow import Shadow, aten, same_sizes
 from compile_losses.recognize.values import Value, fake_mode
 
-aten = torch.ops.aten
-
-_LINEAR = (torch._C._nn.linear, torch.nn.functional.linear, aten.linear.default)
-_MATMUL = (operator.matmul, torch.matmul, torch.mm, aten.matmul.default, aten.mm.default)
-_FACTORS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+_MULTIPLIES = (aten.mul.Tensor, aten.mul.Scalar)
+_FACTORS = (*_MULTIPLIES, aten.div.Tensor, aten.div.Scalar)
+_ADDENDS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
+_MASKS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self)
 #: The same values in another layout or dtype.
 _COPIES = (aten.clone.default, aten._to_copy.default, aten.alias.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
-
 #: Why logits keep their layer out of reach.
 OUTSIDE = "its logits are an input of this graph"
-
-
-class NotAbsorbedError(Exception):
-    """Why a linear layer can't be computed together with the loss of its output."""
+#: Other ops that some models have between a layer and its loss: why they stay.
+_STAY = {
+    aten.clamp: "bounds the logits, which the op does not",
+    aten.clamp_min: "bounds the logits, which the op does not",
+    aten.clamp_max: "bounds the logits, which the op does not",
+    aten.hardtanh: "bounds the logits, which the op does not",
+    aten.nan_to_num: "replaces what is not finite among the logits, which the op does not",
+    aten.div: "rounds the logits",
+    aten.native_dropout: "drops some of the logits",
+    aten.cat: "puts the logits of several layers together: one layer of all their weights can be "
+    "computed with its loss",
+    aten.gather: "picks classes for each row",
+    aten.rsqrt: "makes a soft-cap that is not that of tanh",
+}
 
 
 @dataclass
 class Logits:
-    """How a tensor of logits is made.
+    """How a tensor of logits is made: ``cap(input @ weight.t() + bias)``.
 
     Attributes:
-        linear: the node of the linear layer.
+        head: the linear layer, as the graph has it.
         nodes: those after it, up to the logits.
-        moves: the ATen ops among them that move rows, with their arguments, less the tensor, in
-            order.
-        class_dim: the dimension of the classes in the result.
-        factor: of the linear layer's output, before the soft-cap.
-        softcap: its constant, or None.
+        input, weight, bias: of a layer that makes the logits themselves, but for the soft-cap.
+        class_dim: the dimension of the classes in the result, and of hidden in input.
+        softcap: what tanh is divided and multiplied by, or None.
         cast: the dtype that the output was cast to, or None.
+        copies_weight: whether weight is another tensor than the layer's.
+        absorbed: what was done to the logits, in words.
     """
 
-    linear: Node
+    head: Head
     nodes: list[Node]
+    input: Value
+    weight: Value
+    bias: Value | None
     class_dim: int
-    moves: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
-    factor: float = 1.0
     softcap: float | None = None
     cast: torch.dtype | None = None
+    copies_weight: bool = False
+    absorbed: list[str] = field(default_factory=list)
 
 
 def find_logits(match: Match, shadow: Shadow) -> Logits | None:
@@ -78,7 +90,8 @@ def find_logits(match: Match, shadow: Shadow) -> Logits | None:
             value = current
         else:
             node = current if isinstance(current, Node) else current.node
-            if _is_linear(node):
+            head = find_head(node)
+            if head is not None:
                 break
             nodes.append(node)
             value = shadow.of(node)
@@ -88,15 +101,23 @@ def find_logits(match: Match, shadow: Shadow) -> Logits | None:
                 continue
         if value.op is None and _comes_from_outside(value.node):
             raise NotAbsorbedError(OUTSIDE)
-        if value.op is None or not value.args or not isinstance(value.args[0], Value):
+        if value.op is None:
+            return None
+        if _is_convolution_of_width_1(value):
+            raise NotAbsorbedError(
+                "a convolution of width 1 makes its logits: a linear layer whose input has the "
+                "channels last can be computed with its loss"
+            )
+        followed = _followed(value)
+        if followed is None:
             return None
         steps.append(value)
-        current = value.args[0]
+        current = followed
     if not all(fake_mode(example(n)) is not None for n in (node, *node.all_input_nodes)):
         return None
     _check_users({node, *nodes, *match.interior}, match.root)
-    logits = Logits(node, nodes[::-1], example(node).dim() - 1)
-    _Walk(logits).over(steps[::-1])
+    logits = Logits(head, nodes[::-1], head.input, head.weight, head.bias, example(node).dim() - 1)
+    _Walk(logits, shadow).over(steps[::-1])
     return logits
 
 
@@ -108,83 +129,261 @@ def _comes_from_outside(node: Node) -> bool:
     return isinstance(given, Tensor) and given.grad_fn is not None
 
 
-def _is_linear(node: Node) -> bool:
-    return (node.op == "call_function" and node.target in _LINEAR) or is_product(node)
-
-
-def is_product(node: Node) -> bool:
-    """Whether a node is input @ weight.t(), and so a linear layer without a bias."""
-    is_function = node.op == "call_function" and node.target in _MATMUL
-    is_method = node.op == "call_method" and node.target in ("matmul", "mm")
-    if not (is_function or is_method) or len(node.args) != 2:
+def _is_convolution_of_width_1(value: Value) -> bool:
+    if value.op is not aten.convolution.default:
         return False
-    left, right = (example(argument) for argument in node.args)
-    return isinstance(left, Tensor) and isinstance(right, Tensor) and right.dim() == 2
+    weight = value.args[1].fake
+    return all(statically_known_true(size == 1) for size in weight.shape[2:])
+
+
+def _followed(value: Value) -> Value | None:
+    """The argument of an ATen op that the logits come in by: of two, the one of their size."""
+    arguments = value.args
+    if value.op is aten.cat.default:
+        arguments = tuple(arguments[0][:1])
+    elif value.op in (*_MULTIPLIES, aten.add.Tensor, aten.where.self):
+        arguments = arguments[1:] if value.op is aten.where.self else arguments
+        sized = [
+            a
+            for a in arguments
+            if isinstance(a, Value) and same_sizes(a.fake.shape, value.fake.shape)
+        ]
+        arguments = (*sized, *arguments)
+    if not arguments or not isinstance(arguments[0], Value):
+        return None
+    return arguments[0]
 
 
 def _check_users(nodes: set[Node], root: Node) -> None:
     """That neither the logits nor what the loss makes of them is needed elsewhere."""
     for node in nodes:
-        if not set(node.users) <= {*nodes, root}:
+        for user in node.users:
+            if user in nodes or user is root:
+                continue
+            if _leads_to(user, nodes):
+                raise NotAbsorbedError(
+                    f"{user.name} is made of the logits as well, and goes into the loss"
+                )
             raise NotAbsorbedError("the logits have other users")
 
 
-class _Walk:
-    """From the output of the linear layer to the logits, one ATen op after the other."""
+def _leads_to(node: Node, nodes: set[Node]) -> bool:
+    seen, waiting, last = {node}, [node], max(nodes)
+    while waiting:
+        users = {user for user in waiting.pop().users if user not in seen and not last < user}
+        if users & nodes:
+            return True
+        seen |= users
+        waiting += users
+    return False
 
-    def __init__(self, logits: Logits) -> None:
+
+class _Walk:
+    """From the output of the linear layer to the logits, one ATen op after the other.
+
+    Attributes:
+        factor: a number that the logits, or what is inside of their soft-cap, are to be multiplied
+            by still.
+        height: what tanh is multiplied by so far; None where there is no tanh.
+        shifted: whether a number was added to all logits, which softmax drops.
+    """
+
+    def __init__(self, logits: Logits, shadow: Shadow) -> None:
         self.logits = logits
-        self.classes = example(logits.linear).shape[-1]
-        self.divisor: float | None = None  # the last factor, while a soft-cap may follow
-        self.tanh = False
+        self.shadow = shadow
+        self.classes = example(logits.head.node).shape[-1]
+        self.factor = 1.0
+        self.height: float | None = None
+        self.shifted = False
 
     def over(self, steps: list[Value]) -> None:
         for step in steps:
-            if any(isinstance(a, Value) for a in tree_leaves((step.args[1:], step.kwargs))):
-                raise NotAbsorbedError(f"{step.node.name} {_combination(step)}")
             if step.op in _FACTORS:
-                self._factor(step)
-            elif step.op is aten.tanh.default:
-                self._tanh(step)
+                self._multiply(step)
+            elif step.op in _ADDENDS:
+                self._add(step)
+            elif step.op in _MASKS:
+                self._mask(step)
+            elif step.op in (aten.tanh.default, aten.sigmoid.default):
+                self._cap(step)
             elif step.op in _COPIES:
                 self._copy(step)
+            elif step.op in (aten.index.Tensor, aten.index_select.default):
+                self._pick(step)
+            elif step.op is aten.cat.default and len(step.args[0]) == 1:
+                continue
             else:
                 self._move(step)
-        if self.tanh:
-            raise NotAbsorbedError("tanh without the factors of a soft-cap")
-        self._end_factor()
-
-    def _factor(self, step: Value) -> None:
-        number = step.args[1]
-        if not isinstance(number, int | float) or isinstance(number, bool) or number == 0:
-            raise NotAbsorbedError(f"{step.node.name} scales the logits by more than a number")
-        divides = step.op in (aten.div.Tensor, aten.div.Scalar)
-        divisor = number if divides else 1 / number
-        if self.tanh:
-            if divides or number <= 0 or not math.isclose(number, self.divisor or 0.0):
-                raise NotAbsorbedError("tanh with two different factors around it")
-            self.logits.softcap, self.divisor, self.tanh = float(number), None, False
-            return
-        self._end_factor()
+        if self.height is not None:
+            # height * tanh(factor * x) is |height| tanh(x' / |height|) of x' = factor * height * x.
+            self.logits.softcap = abs(self.height)
+            self.factor *= self.height
+            if math.isclose(self.factor, 1.0):
+                self.factor = 1.0
+        self._apply_factor()
         if self.logits.softcap is not None:
-            raise NotAbsorbedError("the logits are scaled after their soft-cap")
-        self.divisor = divisor
+            self._note(f"a soft-cap of {self.logits.softcap:g}")
 
-    def _end_factor(self) -> None:
-        if self.divisor is None:
+    def _note(self, what: str) -> None:
+        if what not in self.logits.absorbed:
+            self.logits.absorbed.append(what)
+
+    def _apply_factor(self) -> None:
+        """Multiplies input instead, which rounds it to its own dtype."""
+        if self.factor == 1:
             return
-        # Input is scaled instead, which rounds it to its own dtype.
-        if self.logits.cast is not None and not _is_power_of_two(self.divisor):
+        if self.logits.cast is not None and not _is_power_of_two(self.factor):
             raise NotAbsorbedError("the logits are scaled in float32 after a narrower product")
-        self.logits.factor /= self.divisor
-        self.divisor = None
+        self._note(f"a factor of {self.factor:g}")
+        logits = self.logits
+        logits.input = computed(aten.mul.Tensor, logits.input, self.factor)
+        logits.bias = logits.bias and computed(aten.mul.Tensor, logits.bias, self.factor)
+        self.factor = 1.0
 
-    def _tanh(self, step: Value) -> None:
-        if self.logits.cast is not None:
-            raise NotAbsorbedError("tanh or a soft-cap in float32 of logits in a narrower dtype")
-        if self.divisor is None or self.tanh or self.logits.softcap is not None:
-            raise NotAbsorbedError("tanh without the factors of a soft-cap")
-        self.tanh = True
+    def _operand(self, step: Value) -> Any:
+        """What an op combines the logits with: a number, or a Value of a tensor."""
+        other = next((a for a in step.args[:2] if a is not _followed(step)), None)
+        if isinstance(other, Value):
+            number = constant(other, step.fake.dtype, self.shadow)
+            return other if number is None else number
+        return other
+
+    def _check_uncapped(self, what: str) -> None:
+        if self.height is not None:
+            raise NotAbsorbedError(f"{what} after their soft-cap")
+
+    def _check_unshifted(self, step: Value) -> None:
+        if self.shifted:
+            raise NotAbsorbedError(f"a number is added to the logits before {step.node.name}")
+
+    def _check_dtype(self, step: Value) -> None:
+        """That what is done to layer and input rounds as what is done to the logits."""
+        if self.logits.cast is not None or step.fake.dtype != self.logits.input.fake.dtype:
+            raise NotAbsorbedError(f"{step.node.name} computes in float32 after a narrower product")
+
+    def _for_each_class(self, tensor: Value, step: Value) -> Value | None:
+        """A tensor that is broadcast along the rows, as [classes]."""
+        shape = _aligned(tensor, step)
+        if not all(statically_known_true(n == 1) for n in _without(shape, self.logits.class_dim)):
+            return None
+        if not statically_known_true(shape[self.logits.class_dim] == self.classes):
+            return None
+        return tensor if tensor.fake.dim() == 1 else computed(aten.reshape.default, tensor, [-1])
+
+    def _multiply(self, step: Value) -> None:
+        other = self._operand(step)
+        multiplies = step.op in _MULTIPLIES
+        if step.kwargs:
+            raise NotAbsorbedError(f"{step.node.name} rounds the logits")
+        if isinstance(other, int | float) and not isinstance(other, bool):
+            if other == 0 or not math.isfinite(other):
+                raise NotAbsorbedError(f"{step.node.name} scales the logits by {other}")
+            scale = other if multiplies else 1 / other
+            if self.height is None:
+                self.factor *= scale
+            else:
+                self.height *= scale
+            return
+        if not isinstance(other, Value):
+            raise NotAbsorbedError(f"{step.node.name} scales the logits by {_name(other)}")
+        self._check_uncapped(f"{step.node.name} scales the logits by a tensor")
+        if not same_sizes(step.fake.shape, _followed(step).fake.shape):  # type: ignore[union-attr]
+            raise NotAbsorbedError(f"{step.node.name} repeats the logits")
+        self._check_dtype(step)
+        logits, shape, op = self.logits, _aligned(other, step), step.op
+        if all(statically_known_true(size == 1) for size in shape):
+            number = computed(aten.reshape.default, other, []) if other.fake.dim() else other
+            logits.input = computed(op, logits.input, number)
+            logits.bias = logits.bias and computed(op, logits.bias, number)
+            self._note("a factor")
+        elif statically_known_true(shape[logits.class_dim] == 1):
+            if logits.bias is not None:
+                raise NotAbsorbedError(f"{step.node.name} scales each row of a layer with a bias")
+            logits.input = computed(op, logits.input, other)
+            self._note("a factor for each row")
+        else:
+            each = self._for_each_class(other, step)
+            if each is None:
+                raise NotAbsorbedError(f"{step.node.name} scales each logit by a number of its own")
+            self._check_unshifted(step)
+            column = computed(aten.unsqueeze.default, each, 1)
+            logits.weight = computed(op, logits.weight, column)
+            logits.bias = logits.bias and computed(op, logits.bias, each)
+            logits.copies_weight = True
+            self._note("a factor for each class")
+
+    def _add(self, step: Value) -> None:
+        other, subtracts = self._operand(step), step.op in (aten.sub.Tensor, aten.sub.Scalar)
+        if step.kwargs or len(step.args) != 2:  # alpha
+            raise NotAbsorbedError(f"{step.node.name} adds a multiple to the logits")
+        if isinstance(other, int | float) and math.isfinite(other):
+            self.shifted = self.shifted or (self.height is None and other != 0)
+            return  # softmax is the same for logits that are all larger by a number
+        if not isinstance(other, Value):
+            raise NotAbsorbedError(f"{step.node.name} adds {_name(other)} to the logits")
+        self._check_uncapped(f"{step.node.name} adds to the logits")
+        shape = _aligned(other, step)
+        if not same_sizes(step.fake.shape, _followed(step).fake.shape):  # type: ignore[union-attr]
+            raise NotAbsorbedError(f"{step.node.name} repeats the logits")
+        each = self._for_each_class(other, step)
+        if each is None:
+            many = "a number to each row of" if shape[self.logits.class_dim] == 1 else "a tensor to"
+            raise NotAbsorbedError(
+                f"{step.node.name} adds {many} the logits, which no bias for each class does"
+            )
+        self._check_dtype(step)
+        self._apply_factor()
+        logits = self.logits
+        if logits.bias is not None:
+            logits.bias = computed(step.op, logits.bias, each)
+        else:
+            logits.bias = computed(aten.neg.default, each) if subtracts else each
+        if logits.bias.fake.dtype != logits.input.fake.dtype:
+            logits.bias = computed(aten.to.dtype, logits.bias, logits.input.fake.dtype)
+        self._note("an addend for each class")
+
+    def _mask(self, step: Value) -> None:
+        logits, name = self.logits, step.node.name
+        if step.op is aten.where.self:
+            mask, *sides = step.args
+            followed = _followed(step)
+            is_kept = sides[0] is followed
+            value: Any = sides[1] if is_kept else sides[0]
+            if is_kept:
+                mask = computed(aten.logical_not.default, mask)
+        else:
+            _, mask, value = step.args
+        number = constant(value, step.fake.dtype, self.shadow)
+        if number is None:
+            number = _filled(value, self.shadow)
+        each = self._for_each_class(mask, step)
+        if each is None:
+            raise NotAbsorbedError(f"{name} masks some of the logits, not some of the classes")
+        if number is None:
+            raise NotAbsorbedError(f"{name} replaces some of the logits by a tensor's values")
+        self._check_uncapped(f"{name} masks the logits")
+        if math.isfinite(number):
+            self._check_unshifted(step)
+        dtype = logits.input.fake.dtype
+        if torch.tensor(number, dtype=dtype).item() != number:
+            raise NotAbsorbedError(f"{name} masks the logits by {number}, which {dtype} rounds")
+        if not isinstance(self.classes, int):
+            raise NotAbsorbedError(f"{name} masks classes whose number is a symbol")
+        self._apply_factor()
+        if logits.bias is None:
+            logits.bias = computed(aten.new_zeros.default, logits.weight, [self.classes])
+        logits.bias = computed(aten.masked_fill.Scalar, logits.bias, each, number)
+        column = computed(aten.unsqueeze.default, each, 1)
+        logits.weight = computed(aten.masked_fill.Scalar, logits.weight, column, 0)
+        logits.copies_weight = True
+        self._note("a mask of classes")
+
+    def _cap(self, step: Value) -> None:
+        self._check_uncapped(f"{step.node.name} is taken of the logits")
+        self._check_unshifted(step)
+        self.height = 1.0
+        if step.op is aten.sigmoid.default:  # (1 + tanh(x / 2)) / 2, and softmax drops the addend
+            self.factor, self.height = self.factor / 2, 0.5
 
     def _copy(self, step: Value) -> None:
         before, after = step.args[0].fake.dtype, step.fake.dtype
@@ -192,61 +391,116 @@ class _Walk:
             raise NotAbsorbedError("the logits go to another device")
         if before == after:
             return
-        if (before, after) not in {(narrow, torch.float32) for narrow in NARROW} or self.tanh:
+        if (before, after) not in {(narrow, torch.float32) for narrow in NARROW}:
             raise NotAbsorbedError(f"a cast of the logits from {before} to {after}")
-        self._end_factor()
+        if self.height is None:  # what has been done so far rounds to the narrower dtype
+            self._apply_factor()
         self.logits.cast = after
+        self._note(f"a cast from {str(before).removeprefix('torch.')}")
+
+    def _pick(self, step: Value) -> None:
+        """Rows taken by an index."""
+        logits, name = self.logits, step.node.name
+        if step.op is aten.index_select.default:
+            if step.args[1] % step.args[0].fake.dim() == logits.class_dim:
+                raise NotAbsorbedError(f"{name} takes only some classes of a row")
+        else:
+            indices = step.args[1]
+            if len(indices) > logits.class_dim or not all(isinstance(i, Value) for i in indices):
+                raise NotAbsorbedError(f"{name} takes only some classes of a row")
+            if any(index.fake.dtype in (torch.bool, torch.uint8) for index in indices):
+                raise NotAbsorbedError(f"{name} takes rows by a mask, and only data say how many")
+            ranks = [index.fake.dim() for index in indices]
+            logits.class_dim += max(ranks) - len(indices)
+        logits.input = computed(step.op, logits.input, *step.args[1:])
+        self._note("rows picked by an index")
 
     def _move(self, step: Value) -> None:
-        logits, rest = self.logits, step.args[1:]
-        ndim = step.args[0].fake.dim()
+        logits, rest, op = self.logits, step.args[1:], step.op
+        ndim = step.args[0].fake.dim() if isinstance(step.args[0], Value) else 0
         dims = [d % ndim for d in _dims(step)]
-        if step.op in _VIEWS:
+        if op in _VIEWS:
             last = step.fake.shape[-1] if step.fake.dim() else 0
             if logits.class_dim != ndim - 1 or not statically_known_true(last == self.classes):
                 raise NotAbsorbedError(f"{step.node.name} takes the classes of a row apart")
-            rest = (_sizes(step.fake.shape[:-1], step.node),)
+            op, rest = (
+                aten.reshape.default,
+                ([*_sizes(step.fake.shape[:-1], step.node), logits.input.fake.shape[-1]],),
+            )
             logits.class_dim = step.fake.dim() - 1
-        elif step.op is aten.slice.Tensor and logits.class_dim not in dims:
-            rest = tuple(rest)
-        elif step.op is aten.select.int and logits.class_dim not in dims:
+        elif op is aten.slice.Tensor:
+            if not all(isinstance(a, int | None) for a in rest):
+                raise NotAbsorbedError(f"{step.node.name} cuts the logits at a symbolic place")
+            if logits.class_dim in dims:
+                self._first_classes(step, rest[1:])
+                return
+        elif op is aten.select.int and logits.class_dim not in dims:
             logits.class_dim -= dims[0] < logits.class_dim
-        elif step.op is aten.unsqueeze.default:
+        elif op is aten.unsqueeze.default:
             at = step.args[1] % (ndim + 1)
             logits.class_dim += at <= logits.class_dim
             rest = (at,)
-        elif step.op is aten.squeeze.dim and logits.class_dim not in dims:
+        elif op is aten.squeeze.dim and logits.class_dim not in dims:
             logits.class_dim -= dims[0] < logits.class_dim and step.fake.dim() < ndim
-        elif step.op in (aten.transpose.int, aten.permute.default, aten.t.default):
+        elif op in (aten.transpose.int, aten.permute.default, aten.t.default):
             order = list(range(ndim))
-            if step.op is aten.permute.default:
+            if op is aten.permute.default:
                 order = dims
             else:
-                a, b = dims if step.op is aten.transpose.int else (0, ndim - 1)
+                a, b = dims if op is aten.transpose.int else (0, ndim - 1)
                 order[a], order[b] = order[b], order[a]
             logits.class_dim = order.index(logits.class_dim)
-            logits.moves.append((aten.permute.default, (order,)))
-            return
+            op, rest = aten.permute.default, (order,)
         elif logits.class_dim in dims:
             raise NotAbsorbedError(f"{step.node.name} takes only some classes of a row")
         else:
-            name = step.node.name
-            raise NotAbsorbedError(f"{name} is none of a cast, a factor, a soft-cap and a view")
+            raise NotAbsorbedError(f"{step.node.name} {_why_it_stays(step)}")
         if not all(isinstance(a, int | list | None) for a in rest):
             raise NotAbsorbedError(f"{step.node.name} cuts the logits at a symbolic place")
-        logits.moves.append((step.op, tuple(rest)))
+        logits.input = computed(op, logits.input, *rest)
+
+    def _first_classes(self, step: Value, bounds: tuple[Any, ...]) -> None:
+        logits = self.logits
+        self.classes = step.fake.shape[logits.class_dim]
+        logits.weight = computed(aten.slice.Tensor, logits.weight, 0, *bounds)
+        logits.bias = logits.bias and computed(aten.slice.Tensor, logits.bias, 0, *bounds)
+        logits.copies_weight = True  # its gradient is
+        self._note("a slice of the classes")
 
 
-def _combination(step: Value) -> str:
-    """What an op with a second tensor does to the logits."""
-    packet = step.op._overloadpacket if step.op is not None else None
-    if packet in (aten.index_select, aten.index, aten.gather, aten.embedding, aten.masked_select):
-        return "picks some of the logits: pick the same rows of the hidden states before the layer"
-    if packet in (aten.masked_fill, aten.where):
-        return "masks some of the logits"
-    if packet in (aten.add, aten.sub, aten.rsub):
-        return "adds another tensor to the logits: a bias can be the layer's own"
-    return "combines the logits with another tensor"
+def _name(operand: Any) -> str:
+    if operand is None:
+        return "the logits themselves"
+    return f"{operand}" if isinstance(operand, int | float) else "a symbol"
+
+
+def _filled(value: Any, shadow: Shadow) -> float | None:
+    """Infinities too, which are no constants that one computes with."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, Value):
+        return None
+    resolved = shadow.resolve(value)
+    if resolved.op is aten.scalar_tensor.default and isinstance(resolved.args[0], int | float):
+        return float(resolved.args[0])
+    return None
+
+
+def _aligned(tensor: Value, step: Value) -> list[Any]:
+    """The shape that a tensor is broadcast from."""
+    shape = list(tensor.fake.shape)
+    return [1] * (step.fake.dim() - len(shape)) + shape
+
+
+def _without(shape: list[Any], dim: int) -> list[Any]:
+    return shape[:dim] + shape[dim + 1 :]
+
+
+def _why_it_stays(step: Value) -> str:
+    assert step.op is not None
+    return _STAY.get(
+        step.op._overloadpacket, "is none of a cast, a factor, an addend, a soft-cap and a view"
+    )
 
 
 def _dims(step: Value) -> list[int]:

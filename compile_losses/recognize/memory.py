@@ -26,6 +26,8 @@ from torch.utils._pytree import tree_leaves
 from compile_losses.distributed import are_dtensors
 from compile_losses.recognize.values import example
 
+aten = torch.ops.aten
+
 #: Python's statements and operators that write to their first operand.
 _OPERATORS = {operator.setitem, operator.delitem} | {
     getattr(operator, f"i{name}")
@@ -36,6 +38,8 @@ _OPERATORS = {operator.setitem, operator.delitem} | {
 }
 #: End in an underscore and write no elements.
 _NOT_WRITES = {"requires_grad_", "share_memory_", "rename_"}
+#: Give their first argument other memory; autograd counts that as a write to the one before.
+_SWAPS = {"set_", Tensor.set_, *(getattr(aten.set_, name) for name in aten.set_.overloads())}
 #: The classes of graph inputs that the kernels take as they are.
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 #: Modules whose functions write only to what their names and arguments say.
@@ -176,6 +180,8 @@ def _written_by(node: Node) -> list[Any]:
 
 
 def _written_arguments(node: Node) -> Iterator[Any]:
+    if node.target in _SWAPS:
+        yield from _before_swap(node)
     if node.op == "call_method":
         if _is_in_place(str(node.target)) or str(node.target).startswith("__i"):
             yield node.args[0]
@@ -200,6 +206,12 @@ def _written_arguments(node: Node) -> Iterator[Any]:
             yield from (n for n in node.all_input_nodes if _version(example(n)) > 0)
         elif _says_in_place(node):
             yield from node.all_input_nodes[:1]
+
+
+def _before_swap(node: Node) -> Iterator[Any]:
+    """What shares a version with a tensor that is given other memory, which its example now has."""
+    for tensor in node.all_input_nodes[:1]:
+        yield from tensor.all_input_nodes
 
 
 def _is_in_place(name: str) -> bool:

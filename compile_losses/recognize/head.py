@@ -1,0 +1,145 @@
+"""The linear layer that makes logits, however it is spelled."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from compile_losses.recognize.match import example
+from compile_losses.recognize.shadow import aten, compute
+from compile_losses.recognize.values import Value
+
+_LINEAR = (torch._C._nn.linear, torch.nn.functional.linear, aten.linear.default)
+#: input @ weight.t(); as methods, by their names.
+_PRODUCTS = (
+    *(operator.matmul, torch.matmul, torch.mm, aten.matmul.default, aten.mm.default),
+    *("matmul", "mm", "__matmul__"),
+)
+_INNER = (torch.inner, aten.inner.default, "inner")
+_ADDMM = (torch.addmm, aten.addmm.default, "addmm")
+_EINSUM = (torch.einsum, torch.functional.einsum, aten.einsum.default)
+
+
+class NotAbsorbedError(Exception):
+    """Why a linear layer can't be computed together with the loss of its output."""
+
+
+@dataclass
+class Head:
+    """``input @ weight.t() + bias``: [..., hidden], [classes, hidden] and None or [classes].
+
+    Attributes:
+        node: the one that holds the result.
+    """
+
+    node: Node
+    input: Value
+    weight: Value
+    bias: Value | None
+
+
+def find_head(node: Node) -> Head | None:
+    """The linear layer that a node holds the output of, its arguments in the output's dtype.
+
+    Autocast casts each argument that has another.
+    """
+    if node.op not in ("call_function", "call_method"):
+        return None
+    found = _operands(node)
+    if found is None:
+        return None
+    (input, weight, bias), dtype = found, example(node).dtype
+    return Head(node, _cast(input, dtype), _cast(weight, dtype), bias and _cast(bias, dtype))
+
+
+def _operands(node: Node) -> tuple[Value, Value, Value | None] | None:
+    target: Any = node.target
+    if target in _LINEAR:
+        return _linear(node)
+    if target in _EINSUM:
+        return _einsum(node)
+    if target in _ADDMM:
+        operands = _tensors(node, 3)
+        if not operands or operands[0].fake.dim() != 1:
+            return None
+        bias, input, weight = operands
+        return input, computed(aten.t.default, weight), bias
+    if target not in _PRODUCTS and target not in _INNER:
+        return None
+    operands = _tensors(node, 2)
+    if not operands or operands[1].fake.dim() != 2:
+        return None
+    input, weight = operands
+    return input, weight if target in _INNER else computed(aten.t.default, weight), None
+
+
+def _linear(node: Node) -> tuple[Value, Value, Value | None]:
+    names = ("input", "weight", "bias")
+    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    input, weight, bias = (given.get(name) for name in names)
+    if not isinstance(input, Node) or not isinstance(weight, Node):
+        raise NotAbsorbedError("its arguments are not those of a linear layer")
+    if example(weight).dim() != 2 or not isinstance(bias, Node | None):
+        raise NotAbsorbedError("its arguments are not those of a linear layer")
+    return _value(input), _value(weight), None if bias is None else _value(bias)
+
+
+def _einsum(node: Node) -> tuple[Value, Value, Value | None] | None:
+    """``bth,vh->btv``, and ``...h,vh->...v``: the last dimension becomes the classes."""
+    equation, *given = node.args
+    if len(given) == 1 and isinstance(given[0], list | tuple):
+        given = list(given[0])
+    if not isinstance(equation, str) or len(given) != 2:
+        return None
+    left, _, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != 2 or not all(isinstance(n, Node) for n in given):
+        return None
+    of_input, of_weight = terms
+    input, weight = (_value(n) for n in given if isinstance(n, Node))
+    if len(of_weight) != 2 or "." in of_weight or weight.fake.dim() != 2:
+        input, weight, of_input, of_weight = weight, input, of_weight, of_input
+    rows, hidden = of_input[:-1], of_input[-1:]
+    classes = result[-1:]
+    if len(of_weight) != 2 or weight.fake.dim() != 2 or result != rows + classes:
+        return None
+    if len(set(rows.replace("...", "") + hidden + classes)) != len(rows.replace("...", "")) + 2:
+        return None
+    if of_weight == hidden + classes:
+        return input, computed(aten.t.default, weight), None
+    return (input, weight, None) if of_weight == classes + hidden else None
+
+
+def _tensors(node: Node, many: int) -> list[Value]:
+    """The arguments of a node that takes so many tensors and was given nothing else."""
+    nodes = [argument for argument in node.args if isinstance(argument, Node)]
+    if len(node.args) != many or len(nodes) != many or node.kwargs:
+        return []
+    if not all(isinstance(example(argument), Tensor) for argument in nodes):
+        return []
+    return [_value(argument) for argument in nodes]
+
+
+def _value(node: Node) -> Value:
+    return Value(example(node), node, whole=True)
+
+
+def _cast(value: Value, dtype: torch.dtype) -> Value:
+    return value if value.fake.dtype == dtype else computed(aten.to.dtype, value, dtype)
+
+
+def computed(op: Any, *args: Any) -> Value:
+    """What an op makes of tensors, ahead of the loss.
+
+    Raises:
+        NotAbsorbedError: the op refuses its arguments.
+    """
+    value = compute(op, *args)
+    if value is None:
+        raise NotAbsorbedError(f"{op} can't be done before it")
+    return value
