@@ -23,6 +23,7 @@ from torch.fx import Graph, GraphModule
 from compile_losses.library import fingerprint, loaded
 from compile_losses.lower import Decision, donated_buffers, in_place, lower_or_leave, plan
 from compile_losses.recognize import rewrite, rewrite_graph
+from compile_losses.recognize.linear import prefer_memory_by_default
 from compile_losses.recognize.verify import verify_by_default
 
 fused = torch.ops.fused
@@ -33,6 +34,8 @@ INNER_BACKEND = "inner_backend"
 VERIFY = "verify"
 #: The option that raises what goes wrong inside this package.
 STRICT = "strict"
+#: The option that takes linear cross entropy where it saves memory and may cost time.
+PREFER_MEMORY = "prefer_memory"
 
 
 class _Pass(CustomGraphPass):
@@ -96,7 +99,8 @@ class _RewritePass(_Pass):
 
     def uuid(self) -> Any:
         own = super().uuid()
-        return own and (*own, verify_by_default())  # what it declines depends on that
+        # What it declines depends on them.
+        return own and (*own, verify_by_default(), prefer_memory_by_default())
 
 
 class _LoweringPass(_Pass):
@@ -170,7 +174,10 @@ def compile_losses(
             evaluate every loss and its rewrite on random numbers, and to leave alone what differs
             (by default if COMPILE_LOSSES_VERIFY=1 is in the environment); and ``strict``: whether
             to raise what goes wrong inside this package, instead of leaving a loss to torch (by
-            default if COMPILE_LOSSES_STRICT=1 is in the environment).
+            default if COMPILE_LOSSES_STRICT=1 is in the environment); and ``prefer_memory``:
+            whether linear cross entropy is also taken where it saves less than half of the logits,
+            which may cost time (by default if COMPILE_LOSSES_PREFER_MEMORY=1 is in the
+            environment).
 
     Raises:
         RuntimeError: a mode or an option that Inductor does not have.
@@ -178,13 +185,14 @@ def compile_losses(
     options = dict(options or {})
     inner = options.pop(INNER_BACKEND, "inductor")
     verify, strict = options.pop(VERIFY, None), options.pop(STRICT, None)
+    prefer_memory = options.pop(PREFER_MEMORY, None)
     inductor = None
     if inner == "inductor":
         try:
             inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic=None)
         except RuntimeError as error:
             raise InvalidOptionError(str(error)) from None
-    rewrite(gm, verify=verify, strict=strict)
+    rewrite(gm, verify=verify, strict=strict, prefer_memory=prefer_memory)
     if inductor is None:
         keywords = {k: v for k, v in (("mode", mode), ("options", options)) if v}
         return torch._dynamo.lookup_backend(inner)(gm, example_inputs, **keywords)

@@ -315,6 +315,20 @@ def test_near_misses(name):
     compare(function, inputs)
 
 
+def rows_with_labels(h, w, b, t):
+    kept = t.view(-1) >= 0
+    return F.cross_entropy(F.linear(h, w).view(-1, CLASSES)[kept], t.view(-1)[kept])
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_rows_taken_by_a_mask(captured):
+    inputs = head()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=captured):
+        site = only_site(rows_with_labels, inputs)
+        assert ("takes rows by a mask" if captured else "after a graph break") in site.reason
+        compare(rows_with_labels, inputs)
+
+
 NARROW_MISSES = {
     "factor in float32": (
         lambda h, w, b, t: flat(F.linear(h, w).float() / 0.7, t), "scaled in float32"

@@ -235,7 +235,35 @@ def test_small_logits_stay(monkeypatch):
         big = torch.randn(3000, 4, requires_grad=True), torch.randn(classes, 4, requires_grad=True)
         site = only_site(lambda h, w, t: F.cross_entropy(h @ w.t(), t), (*big, torch.arange(3000)))
         assert site.op == op
-        assert ("would save less than half" in site.reason) == (op == "cross_entropy")
+        assert ("prefer_memory" in site.reason) == (op == "cross_entropy"), site.reason
+
+
+@pytest.mark.parametrize("way", ["option", "environment"])
+def test_memory_is_preferred(way, monkeypatch):
+    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 9)
+    inputs, function = head(), MATCHES["flattened"]
+    site = only_site(function, inputs)
+    assert site.op == "cross_entropy"
+    assert "chunks would save 0.0 of its 0.0 MiB of logits" in site.reason
+    options = {"inner_backend": "aot_eager"}
+    if way == "environment":
+        monkeypatch.setenv("COMPILE_LOSSES_PREFER_MEMORY", "1")
+        assert only_site(function, inputs).op == "linear_cross_entropy"
+    else:
+        options["prefer_memory"] = True
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="compile_losses", options=options)
+    with torch.profiler.profile() as profiled:
+        compiled(*inputs)
+    assert any("linear_cross_entropy" in event.name for event in profiled.events())
+
+
+def test_shifted_rows_are_two_chunks(monkeypatch):
+    """A label less than twice a chunk's rows is no reason to keep the logits."""
+    monkeypatch.undo()
+    h, w = torch.randn(2047, 4, requires_grad=True), torch.randn(50_000, 4, requires_grad=True)
+    site = only_site(lambda h, w, t: F.cross_entropy(h @ w.t(), t), (h, w, torch.arange(2047)))
+    assert site.op == "linear_cross_entropy"
 
 
 def test_torchs_own_function():
@@ -263,6 +291,19 @@ def test_dynamic_shapes():
         h = torch.randn(2, rows, HIDDEN, requires_grad=True)
         inputs = (h, w, b, torch.randint(CLASSES, (2, rows)))
         torch.testing.assert_close(step(compiled, inputs), step(MATCHES["shifted"], inputs))
+
+
+def test_sizes_of_the_logits_are_no_users():
+    def function(h, w, t):
+        logits = h @ w.t()
+        return F.cross_entropy(logits, t, reduction="sum") / logits.size(0)
+
+    h, w, t = torch.randn(12, HIDDEN), torch.randn(CLASSES, HIDDEN), torch.randint(CLASSES, (12,))
+    torch._dynamo.mark_dynamic(h, 0)
+    torch._dynamo.mark_dynamic(t, 0)
+    inputs = h.requires_grad_(), w.requires_grad_(), t
+    assert only_site(function, inputs).op == "linear_cross_entropy"
+    compare(function, inputs)
 
 
 class Model(nn.Module):

@@ -11,7 +11,7 @@ import compile_losses.ops  # noqa: F401  declares what the graphs will call
 from compile_losses.guard import Failure, attempt
 from compile_losses.lower.decision import mark
 from compile_losses.recognize.guards import refusal
-from compile_losses.recognize.linear import through_linear
+from compile_losses.recognize.linear import prefer_memory_by_default, through_linear
 from compile_losses.recognize.match import Decline, Match
 from compile_losses.recognize.memory import bodies, look_at
 from compile_losses.recognize.table import bind
@@ -31,7 +31,11 @@ _INSIDE = {
 
 
 def rewrite(
-    gm: GraphModule, *, verify: bool | None = None, strict: bool | None = None
+    gm: GraphModule,
+    *,
+    verify: bool | None = None,
+    strict: bool | None = None,
+    prefer_memory: bool | None = None,
 ) -> GraphModule:
     """Replaces the losses in a Dynamo graph by ``torch.ops.fused.*``.
 
@@ -41,23 +45,34 @@ def rewrite(
             leave alone what differs; by default if COMPILE_LOSSES_VERIFY=1 is in the environment.
         strict: whether to raise what goes wrong inside this package, instead of leaving a loss to
             torch; by default if COMPILE_LOSSES_STRICT=1 is in the environment.
+        prefer_memory: whether linear cross entropy is also taken where it saves less than half of
+            the logits, which may cost time; by default if COMPILE_LOSSES_PREFER_MEMORY=1 is in the
+            environment.
 
     Returns:
         ``gm``, recompiled, with a :class:`compile_losses.report.Report` in
         ``gm.meta["compile_losses"]``. Whatever is not certain to be the same is left alone.
     """
-    gm.meta["compile_losses"] = rewrite_graph(gm.graph, verify=verify, strict=strict)
+    gm.meta["compile_losses"] = rewrite_graph(
+        gm.graph, verify=verify, strict=strict, prefer_memory=prefer_memory
+    )
     gm.graph.lint()
     gm.recompile()
     return gm
 
 
 def rewrite_graph(
-    graph: Graph, *, verify: bool | None = None, strict: bool | None = None
+    graph: Graph,
+    *,
+    verify: bool | None = None,
+    strict: bool | None = None,
+    prefer_memory: bool | None = None,
 ) -> Report:
     """As :func:`rewrite`, for the graph alone; with the graphs of its higher-order ops."""
     verify = verify_by_default() if verify is None else verify
-    rewriting = _Rewriting(verify, strict)
+    if prefer_memory is None:
+        prefer_memory = prefer_memory_by_default()
+    rewriting = _Rewriting(verify, strict, prefer_memory)
     failure = attempt(lambda: rewriting.run(graph), strict=strict)
     report = Report(rewriting.sites[::-1], graphs=1)
     if isinstance(failure, Failure):
@@ -68,9 +83,10 @@ def rewrite_graph(
 class _Rewriting:
     """One graph and those inside it. Sites are collected from the end."""
 
-    def __init__(self, verify: bool, strict: bool | None) -> None:
+    def __init__(self, verify: bool, strict: bool | None, prefer_memory: bool) -> None:
         self.verify = verify
         self.strict = strict
+        self.prefer_memory = prefer_memory
         self.sites: list[Site] = []
         self.seen: set[Graph] = set()
 
@@ -136,7 +152,7 @@ class _Rewriting:
         for candidate in recognizer.candidates(node):
             found = candidate
             if isinstance(found, Match) and inside is None:
-                found = through_linear(found, recognizer.shadow)
+                found = through_linear(found, recognizer.shadow, prefer_memory=self.prefer_memory)
             reason = found.reason if isinstance(found, Decline) else inside or refusal(found)
             if self.verify and reason is None:
                 assert isinstance(found, Match)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -13,13 +15,23 @@ from compile_losses.recognize.logits import Logits, find_logits
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.shadow import Shadow, aten
 
+#: Chunks of more than this part of the logits save too little for their launches, unless memory
+#: is preferred. A label shifted away leaves one row less than twice a chunk.
+LARGEST_CHUNK = 0.51
 #: A copy of the layer's weight, and of its gradient, pay from so many rows of logits for each
 #: feature: twice what both take.
 COPIED_WEIGHTS = 4
 
 
-def through_linear(match: Match, shadow: Shadow) -> Match:
+def prefer_memory_by_default() -> bool:
+    return os.environ.get("COMPILE_LOSSES_PREFER_MEMORY", "") == "1"
+
+
+def through_linear(match: Match, shadow: Shadow, *, prefer_memory: bool = False) -> Match:
     """A match of cross entropy, taken back through the linear layer that makes its logits.
+
+    Args:
+        prefer_memory: whether to take it where the op saves memory and may be the slower one.
 
     Returns:
         A match of linear_cross_entropy, or the given one, with the reason noted where there is a
@@ -31,7 +43,7 @@ def through_linear(match: Match, shadow: Shadow) -> Match:
         logits = find_logits(match, shadow)
         if logits is None:
             return match
-        _check_gain(match, logits)
+        _check_gain(match, logits, prefer_memory)
         found = _match(match, logits)
         reason = refusal(found)
         if reason is None:
@@ -42,8 +54,8 @@ def through_linear(match: Match, shadow: Shadow) -> Match:
     return match
 
 
-def _check_gain(match: Match, logits: Logits) -> None:
-    """Linear layer and loss together pay where a chunk is at most half of the logits.
+def _check_gain(match: Match, logits: Logits, prefer_memory: bool) -> None:
+    """Linear layer and loss together pay where a chunk is about half of the logits, or less.
 
     They take more launches than a kernel over the logits of one large product.
     """
@@ -64,11 +76,14 @@ def _check_gain(match: Match, logits: Logits) -> None:
     if made is None or picked is None:
         raise NotAbsorbedError("its sizes are not known")
     chunk = chunk_rows(picked, hidden, classes, output.dtype)
-    if 2 * chunk > made:
-        size = made * classes * output.dtype.itemsize / 2**20
-        told = f"its {size:.1f} MiB of logits are one chunk: nothing is saved"
+    if chunk > (1 if prefer_memory else LARGEST_CHUNK) * made or chunk == made:
+        row = classes * output.dtype.itemsize / 2**20
+        told = f"its {made * row:.1f} MiB of logits are one chunk: nothing is saved"
         if chunk < made:
-            told = f"chunks of its {size:.1f} MiB of logits would save less than half of them"
+            told = (
+                f"chunks would save {(made - chunk) * row:.1f} of its {made * row:.1f} MiB of "
+                "logits, and take more launches: options={'prefer_memory': True} takes them"
+            )
         raise NotAbsorbedError(told)
     if logits.copies_weight and picked < COPIED_WEIGHTS * hidden:
         raise NotAbsorbedError(

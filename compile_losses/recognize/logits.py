@@ -158,8 +158,8 @@ def _check_users(nodes: set[Node], root: Node) -> None:
     """That neither the logits nor what the loss makes of them is needed elsewhere."""
     for node in nodes:
         for user in node.users:
-            if user in nodes or user is root:
-                continue
+            if user in nodes or user is root or isinstance(example(user), int | torch.SymInt):
+                continue  # a size needs no numbers
             if _leads_to(user, nodes):
                 raise NotAbsorbedError(
                     f"{user.name} is made of the logits as well, and goes into the loss"
