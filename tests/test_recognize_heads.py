@@ -160,6 +160,9 @@ MATCHES = {
         torch.einsum("... h, h v -> ... v", h, w.t()), t
     ),
     "einsum, weight first": lambda h, w, b, t: flat(torch.einsum("vh,bth->btv", w, h) + b, t),
+    "einsum of two matrices": lambda h, w, b, t: flat(
+        torch.einsum("vh,nh->nv", [w, h.view(-1, HIDDEN)]), t
+    ),
     "addmm": lambda h, w, b, t: flat(torch.addmm(b, h.view(-1, HIDDEN), w.t()), t),
     "addmm method": lambda h, w, b, t: flat(b.addmm(h.view(-1, HIDDEN), w.t()), t),
     "inner": lambda h, w, b, t: flat(torch.inner(h, w), t),
@@ -289,6 +292,12 @@ NEAR_MISSES = {
         "only some classes",
     ),
     "changed between": (written_between, "changed in place"),
+    "an einsum of batches": (
+        lambda h, w, b, t: flat(
+            torch.einsum("bth,vh->btv", h, w) + torch.einsum("bth,bth->bt", h, h)[..., None], t
+        ),
+        "a number to each row",
+    ),
     "classes of an einsum in the middle": (
         lambda h, w, b, t: F.cross_entropy(torch.einsum("bth,vh->bvt", h, w), t), None
     ),

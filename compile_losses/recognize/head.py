@@ -98,21 +98,21 @@ def _einsum(node: Node) -> tuple[Value, Value, Value | None] | None:
         return None
     left, _, result = equation.replace(" ", "").partition("->")
     terms = left.split(",")
-    if len(terms) != 2 or not all(isinstance(n, Node) for n in given):
+    if len(terms) != 2 or not all(isinstance(argument, Node) for argument in given):
         return None
-    of_input, of_weight = terms
-    input, weight = (_value(n) for n in given if isinstance(n, Node))
-    if len(of_weight) != 2 or "." in of_weight or weight.fake.dim() != 2:
-        input, weight, of_input, of_weight = weight, input, of_weight, of_input
-    rows, hidden = of_input[:-1], of_input[-1:]
-    classes = result[-1:]
-    if len(of_weight) != 2 or weight.fake.dim() != 2 or result != rows + classes:
-        return None
-    if len(set(rows.replace("...", "") + hidden + classes)) != len(rows.replace("...", "")) + 2:
-        return None
-    if of_weight == hidden + classes:
-        return input, computed(aten.t.default, weight), None
-    return (input, weight, None) if of_weight == classes + hidden else None
+    tensors = [
+        (term, _value(n)) for term, n in zip(terms, given, strict=True) if isinstance(n, Node)
+    ]
+    for (of_input, input), (of_weight, weight) in (tensors, tensors[::-1]):
+        rows, hidden, classes = of_input[:-1], of_input[-1:], result[-1:]
+        names = rows.replace("...", "") + hidden + classes
+        if result != rows + classes or len(set(names)) != len(names) or weight.fake.dim() != 2:
+            continue
+        if of_weight == hidden + classes:
+            return input, computed(aten.t.default, weight), None
+        if of_weight == classes + hidden:
+            return input, weight, None
+    return None
 
 
 def _tensors(node: Node, many: int) -> list[Value]:
