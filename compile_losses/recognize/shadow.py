@@ -156,7 +156,7 @@ def compute(op: OpOverload[..., Any], *args: Any) -> Value | None:
     first = next(a for a in args if isinstance(a, Value))
     try:
         with _quietly(first.fake):
-            return Value(op(*examples(args)), first.node, op, args)
+            return Value(op(*examples(args)), first.node, op, args, is_new=True)
     except Exception:
         return None
 

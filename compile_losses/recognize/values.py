@@ -25,6 +25,7 @@ class Value:
         op: the ATen op that made it, None where the shadow does not look further.
         args, kwargs: the op's arguments; tensors are Values.
         whole: whether it is all that its node returns.
+        is_new: whether no node of the graph computes it; node is then that of an argument.
     """
 
     fake: Tensor
@@ -33,6 +34,7 @@ class Value:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     whole: bool = False
+    is_new: bool = False
 
     @property
     def rank(self) -> int:
@@ -89,7 +91,8 @@ def computed_at(arguments: Any) -> Iterator[Node]:
     """The nodes during which the graph computes what a rewrite computes once more."""
     for argument in tree_leaves(arguments):
         if isinstance(argument, Value) and not argument.whole:
-            yield argument.node
+            if not argument.is_new:
+                yield argument.node
             yield from computed_at((argument.args, argument.kwargs))
 
 

@@ -8,7 +8,7 @@ import torch
 import compile_losses
 from compile_losses.ops.linear import chunk_size
 from tests.accuracy import assert_accurate
-from tests.models.test_transformers import GROUPED, language_model
+from tests.models.test_transformers import GROUPED, bart, language_model, t5
 from tests.models.training import check_step, gradients
 
 MODELS = {
@@ -18,6 +18,9 @@ MODELS = {
     "Qwen 3": language_model("Qwen3", **GROUPED),
     "Granite": language_model("Granite", num_key_value_heads=2, logits_scaling=8.0),
     "BERT": language_model("BertForMaskedLM"),
+    # These change something in place before the head.
+    "BART": bart,
+    "T5": t5,
 }
 
 
@@ -43,6 +46,7 @@ def test_models(name, dtype):
     assert (site.op, site.status) == ("linear_cross_entropy", "rewritten"), site
     assert ("soft-cap" in site.reason) == (name == "Gemma 2")
     assert ("factor" in site.reason) == (name == "Granite")
+    assert ("an addend for each class" in site.reason) == (name == "BART")
     assert site.file == __file__
     eager = gradients(model, step)
     options = {"inner_backend": "aot_eager"}

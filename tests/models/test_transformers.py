@@ -89,6 +89,25 @@ def t5():
     return model, {"input_ids": tokens(), "labels": tokens()}
 
 
+def bart():
+    """Its labels are shifted in place before the model, and its head has a bias of its own."""
+    config = transformers.BartConfig(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        max_position_embeddings=64,
+        decoder_start_token_id=2,
+        forced_eos_token_id=None,
+    )
+    model = transformers.BartForConditionalGeneration(config)
+    return model, {"input_ids": tokens(), "labels": tokens()}
+
+
 def whisper():
     config = transformers.WhisperConfig(
         vocab_size=VOCABULARY,
