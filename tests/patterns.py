@@ -14,6 +14,7 @@ from pathlib import Path
 
 from compile_losses.recognize.difference import FAMILIES
 from compile_losses.recognize.guards import GUARDS
+from compile_losses.recognize.logistic import BODY
 from compile_losses.recognize.probabilities import BODIES
 from compile_losses.recognize.table import TABLE
 from tests.specs import SPECS
@@ -65,7 +66,8 @@ def _bodies() -> list[str]:
     rows += [
         f"| `fused.{family.op}` | {_cell(family.body)}, d = input - target |" for family in FAMILIES
     ]
-    return rows + [f"| `fused.{op}` | {_cell(body)} |" for op, body in BODIES]
+    others = [*BODIES, ("binary_cross_entropy_with_logits", BODY)]
+    return rows + [f"| `fused.{op}` | {_cell(body)} |" for op, body in others]
 
 
 def _cell(text: str) -> str:

@@ -58,9 +58,12 @@ class _Recorder(TorchDispatchMode):
         if func._schema.is_mutable:
             raise _MutationError
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor):
+        first, whole = result, func
+        if func is aten.log_sigmoid_forward.default:  # with a buffer for its backward
+            first, whole = result[0], aten.log_sigmoid.default
+        if isinstance(first, Tensor):
             named = tree_map_only(Tensor, self.value_of, (args, kwargs))
-            self.values[id(result)] = Value(result, self.node, func, *named)
+            self.values[id(first)] = Value(first, self.node, whole, *named)
         return result
 
     def value_of(self, tensor: Tensor) -> Value:

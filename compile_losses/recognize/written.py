@@ -15,6 +15,7 @@ from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.recognize.absorb import absorb
 from compile_losses.recognize.difference import find_difference
 from compile_losses.recognize.divergence import softmax_divergences
+from compile_losses.recognize.logistic import find_logistic
 from compile_losses.recognize.match import Decline, Match
 from compile_losses.recognize.normal_form import (
     SCALINGS,
@@ -40,7 +41,7 @@ from compile_losses.recognize.values import Value, example, sources
 #: Cheap tests of what a root can be: names of functions and methods. A whole graph's sum, first;
 _TOTALS = {
     *("mean", "sum", "div", "truediv", "true_divide", "mul", "multiply", "divide", "neg"),
-    *("negative", "pow", "square"),
+    *("negative", "pow", "square", "multilabel_soft_margin_loss"),
 }
 #: then numbers for each row, which come out of a softmax
 _SOFTMAXES = {"softmax", "log_softmax", "logsumexp", "exp"}
@@ -81,13 +82,14 @@ class Recognizer:
         """What ``node`` may hold, the match that takes most into its op first."""
         call = bind(node)
         for match in self._written(node, call):
-            absorb(match)
+            if isinstance(match, Match):
+                absorb(match)
             yield match
         found = recognize_call(node)
         if found is not None:
             yield found
 
-    def _written(self, node: Node, call: Call | Decline | None) -> Iterator[Match]:
+    def _written(self, node: Node, call: Call | Decline | None) -> Iterator[Match | Decline]:
         if isinstance(call, tuple) and call[0].name != "kl_div":
             if call[0].name == "nll_loss":
                 yield from self._likelihood(node, *call)
@@ -104,16 +106,17 @@ class Recognizer:
             return
         for form in normal_forms(node, self.shadow):
             for match in self._matches(node, form):
-                if call is not None and match.op not in _DIVERGENCES:
+                if call is not None and getattr(match, "op", "") not in _DIVERGENCES:
                     continue  # the table knows more of its options
-                if match.steps and form.root.op in SCALINGS:
+                if form.root.op in SCALINGS and (isinstance(match, Decline) or match.steps):
                     continue  # the factor stays the user's: the node inside it is a root as well
                 yield match
 
-    def _matches(self, node: Node, form: NormalForm) -> Iterator[Match]:
+    def _matches(self, node: Node, form: NormalForm) -> Iterator[Match | Decline]:
         whole = form.root.fake.dim() == 0 and form.reduced and form.selection is None
         if whole:
             yield from self._differences(node, form)
+            yield from self._logistic(node, form)
         for written in written_probabilities(form, self.terms):
             if _declared(written.op):
                 yield from self._probabilities(node, written)
@@ -150,6 +153,34 @@ class Recognizer:
             matches.append((preference, self._match(node, one.family.op, args, keywords, steps)))
         # The Huber and smooth L1 losses are multiples of each other.
         for _, match in sorted(matches, key=lambda candidate: candidate[0]):
+            yield match
+
+    def _logistic(self, node: Node, form: NormalForm) -> Iterator[Match | Decline]:
+        name = "binary_cross_entropy_with_logits"
+        for one in find_logistic(form.body, self.shadow):
+            if one.reason is not None:
+                yield Decline(node, name, one.reason)
+                continue
+            factors = (*form.weights, *one.weights)
+            weight = _product(factors) if factors else None
+            if factors and weight is None:
+                continue
+            if _needs_gradient(weight) or _needs_gradient(one.pos_weight):
+                yield Decline(node, name, "a weight requires a gradient, which the op has none for")
+                continue
+            given = (one.input.argument, one.target.argument)
+            scaled = _scaled(form, one.scale).scale(
+                {"mean": math.prod(form.body.fake.shape)}, list(sources(given))
+            )
+            if scaled is None:
+                continue
+            reduction, steps = scaled
+            weights = (v if v is None else v.argument for v in (weight, one.pos_weight))
+            args = (*given, *weights, REDUCTIONS[reduction])
+            weighted = weight is not None or one.pos_weight is not None
+            match = self._match(node, name, args, {}, steps, weighted=weighted)
+            if one.target.fake.dtype != example(node).dtype:
+                match.kwargs.setdefault("dtype", example(node).dtype)
             yield match
 
     def _probabilities(self, node: Node, written: Written) -> Iterator[Match]:
@@ -200,10 +231,12 @@ class Recognizer:
             args = (found[0].argument, arguments["target"], *options)
             yield self._match(node, "cross_entropy", args, {}, [])
 
-    def _match(self, node, op, args, kwargs, steps) -> Match:  # type: ignore[no-untyped-def]
+    def _match(  # type: ignore[no-untyped-def]
+        self, node, op, args, kwargs, steps, *, weighted=False
+    ) -> Match:
         kwargs = dict(kwargs)
         result = example(node).dtype
-        if result == torch.float16 and (steps or "weight" in kwargs):
+        if result == torch.float16 and (steps or weighted or "weight" in kwargs):
             # A sum may leave float16's range where what is made of it does not, and so may weights.
             kwargs["dtype"] = torch.float32
             steps = [*steps, (aten.to.dtype, (result,))]
@@ -261,6 +294,11 @@ def _product(weights: tuple[Value, ...]) -> Value | None:
             product = compute(aten.to.dtype, product, torch.float32)
         product = product and compute(aten.mul.Tensor, product, weight)
     return product
+
+
+def _needs_gradient(value: Value | None) -> bool:
+    nodes = () if value is None else sources(value.argument)
+    return any(getattr(example(node), "requires_grad", False) for node in nodes)
 
 
 @cache
