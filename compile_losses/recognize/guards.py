@@ -15,6 +15,7 @@ from compile_losses import library
 from compile_losses.distributed import are_dtensors
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.memory import memory_of, storage_of
+from compile_losses.recognize.shadow import expanded_source
 from compile_losses.recognize.values import Value, examples, fake_mode
 
 
@@ -118,7 +119,9 @@ def gradient_cut(match: Match) -> str | None:
     for node in match.interior:
         if not isinstance(example(node), Tensor):
             continue
-        sources = [example(source) for source in node.all_input_nodes]
+        expanded = expanded_source(node)
+        read = node.all_input_nodes if expanded is None else [expanded]
+        sources = [example(source) for source in read]
         needed = any(isinstance(s, Tensor) and s.requires_grad for s in sources)
         if needed == example(node).requires_grad:
             continue

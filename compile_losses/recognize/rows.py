@@ -29,7 +29,7 @@ def target_of_gather(value: Value, shadow: Shadow) -> tuple[Value, int]:
     if not equal_sizes(index.fake.shape, expected):
         raise RowIndexError
     rows = expected[:dim] + expected[dim + 1 :]
-    resolved = shadow.resolve(index)
+    resolved = _unexpanded(shadow.resolve(index), shadow)
     if resolved.op in (aten.unsqueeze.default, aten.view.default):
         inner = resolved.args[0]
         if same_sizes(inner.fake.shape, rows):  # neither op changes the order of elements
@@ -38,6 +38,15 @@ def target_of_gather(value: Value, shadow: Shadow) -> tuple[Value, int]:
     if target is None:
         raise RowIndexError
     return target, dim
+
+
+def _unexpanded(value: Value, shadow: Shadow) -> Value:
+    """A tensor before it was expanded, and cut to the size that it had, as Categorical does."""
+    expanded = shadow.resolve(value.args[0]) if value.op is aten.slice.Tensor else value
+    if expanded.op is not aten.expand.default:
+        return value
+    inner = expanded.args[0]
+    return shadow.resolve(inner) if same_sizes(inner.fake.shape, value.fake.shape) else value
 
 
 def target_of_index(value: Value, shadow: Shadow) -> tuple[Value, int]:

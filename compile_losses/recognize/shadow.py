@@ -7,6 +7,7 @@ takes, so that a recogniser has one spelling to look for. Nodes are replayed onl
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -128,6 +129,11 @@ class Shadow:
 
     def _replay(self, node: Node) -> Value:
         leaf = Value(example(node), node, whole=True)
+        if (source := expanded_source(node)) is not None:
+            if same_sizes(example(source).shape, leaf.fake.shape):
+                return self.of(source)
+            inner = Value(example(source), source, whole=True)
+            return Value(leaf.fake, node, aten.expand.default, (inner, list(leaf.fake.shape)))
         if node.op not in ("call_function", "call_method"):
             return leaf
         if isinstance(node.target, HigherOrderOperator):
@@ -152,6 +158,17 @@ class Shadow:
         if value.op is None:  # a node that hands an argument on, such as float() of float32
             return self.of(value.node)
         return value
+
+
+def expanded_source(node: Node) -> Node | None:
+    """The tensor that a node is an expansion of, if it is one of ``broadcast_tensors``."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], Node):
+        return None
+    several, index = node.args
+    if several.target is not torch.broadcast_tensors or not isinstance(index, int):
+        return None
+    found = several.args[index] if index < len(several.args) else None
+    return found if isinstance(found, Node) and isinstance(example(found), Tensor) else None
 
 
 def compute(op: OpOverload[..., Any], *args: Any) -> Value | None:

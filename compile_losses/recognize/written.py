@@ -50,7 +50,7 @@ _ROWS = {
     *_TOTALS,
     *("sub", "subtract", "rsub", "add", "gather", "take_along_dim", "getitem", "squeeze", "view"),
     *("reshape", "log", "exp", "unsqueeze", "kl_div", "xlogy", "flatten", "transpose", "permute"),
-    *("stack", "logaddexp", "lerp"),
+    *("stack", "logaddexp", "lerp", "broadcast_tensors"),
 }
 #: Losses that no function of torch's is alone; kl_div is a part of them.
 _DIVERGENCES = ("softmax_kl_div", "softmax_js_div")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributions import Categorical, OneHotCategorical
 
 from tests.specs.inputs import (
     classes,
@@ -72,6 +73,27 @@ def selective(x, t):
     return picked - torch.logsumexp(x, dim=-1)
 
 
+def of_categorical(x, t):
+    return Categorical(logits=x).log_prob(t)
+
+
+def reinforce(x, t, mask):
+    policy = Categorical(logits=x)
+    return -(policy.log_prob(t) * mask).sum() / mask.sum()
+
+
+def broadcast_without_gradients(x, t):
+    """What has the shape already is returned as it is, with its gradient."""
+    log_p = x.log_softmax(-1)
+    with torch.no_grad():
+        index, log_p = torch.broadcast_tensors(t.unsqueeze(-1), log_p)
+    return -log_p.gather(-1, index[..., :1]).mean() + 0 * x.sum()
+
+
+def of_one_hot_categorical(x, t):
+    return -OneHotCategorical(logits=x).log_prob(F.one_hot(t, 10).float()).mean()
+
+
 def num_items(x, t):
     count = (t != -100).sum()
     return F.cross_entropy(x.view(-1, 10), t.view(-1), reduction="sum") / count
@@ -107,6 +129,12 @@ def by_hand(x, t):
 
 
 MATCHES = [
+    Spelling("Categorical", lambda x, t: -of_categorical(x, t).mean(), classes),
+    Spelling("Categorical, each", of_categorical, tokens),
+    Spelling("Categorical, sum", lambda x, t: -of_categorical(x, t).sum(), tokens),
+    Spelling("Categorical of a policy", reinforce, masked_tokens),
+    Spelling("broadcast without gradients", broadcast_without_gradients, classes),
+    Spelling("OneHotCategorical", of_one_hot_categorical, classes),
     Spelling("nll of log_softmax", lambda x, t: F.nll_loss(F.log_softmax(x, -1), t), classes),
     Spelling("nll of method", lambda x, t: F.nll_loss(x.log_softmax(dim=1), t), classes),
     Spelling("nll sum", lambda x, t: F.nll_loss(x.log_softmax(1), t, reduction="sum"), classes),
@@ -259,7 +287,19 @@ def mean_of_probabilities(x, t):
     return -torch.log(x.softmax(-1).gather(1, t[:, None]).mean())
 
 
+def one_class_for_all(x, t):
+    """Expanded along the rows."""
+    index, log_p = torch.broadcast_tensors(t[:1].unsqueeze(-1), x.log_softmax(-1))
+    return -log_p.gather(-1, index[..., :2]).mean()
+
+
 NEAR_MISSES = [
+    Spelling("one class for all", one_class_for_all, classes),
+    Spelling(
+        "Categorical of probabilities",
+        lambda x, t: -Categorical(probs=x.softmax(-1)).log_prob(t).mean(),
+        classes,
+    ),
     Spelling(
         "gather over rows",
         lambda x, t: -x.log_softmax(0).gather(1, t[:, None]).mean(),
