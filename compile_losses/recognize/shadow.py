@@ -164,10 +164,10 @@ def expanded_source(node: Node) -> Node | None:
     """The tensor that a node is an expansion of, if it is one of ``broadcast_tensors``."""
     if node.target is not operator.getitem or not isinstance(node.args[0], Node):
         return None
-    several, index = node.args
-    if several.target is not torch.broadcast_tensors or not isinstance(index, int):
+    tensors, index = node.args[0], node.args[1]
+    if tensors.target is not torch.broadcast_tensors or not isinstance(index, int):
         return None
-    found = several.args[index] if index < len(several.args) else None
+    found = tensors.args[index] if index < len(tensors.args) else None
     return found if isinstance(found, Node) and isinstance(example(found), Tensor) else None
 
 

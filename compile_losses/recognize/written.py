@@ -15,6 +15,7 @@ from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.recognize.absorb import absorb
 from compile_losses.recognize.difference import find_difference
 from compile_losses.recognize.divergence import softmax_divergences
+from compile_losses.recognize.left_out import INFINITE, NAN, without_infinities, without_nan
 from compile_losses.recognize.logistic import find_logistic
 from compile_losses.recognize.match import Decline, Match
 from compile_losses.recognize.normal_form import (
@@ -52,6 +53,11 @@ _ROWS = {
     *("reshape", "log", "exp", "unsqueeze", "kl_div", "xlogy", "flatten", "transpose", "permute"),
     *("stack", "logaddexp", "lerp", "broadcast_tensors"),
 }
+#: What keeps a part of the rows, and is no loss itself.
+_MASKS = {"masked_fill"}
+_WITHOUT_NAN = {"nanmean", "nansum"}
+_BINARY = "binary_cross_entropy_with_logits"
+_LEARNED_WEIGHT = "a weight requires a gradient, which the op does not compute"
 #: Losses that no function of torch's is alone; kl_div is a part of them.
 _DIVERGENCES = ("softmax_kl_div", "softmax_js_div")
 
@@ -74,7 +80,8 @@ class Recognizer:
         for node in graph.nodes:
             name = _name(node)
             if name in _SOFTMAXES or (
-                name in _ROWS and any(n in self._from_softmax for n in node.all_input_nodes)
+                name in _ROWS | _MASKS
+                and any(n in self._from_softmax for n in node.all_input_nodes)
             ):
                 self._from_softmax.add(node)
 
@@ -95,6 +102,8 @@ class Recognizer:
                 yield from self._likelihood(node, *call)
             return
         name, rows = _name(node), node in self._from_softmax
+        if name in _WITHOUT_NAN:
+            yield from self._without_nan(node)
         if name not in (_ROWS if rows else _TOTALS):
             return
         value = example(node)
@@ -120,6 +129,10 @@ class Recognizer:
         for written in written_probabilities(form, self.terms):
             if _declared(written.op):
                 yield from self._probabilities(node, written)
+        masked = without_infinities(form, self.shadow) if node in self._from_softmax else None
+        if masked is not None:
+            for written in written_probabilities(masked, self.terms):
+                yield Decline(node, written.op, INFINITE)
         for one, other in added_forms(form, self.shadow):
             total = self.terms.of(one.body) * one.constant
             total = total + self.terms.of(other.body) * other.constant
@@ -127,6 +140,17 @@ class Recognizer:
                 yield from self._probabilities(node, written)
         if whole and not form.weights and form.body.whole:
             yield from self._calls(node, form)
+
+    def _without_nan(self, node: Node) -> Iterator[Decline]:
+        value = example(node)
+        if not isinstance(value, torch.Tensor) or value.dim() > 0:
+            return
+        form = without_nan(Value(value, node, whole=True), self.shadow)
+        if form is None or bind(form.body.node) is not None:
+            return
+        found = [*self._differences(node, form), *self._logistic(node, form)]
+        if found:
+            yield Decline(node, getattr(found[0], "op", _BINARY), NAN)
 
     def _differences(self, node: Node, form: NormalForm) -> Iterator[Match]:
         found = find_difference(form.body, self.shadow)
@@ -156,17 +180,16 @@ class Recognizer:
             yield match
 
     def _logistic(self, node: Node, form: NormalForm) -> Iterator[Match | Decline]:
-        name = "binary_cross_entropy_with_logits"
         for one in find_logistic(form.body, self.shadow):
             if one.reason is not None:
-                yield Decline(node, name, one.reason)
+                yield Decline(node, _BINARY, one.reason)
                 continue
             factors = (*form.weights, *one.weights)
             weight = _product(factors) if factors else None
             if factors and weight is None:
                 continue
             if _needs_gradient(weight) or _needs_gradient(one.pos_weight):
-                yield Decline(node, name, "a weight requires a gradient, which the op has none for")
+                yield Decline(node, _BINARY, _LEARNED_WEIGHT)
                 continue
             given = (one.input.argument, one.target.argument)
             scaled = _scaled(form, one.scale).scale(
@@ -178,7 +201,7 @@ class Recognizer:
             weights = (v if v is None else v.argument for v in (weight, one.pos_weight))
             args = (*given, *weights, REDUCTIONS[reduction])
             weighted = weight is not None or one.pos_weight is not None
-            match = self._match(node, name, args, {}, steps, weighted=weighted)
+            match = self._match(node, _BINARY, args, {}, steps, weighted=weighted)
             if one.target.fake.dtype != example(node).dtype:
                 match.kwargs.setdefault("dtype", example(node).dtype)
             yield match

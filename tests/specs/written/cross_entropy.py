@@ -134,6 +134,11 @@ MATCHES = [
     Spelling("Categorical, sum", lambda x, t: -of_categorical(x, t).sum(), tokens),
     Spelling("Categorical of a policy", reinforce, masked_tokens),
     Spelling("broadcast without gradients", broadcast_without_gradients, classes),
+    Spelling(
+        "none, then nanmean",
+        lambda x, t: F.cross_entropy(x, t, reduction="none").nanmean(),
+        classes,
+    ),
     Spelling("OneHotCategorical", of_one_hot_categorical, classes),
     Spelling("nll of log_softmax", lambda x, t: F.nll_loss(F.log_softmax(x, -1), t), classes),
     Spelling("nll of method", lambda x, t: F.nll_loss(x.log_softmax(dim=1), t), classes),

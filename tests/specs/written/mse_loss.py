@@ -125,6 +125,7 @@ def outer_weights(a, b, w):
 
 
 NEAR_MISSES = [
+    Spelling("nanmean", lambda a, b: ((a - b) ** 2).nanmean(), pair, "terms that are nan"),
     Spelling(
         "selected by a mask",
         lambda a, b, m: ((a - b) ** 2)[b > 0].mean() + 0 * m.sum(),

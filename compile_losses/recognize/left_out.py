@@ -1,0 +1,62 @@
+"""Losses that leave out some of their terms by value, which no op does: they are declined."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from compile_losses.recognize.normal_form import NormalForm
+from compile_losses.recognize.shadow import Shadow, aten
+from compile_losses.recognize.values import Value
+
+INFINITE = "terms of infinite logits count as 0, and as nan in the op"
+NAN = "terms that are nan are left out, and make the op's loss nan"
+
+_TESTS = {aten.isinf, aten.isnan, aten.isfinite, aten.isposinf, aten.isneginf}
+_LOGICAL = {
+    *(aten.logical_not, aten.logical_or, aten.logical_and),
+    *(aten.bitwise_not, aten.bitwise_or, aten.bitwise_and),
+}
+_SUMS = {aten.add, aten.sub, aten.neg, aten.mul}
+_DEEPEST = 4
+
+
+def without_infinities(form: NormalForm, shadow: Shadow) -> NormalForm | None:
+    """A form whose body is not set to 0 where something is infinite; None if it is nowhere."""
+    body = _kept(form.body, shadow, 0)
+    return None if body is form.body else replace(form, body=body)
+
+
+def without_nan(value: Value, shadow: Shadow) -> NormalForm | None:
+    """What ``nansum`` or ``nanmean`` of all elements leaves nan out of."""
+    node = value.node
+    if len(node.args) != 1 or node.kwargs or not node.all_input_nodes:
+        return None
+    body = shadow.of(node.all_input_nodes[0])
+    return NormalForm(value, body, reduced=((None, False),))
+
+
+def _kept(value: Value, shadow: Shadow, depth: int) -> Value:
+    resolved = shadow.resolve(value)
+    if resolved.op is None or depth > _DEEPEST:
+        return value
+    packet, args = resolved.op._overloadpacket, resolved.args
+    if packet is aten.masked_fill and args[2] == 0 and _tests_infinity(args[1], shadow, 0):
+        return shadow.resolve(args[0])
+    if packet in _SUMS:
+        kept = [_kept(a, shadow, depth + 1) if isinstance(a, Value) else a for a in args]
+        if any(new is not old for new, old in zip(kept, args, strict=True)):
+            return Value(resolved.fake, resolved.node, resolved.op, tuple(kept), resolved.kwargs)
+    return value
+
+
+def _tests_infinity(mask: Value, shadow: Shadow, depth: int) -> bool:
+    mask = shadow.resolve(mask)
+    if mask.op is None or depth > _DEEPEST:
+        return False
+    if mask.op._overloadpacket in _TESTS:
+        return True
+    return mask.op._overloadpacket in _LOGICAL and any(
+        _tests_infinity(argument, shadow, depth + 1)
+        for argument in mask.args
+        if isinstance(argument, Value)
+    )
