@@ -19,10 +19,11 @@ th, td { text-align: left; vertical-align: top; padding: .4rem .7rem;
 td.number { white-space: nowrap; text-align: right; }
 code { font: 13px/1.5 ui-monospace, monospace; }
 .rewritten { color: #17643a; } .declined { color: #8a4b08; }
+.unrecognised { color: #8a1c1c; }
 small { color: #666; display: block; }
 @media (prefers-color-scheme: dark) {
   body { color: #ddd; background: #181818; } th, td { border-color: #444; } small { color: #999; }
-  .rewritten { color: #7fd1a3; } .declined { color: #e0a35c; }
+  .rewritten { color: #7fd1a3; } .declined { color: #e0a35c; } .unrecognised { color: #e58a8a; }
 }
 """
 _COLUMNS = ("loss", "source", "plan", "bytes moved", "torch's own ops", "notes")

@@ -6,15 +6,16 @@ import os
 import re
 import sysconfig
 import textwrap
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from compile_losses.guard import is_restart
+from compile_losses.guard import Failure, attempt, is_restart
 from compile_losses.lower.cost import megabytes
 from compile_losses.lower.decision import Decision
 
@@ -30,6 +31,10 @@ _LIBRARIES = tuple(
     }
 )
 
+UNRECOGNISED = "unrecognised"
+#: So many lines of a graph are listed for what was not recognised in them.
+_MOST_LINES = 8
+
 
 @dataclass(frozen=True)
 class Site:
@@ -37,8 +42,10 @@ class Site:
 
     Attributes:
         op: the fused op, or the torch function that was left alone; ``"elementwise"`` for what is
-            neither, and whose gradient may be computed with it.
-        status: ``"rewritten"`` or ``"declined"``.
+            neither, and whose gradient may be computed with it; of what was not recognised, the
+            function that reduces a tensor to a number.
+        status: ``"rewritten"``; ``"declined"``; or ``"unrecognised"``, for what is part of a number
+            that the function returns or differentiates, and may be a loss that nobody knew.
         reason: why it was declined, or what was absorbed into the op; may be empty.
         file, line: the innermost frame of the user's own code, outside installed libraries; that
             of a library's model where there is none.
@@ -78,18 +85,37 @@ class Site:
         return "; ".join(note for note in (self.reason, *self.details) if note)
 
 
+@dataclass(frozen=True)
+class Result:
+    """A number that a graph returns, or calls ``backward`` on, and that needs a gradient.
+
+    Attributes:
+        file, line: where it is computed, as of a :class:`Site`.
+        graph: the index of its graph.
+        found: what it is made of: the ops of the sites with their status.
+    """
+
+    file: str
+    line: int
+    graph: int
+    found: tuple[str, ...]
+
+
 @dataclass
 class Report:
     """The losses of one function, in the order in which they run.
 
     Attributes:
-        sites: the losses found.
+        sites: the losses found; behind those of each graph what was not recognised in it, one site
+            for each line.
+        results: the numbers that need a gradient, with what was found below each; of ``explain``.
         graphs: how many graphs Dynamo made of the function.
         graph_breaks: Dynamo's reasons for making more than one.
         errors: why the plan of a graph is not known, or its losses were not looked for.
     """
 
     sites: list[Site] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
     graphs: int = 0
     graph_breaks: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -110,8 +136,11 @@ class Report:
 
     @property
     def summary(self) -> str:
-        header = f"{_count(self.graphs, 'graph')}, {_count(len(self.sites), 'loss', 'losses')}"
-        return f"{header}, {sum(site.status == 'rewritten' for site in self.sites)} rewritten"
+        counts = Counter(site.status for site in self.sites)
+        unrecognised = counts.pop(UNRECOGNISED, 0)
+        losses = _count(counts.total(), "loss", "losses")
+        header = f"{_count(self.graphs, 'graph')}, {losses}, {counts['rewritten']} rewritten"
+        return f"{header}, {unrecognised} unrecognised" if unrecognised else header
 
     @property
     def remarks(self) -> list[str]:
@@ -119,6 +148,11 @@ class Report:
         lines = []
         if self.graphs == 0 and not self.sites:
             lines.append("Dynamo compiled nothing: is the function disabled or skipped?")
+        if len(self.results) > 1 and any(s.status == UNRECOGNISED for s in self.sites):
+            lines += [
+                f"returned, {shorten(result.file)}:{result.line}: {', '.join(result.found)}"
+                for result in self.results
+            ]
         lines += [f"graph break: {_first_line(reason)}" for reason in self.graph_breaks]
         return lines + self.errors
 
@@ -173,6 +207,11 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     without a compiler. Each graph is also compiled by Inductor up to the point where code would be
     generated, for the plan; its inputs' gradients are those that ``args`` ask for.
 
+    Every number that is returned, or on which ``backward`` is called, and that needs a gradient is
+    followed back to the losses found in it. Where a sum, mean or norm in it holds none of them, its
+    line is listed with the status ``"unrecognised"``: it may be a loss that is not known, and is
+    not counted as one.
+
     Args:
         function: any callable or module, compiled or not.
 
@@ -209,6 +248,9 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
             if report.graphs > 0 and OUTSIDE in site.reason:
                 site = replace(site, reason=f"{site.reason}, after a graph break")
             report.sites.append(replace(site, graph=report.graphs))
+        unknown = attempt(lambda: _add_results(report, gm.graph))
+        if isinstance(unknown, Failure):
+            report.errors.append(f"what is not recognised is not known: {unknown.reason}")
         report.graphs += 1
         if any(isinstance(node.target, HigherOrderOperator) for node in gm.graph.nodes):
             # Some of these ops are right only where AOTAutograd has traced them.
@@ -292,6 +334,51 @@ def _with_elementwise(sites: Sequence[Site], decisions: Sequence[Decision]) -> l
             stock_bytes_held=decision.stock.held,
         )
     return result
+
+
+def _add_results(report: Report, graph: Graph) -> None:
+    """Adds what a graph returns to a report that has its sites, and what no site covers."""
+    from compile_losses.recognize.returned import of_parameters, returned_numbers
+
+    own = [site for site in report.sites if site.graph == report.graphs]
+    lines = {(site.file, site.line) for site in own if site.op == "elementwise"}
+    known = {site.mark: site for site in own if site.mark is not None}
+    reductions: dict[tuple[str, int, bool], list[Node]] = {}
+    for returned in returned_numbers(graph, set(known)):
+        below = [site for mark, site in known.items() if mark in returned.marks]
+        found = [f"{site.op} ({site.status})" for site in below]
+        for node in reversed(returned.reductions):  # the walk to them starts at the end
+            file, line = source_of(node)
+            if (file, line) in lines:
+                found.append("elementwise")
+                continue
+            found.append(f"{_function_of(node)} ({UNRECOGNISED})")
+            there = reductions.setdefault((file, line, of_parameters(node)), [])
+            there += [node] if node not in there else []
+        file, line = source_of(returned.node)
+        report.results.append(Result(file, line, report.graphs, tuple(_counted(found))))
+    for i, ((file, line, parameters), nodes) in enumerate(reductions.items()):
+        if i == _MOST_LINES:
+            more = f"and {_count(len(reductions) - i, 'line')} more like it"
+            last = report.sites[-1]
+            report.sites[-1] = replace(last, reason=f"{last.reason}; {more}")
+            break
+        names = ", ".join(_counted(map(_function_of, nodes)))
+        reason = "of parameters alone" if parameters else "no loss that is known was found in it"
+        reason = f"{names}: {reason}" if len(nodes) > 1 else reason
+        op = _function_of(nodes[0])
+        report.sites.append(Site(op, UNRECOGNISED, reason, file, line, graph=report.graphs))
+
+
+def _function_of(node: Node) -> str:
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return str(name).partition(".")[0]
+
+
+def _counted(names: Iterable[str]) -> list[str]:
+    """Each name once, with how often it was there."""
+    counts = Counter(names)
+    return [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
 
 
 def _located(site: Site, function: Callable[..., Any]) -> Site:

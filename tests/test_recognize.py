@@ -37,7 +37,8 @@ def test_match(name, spelling):
     """One site, rewritten to this op; under three inner backends torch's loss and gradients."""
     inputs = spelling.inputs()
     report = compile_losses.explain(spelling.function, *inputs)
-    assert [(s.op, s.status) for s in report.sites] == [(name, "rewritten")], str(report)
+    found = [(s.op, s.status) for s in report.sites if s.status != "unrecognised"]
+    assert found == [(name, "rewritten")], str(report)
     assert report.sites[0].file.endswith(".py")
     assert report.sites[0].line > 0
     for inner, dynamic in (("eager", False), ("aot_eager", False), ("aot_eager", True)):
@@ -90,11 +91,12 @@ def test_near_miss(name, spelling):
     """Nothing is rewritten, a reason is given where the loss was seen, and results are torch's."""
     inputs = spelling.inputs()
     report = compile_losses.explain(spelling.function, *inputs)
-    assert [s for s in report.sites if s.status != "declined"] == [], str(report)
+    assert [s for s in report.sites if s.status == "rewritten"] == [], str(report)
+    declined = [s for s in report.sites if s.status == "declined"]
     if spelling.reason:
-        assert any(spelling.reason in s.reason for s in report.sites), str(report)
+        assert any(spelling.reason in s.reason for s in declined), str(report)
     else:
-        assert report.sites == []
+        assert declined == []
     torch._dynamo.reset()
     actual = run(compile_with(spelling.function, "aot_eager", False), inputs)
     torch.testing.assert_close(actual, run(spelling.function, inputs), equal_nan=True)

@@ -1,0 +1,156 @@
+"""The numbers that a graph returns to be differentiated, and what tensors are reduced to them by.
+
+For reports alone: nothing is changed. A reduction that no site covers may be a loss that was not
+recognised, which is not the same as that there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._pytree import tree_leaves
+
+from compile_losses.lower.decision import site_of
+from compile_losses.recognize.memory import bodies
+from compile_losses.recognize.values import example
+
+
+@dataclass
+class Returned:
+    """A number that a graph returns and that needs a gradient.
+
+    Attributes:
+        node: what computes it.
+        marks: of the sites that it is made of.
+        reductions: the nodes that no site covers and that make one number of tensors of more.
+    """
+
+    node: Node
+    marks: dict[int, None] = field(default_factory=dict)
+    reductions: dict[Node, None] = field(default_factory=dict)
+
+
+def returned_numbers(graph: Graph, marks: set[int]) -> list[Returned]:
+    """Those of a graph whose sites have these marks, and those that it differentiates itself."""
+    return _Scan(graph, marks).returned()
+
+
+def of_parameters(reduction: Node) -> bool:
+    """Whether it reads parameters alone, as a penalty on weights does."""
+    seen, waiting, found = {reduction}, [reduction], False
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            value = example(source)
+            if source in seen or not isinstance(value, Tensor):
+                continue
+            if source.op in ("placeholder", "get_attr"):
+                if not isinstance(value, torch.nn.Parameter):
+                    return False
+                found = True
+            seen.add(source)
+            waiting.append(source)
+    return found
+
+
+class _Scan:
+    """One graph.
+
+    Args:
+        inside: whether it is the body of a higher-order op, in which tracing need not have noted
+            what needs a gradient.
+    """
+
+    def __init__(self, graph: Graph, marks: set[int], *, inside: bool = False) -> None:
+        self.graph = graph
+        self.marks = marks
+        self.inside = inside
+        #: For each tensor the sites whose unreduced losses it is made of.
+        self.below: dict[Node, dict[int, None]] = {}
+        for node in graph.nodes:
+            if (own := self._mark(node)) is not None:
+                self.below[node] = {own: None}
+            else:
+                tensors = (n for n in node.all_input_nodes if not _is_number(n))
+                self.below[node] = {m: None for n in tensors for m in self.below.get(n, ())}
+                for _, body in bodies(node) if _is_higher_order(node) else ():
+                    inner = (self._mark(n) for n in body.graph.nodes)
+                    self.below[node].update(dict.fromkeys(m for m in inner if m is not None))
+
+    def returned(self) -> list[Returned]:
+        (output,) = self.graph.find_nodes(op="output")
+        roots = dict.fromkeys(n for n in tree_leaves(output.args[0]) if isinstance(n, Node))
+        for node in self.graph.nodes:
+            is_call = node.target in ("backward", torch.autograd.backward, torch.autograd.grad)
+            if is_call and node.args:
+                roots |= dict.fromkeys(n for n in tree_leaves(node.args[0]) if isinstance(n, Node))
+        found = [
+            self._walk(root)
+            for root in roots
+            if isinstance(example(root), Tensor) and example(root).dim() == 0 and self._needs(root)
+        ]
+        return [one for one in found if one.marks or one.reductions]
+
+    def _walk(self, root: Node) -> Returned:
+        """Back through numbers to the sites and to the nodes that read tensors of more."""
+        result = Returned(root)
+        seen, waiting = {root}, [root]
+        while waiting:
+            node = waiting.pop()
+            if (own := self._mark(node)) is not None:
+                result.marks[own] = None
+            elif _is_higher_order(node):
+                for _, body in bodies(node):
+                    for inner in _Scan(body.graph, self.marks, inside=True).returned():
+                        result.marks |= inner.marks
+                        result.reductions |= inner.reductions
+            elif node.op in ("call_function", "call_method"):
+                sources = [n for n in node.all_input_nodes if self._needs(n)]
+                tensors = [n for n in sources if not self._is_of_numbers(n)]
+                covered = {mark: None for n in tensors for mark in self.below[n]}
+                result.marks |= covered
+                if tensors and not covered:
+                    result.reductions[node] = None
+                waiting += [n for n in sources if n not in tensors and n not in seen]
+                seen.update(sources)
+        return result
+
+    def _mark(self, node: Node) -> int | None:
+        mark = site_of(node)
+        return mark if mark in self.marks else None
+
+    def _needs(self, node: Node) -> bool:
+        return any(
+            isinstance(value, Tensor)
+            and value.is_floating_point()
+            and (value.requires_grad or self.inside)
+            for value in _values(node)
+        )
+
+    def _is_of_numbers(self, node: Node, depth: int = 0) -> bool:
+        """Whether it is a number, several results, or made of numbers alone: a stack of losses."""
+        if _is_number(node) or not isinstance(example(node), Tensor):
+            return True
+        if node.op not in ("call_function", "call_method") or depth > 3:
+            return False
+        sources = [n for n in node.all_input_nodes if self._needs(n)]
+        return bool(sources) and all(self._is_of_numbers(n, depth + 1) for n in sources)
+
+
+def _values(node: Node) -> Iterable[Any]:
+    return tree_leaves(example(node))
+
+
+def _is_number(node: Node) -> bool:
+    value = example(node)
+    return isinstance(value, Tensor) and statically_known_true(value.numel() == 1)
+
+
+def _is_higher_order(node: Node) -> bool:
+    return isinstance(node.target, HigherOrderOperator)
