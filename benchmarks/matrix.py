@@ -151,7 +151,7 @@ def measure(
     step, mode = compiled[0].step, compiled[0].mode
     with torch.set_grad_enabled(mode == "training"):
         told = compile_losses.explain(step, *step.inputs)
-    plan = "; ".join(", ".join(site.plan) or f"declined: {site.reason}" for site in told.sites)
+    plan = "; ".join(", ".join(site.plan) or f"declined: {site.reason}" for site in told.losses)
     runs = [run.next_call for run in compiled]
     with alone:
         times = time_in_turns(runs, clock, budget_s)

@@ -149,7 +149,7 @@ def losses_found(run: Run, op: str) -> tuple[str, str]:
     import compile_losses
 
     with run.precision():
-        sites = compile_losses.explain(run.setup.loss, *run.batch()).sites
+        sites = compile_losses.explain(run.setup.loss, *run.batch()).losses
     plans = [
         ", ".join(s.plan) if s.status == "rewritten" else f"declined, {s.reason}" for s in sites
     ]

@@ -135,12 +135,17 @@ class Report:
         return page(self)
 
     @property
+    def losses(self) -> list[Site]:
+        """The sites less what was not recognised."""
+        return [site for site in self.sites if site.status != UNRECOGNISED]
+
+    @property
     def summary(self) -> str:
-        counts = Counter(site.status for site in self.sites)
-        unrecognised = counts.pop(UNRECOGNISED, 0)
-        losses = _count(counts.total(), "loss", "losses")
-        header = f"{_count(self.graphs, 'graph')}, {losses}, {counts['rewritten']} rewritten"
-        return f"{header}, {unrecognised} unrecognised" if unrecognised else header
+        losses = self.losses
+        header = f"{_count(self.graphs, 'graph')}, {_count(len(losses), 'loss', 'losses')}"
+        header += f", {sum(site.status == 'rewritten' for site in losses)} rewritten"
+        others = len(self.sites) - len(losses)
+        return f"{header}, {others} {UNRECOGNISED}" if others else header
 
     @property
     def remarks(self) -> list[str]:
@@ -148,7 +153,7 @@ class Report:
         lines = []
         if self.graphs == 0 and not self.sites:
             lines.append("Dynamo compiled nothing: is the function disabled or skipped?")
-        if len(self.results) > 1 and any(s.status == UNRECOGNISED for s in self.sites):
+        if len(self.results) > 1 and self.losses != self.sites:
             lines += [
                 f"returned, {shorten(result.file)}:{result.line}: {', '.join(result.found)}"
                 for result in self.results

@@ -119,7 +119,7 @@ def explain(case: data.Case, device: torch.device) -> list[str]:
     batch = tuple(tensor.to(device) for tensor in next(case.batches(1)))
     report = compile_losses.explain(model, *batch)
     print(f"{case.name}: {case.loss}\n{report}\n")
-    if not report.sites:
+    if not report.losses:
         return [f"{case.name}: no loss was found"]
     return [
         f"{case.name}: {site.op} at {site.file}:{site.line} is {site.status}: {site.reason}"

@@ -66,6 +66,9 @@ A call counts in every row whose option it uses.
   `backward` before.
 - Infinite class weights with label smoothing or class probabilities, and infinite class
   probabilities, give nan with ours where torch's loss is infinite in some cases.
+- Binary cross entropy that is written out, and `multilabel_soft_margin_loss`, are nan as
+  `binary_cross_entropy_with_logits` where a logit is -inf and its target positive; torch's own are
+  infinite there. Their gradients are the same.
 - With an infinite `grad_output` compiled code has the unit gradient times that: of `cross_entropy`
   an infinity, where torch takes it from itself and has nan.
 - A unit gradient has the dtype of the input. What is below its smallest normal number, or above its

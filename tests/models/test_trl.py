@@ -124,9 +124,9 @@ def test_log_probabilities_of_tokens(dtype):
 
     report = compile_losses.explain(step)
     if dtype == torch.float32:  # the logsumexp of each sample, stacked: not a spelling of ours
-        assert report.sites == []
+        assert report.losses == []
     else:
-        found = [(site.op, site.status) for site in report.sites]
+        found = [(site.op, site.status) for site in report.losses]
         assert found == [("cross_entropy", "rewritten")] * len(tokens)
 
 
@@ -139,4 +139,4 @@ def test_preference_loss():
         scores = logits.log_softmax(-1)[..., 3].sum(-1)
         return -F.logsigmoid(scores[0] - scores[1])
 
-    assert compile_losses.explain(step).sites == []
+    assert compile_losses.explain(step).losses == []

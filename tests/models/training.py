@@ -47,9 +47,9 @@ def check_step(
     """
     loss, expected = gradients(model, step)
     report = compile_losses.explain(step)
-    declined = [site for site in report.sites if site.status != "rewritten"]
+    declined = [site for site in report.losses if site.status != "rewritten"]
     assert not declined, str(report)
-    assert sorted(site.op for site in report.sites) == sorted(rewritten), str(report)
+    assert sorted(site.op for site in report.losses) == sorted(rewritten), str(report)
     torch._dynamo.reset()
     options = {"inner_backend": inner_backend}
     compiled = compiled or torch.compile(step, backend="compile_losses", options=options)
