@@ -21,7 +21,7 @@ import torch
 from compile_losses.recognize.constants import constant
 from compile_losses.recognize.polynomial import Atom, OpaqueError, Polynomial, atom, number
 from compile_losses.recognize.shadow import Shadow, aten, compute, same_sizes
-from compile_losses.recognize.values import Value
+from compile_losses.recognize.values import Value, example
 
 #: What is looked for, in words.
 BODY = (
@@ -356,6 +356,8 @@ class _Body:
 
     def _is_zero(self, value: Value) -> bool:
         value = self.shadow.resolve(value)
+        if value.whole and getattr(example(value.node), "requires_grad", False):
+            return False
         while value.op is aten.detach.default:
             value = self.shadow.resolve(value.args[0])
         if value.op is None:  # torch.zeros(...), which has no tensor among its arguments

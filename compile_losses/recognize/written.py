@@ -320,7 +320,9 @@ def _product(weights: tuple[Value, ...]) -> Value | None:
 
 
 def _needs_gradient(value: Value | None) -> bool:
-    nodes = () if value is None else sources(value.argument)
+    if value is None or value.op is aten.new_full.default:  # of a number
+        return False
+    nodes = sources(value.argument)
     return any(getattr(example(node), "requires_grad", False) for node in nodes)
 
 
