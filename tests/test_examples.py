@@ -12,8 +12,9 @@ from torch._inductor.utils import fresh_cache
 
 import compile_losses
 from compile_losses import backend, recognize
+from tests import ROOT
 
-EXAMPLES = compile_losses.library.PACKAGE.parent / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture

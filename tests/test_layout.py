@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import compile_losses
 from compile_losses.__main__ import public_ops
+from compile_losses.library import PACKAGE
 from compile_losses.recognize.table import TABLE
+from tests import ROOT
 from tests.specs import SPECS
 
-ROOT = compile_losses.library.PACKAGE.parent
 LOSSES = public_ops()
 #: Losses made of other losses' kernels and of products of ATen: no kernels of their own.
 COMPOSED = {"linear_cross_entropy"}
@@ -46,7 +46,7 @@ def test_op(op):
 def test_composed_loss(loss):
     for suffix in ("forward", "backward", "with_grad"):
         assert f"fused::{loss}_{suffix}" in OPS
-    assert (ROOT / f"compile_losses/ops/{loss}.py").is_file()
+    assert (PACKAGE / f"ops/{loss}.py").is_file()
     assert (ROOT / f"tests/test_{loss}.py").is_file()
 
 
@@ -59,13 +59,13 @@ def test_loss(loss):
     own = {part for part in made_of if not any(part.startswith(other) for other in others)}
     assert own == set(spec.parts)
     for path in (
-        f"csrc/losses/{loss}.h",
-        f"csrc/cpu/{loss}.cpp",
-        f"csrc/cuda/{loss}.cu",
-        f"compile_losses/ops/{loss}.py",
-        f"tests/specs/{loss}.py",
+        ROOT / f"csrc/losses/{loss}.h",
+        ROOT / f"csrc/cpu/{loss}.cpp",
+        ROOT / f"csrc/cuda/{loss}.cu",
+        PACKAGE / f"ops/{loss}.py",
+        ROOT / f"tests/specs/{loss}.py",
     ):
-        assert (ROOT / path).is_file(), f"{path} is missing"
+        assert path.is_file(), f"{path} is missing"
     assert spec.near_misses, "no spelling that must not match"
     if hasattr(F, loss):
         assert any(row.name == loss and row.convert for row in TABLE), "no row in the table"
@@ -110,7 +110,7 @@ def test_kernel_sources_have_no_torch_headers():
 
 def test_binding_does_no_arithmetic_per_device():
     """The device is chosen by the build; only csrc/cuda knows CUDA's launch syntax."""
-    for path in (ROOT / "compile_losses").rglob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         if path.parts[-2] in ("demo",) or path.name in ("library.py", "__main__.py"):
             continue
         assert '"cuda' not in path.read_text(), f"{path} hard-codes a device"

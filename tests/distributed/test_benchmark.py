@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks import linear_steps, plots, report
-from compile_losses.library import PACKAGE
+from tests import ROOT
 from tests.distributed.contenders import BROKEN
 
 OURS = ("ours", "ours_linear", "ours_compiled")
@@ -26,7 +26,7 @@ def rows(tmp_path_factory):
     subprocess.run(
         [*command, "-m", "tests.distributed.contenders", *options, *more],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        cwd=PACKAGE.parent,
+        cwd=ROOT,
         timeout=300,
         check=True,
     )

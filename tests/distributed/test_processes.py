@@ -13,11 +13,8 @@ import sys
 import pytest
 import torch
 
-from compile_losses.library import PACKAGE
+from tests import ROOT
 from tests.distributed.ranks import CHECKS, WORLD
-
-ROOT = PACKAGE.parent
-
 
 TWO_GPUS = [
     pytest.mark.gpu,
