@@ -267,6 +267,17 @@ def test_inlined_on_a_gpu_is_stocks(loss, dtype, scales_once, no_code):
     assert ours == stock
 
 
+@pytest.mark.parametrize("loss", ["cross entropy", "smoothed", "probabilities"])
+def test_gradient_reads_what_the_forward_computed(loss, scales_once, graphs, no_code):
+    linear, x, target = nn.Linear(16, 12), torch.randn(8, 16), torch.rand(8, 12)
+    compiled = torch.compile(
+        lambda x, t: STOCK[loss](F.gelu(linear(x)), t), backend="compile_losses"
+    )
+    compiled(x, target).backward()
+    assert "fused" not in graphs["joint"][-1]
+    assert graphs["joint"][-1].count("aten.log.default") == 1
+
+
 @pytest.mark.filterwarnings("ignore:reduction")
 @pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"])
 def test_inlined_mean_of_nothing(loss, scales_once, graphs, no_code, monkeypatch):

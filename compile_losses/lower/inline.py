@@ -31,6 +31,7 @@ from compile_losses.lower.calls import (
     named_arguments,
 )
 from compile_losses.lower.cost import MATMULS
+from compile_losses.lower.saved import share
 from compile_losses.ops.checks import (
     REDUCTIONS,
     accumulation_type,
@@ -58,11 +59,18 @@ def inline(loss: Loss) -> bool:
     traced = [_trace(call, reference) for call in calls]
     if None in traced or not _only_saved_for(loss):
         return False
+    spliced = []
     for call, replacement in zip(calls, traced, strict=True):
-        results = _splice(call.graph, call, replacement)  # type: ignore[arg-type]
+        results, nodes = _splice(call.graph, call, replacement)  # type: ignore[arg-type]
+        spliced.append(nodes)
         if call is not loss.forward:
             for gradient in results:
                 _hold_layout(gradient)
+    *backwards, forward = spliced
+    # Torch's formulas for elementwise gradients read nothing of the forward.
+    if not is_elementwise(loss.name):
+        for backward in backwards:
+            share(forward, backward)
     return True
 
 
@@ -194,8 +202,12 @@ def _backward(
     return tuple(results) if needs else results[0]
 
 
-def _splice(graph: Graph, node: Node, replacement: Graph) -> list[Node]:
-    """Puts a traced call in the place of the call; the nodes of its results that are read."""
+def _splice(graph: Graph, node: Node, replacement: Graph) -> tuple[list[Node], list[Node]]:
+    """Puts a traced call in the place of the call.
+
+    Returns:
+        Its results that are read, and all of its nodes.
+    """
     placeholders = replacement.find_nodes(op="placeholder")
     copies = dict(zip(placeholders, node.all_input_nodes, strict=True))
     results: Any = None
@@ -216,10 +228,12 @@ def _splice(graph: Graph, node: Node, replacement: Graph) -> list[Node]:
                 item.replace_all_uses_with(each[item.args[1]])  # type: ignore[index]
             graph.erase_node(item)
     graph.erase_node(node)
-    for copy in reversed([copies[n] for n in replacement.nodes if n.op == "call_function"]):
+    nodes = [copies[n] for n in replacement.nodes if n.op == "call_function"]
+    for copy in reversed(nodes):
         if not copy.users:  # the place of a gradient that is not needed
             graph.erase_node(copy)
-    return [each for each in tree_leaves(results) if isinstance(each, Node) and each.users]
+    read = [each for each in tree_leaves(results) if isinstance(each, Node) and each.users]
+    return read, [copy for copy in nodes if copy.users]
 
 
 def _hold_layout(gradient: Node) -> None:

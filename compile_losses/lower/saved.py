@@ -1,0 +1,36 @@
+"""What an inlined gradient reads of the inlined loss, as torch's own saves it."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+
+def share(forward: list[Node], backward: list[Node]) -> None:
+    """Has a gradient read what it would compute a second time.
+
+    Torch's own reads what its forward saved. The partitioner does not find by itself what two nodes
+    compute alike: since torch 2.14 it keeps apart what a gradient reads and what none does.
+
+    Args:
+        forward, backward: the nodes of one loss and of one gradient of it, in their order, without
+            side effects.
+    """
+    first: dict[tuple[object, str], Node] = {}
+    same: dict[Node, Node] = {}
+
+    def computed(node: Node) -> tuple[object, str]:
+        # By their text, in which -0.0 is not 0.0, and 1 neither 1.0 nor True.
+        return node.target, repr(map_arg((node.args, node.kwargs), lambda n: same.get(n, n)))
+
+    for node in forward:
+        same[node] = first.setdefault(computed(node), node)
+    for node in backward:
+        same[node] = first.get(computed(node), node)
+    for node in reversed(backward):
+        if same[node] is node:
+            continue
+        if node.all_input_nodes:  # a constant is made where it is read
+            node.replace_all_uses_with(same[node])
+        if not node.users:
+            node.graph.erase_node(node)
