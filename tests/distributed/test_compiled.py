@@ -61,6 +61,15 @@ def compiled(function, tensors, **options):
     return report, graphs
 
 
+def skip_unless_torch_traces(function, tensors, **options):
+    """Torch 2.15.0 fails to gather from a DTensor of symbolic sizes, ours or not."""
+    torch._dynamo.reset()
+    try:
+        torch.compile(function, backend="eager", fullgraph=True, **options)(*tensors)
+    except torch._dynamo.exc.TorchRuntimeError as error:
+        pytest.skip(f"torch itself does not trace it: {error}")
+
+
 def collectives_of(graph):
     found = []
     for node in graph:
@@ -127,6 +136,7 @@ def test_as_much_communication_as_in_eager_mode(case, dynamic, monkeypatch):
     monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
     function, layouts, shapes, alone = CASES[case]
     tensors = arguments(layouts.split(), *(SHAPES[shape] for shape in shapes))
+    skip_unless_torch_traces(function, tensors, dynamic=dynamic)
     report, (forward, backward) = compiled(function, tensors, dynamic=dynamic)
     assert [site.status for site in report.sites] == ["rewritten"], report
     assert ("linear" in case) == (report.sites[0].op == "linear_cross_entropy")
@@ -156,9 +166,13 @@ def test_the_gradient_of_sharded_rows_is_hoisted():
 
 
 def test_a_rank_s_part_of_the_loss_is_left_to_torch():
-    """Ours is placed otherwise: replicated, where torch's is an average of parts."""
+    """Ours is placed otherwise: replicated, where torch's is a sum of parts."""
     tensors = arguments(("0", "0"), (ROWS, CLASSES), (ROWS,))
-    report = compile_losses.explain(lambda x, t: F.cross_entropy(x, t).to_local(), *tensors)
+
+    def function(x, t):
+        return F.cross_entropy(x, t, reduction="sum").to_local()
+
+    report = compile_losses.explain(function, *tensors)
     (site,) = report.sites
     assert site.status == "declined"
     assert "a rank's part of it is read" in site.reason
