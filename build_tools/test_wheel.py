@@ -113,7 +113,7 @@ def main() -> int:
     status = run(
         *["-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={outcome}", *rest]
     ).returncode
-    if arguments.record:
+    if arguments.record and status in (0, 1):  # pytest ran to the end
         record(json.loads(told.stdout), rest, outcome)
     shutil.rmtree(folder)
     return status or told.returncode
