@@ -140,7 +140,7 @@ def compare(function, inputs, **tolerance):
 
 
 def only_site(function, inputs):
-    (site,) = compile_losses.explain(function, *inputs).sites
+    (site,) = compile_losses.explain(function, *inputs).losses
     return site
 
 
@@ -213,7 +213,7 @@ def test_cross_entropy_alone(name):
 @pytest.mark.parametrize("function", [logits_changed_in_place, cut, no_grad_layer])
 def test_never_taken_along(function):
     inputs = head()
-    for site in compile_losses.explain(function, *inputs).sites:
+    for site in compile_losses.explain(function, *inputs).losses:
         assert site.op == "cross_entropy"
     compare(function, inputs)
 
