@@ -62,7 +62,7 @@ def compiled(function, tensors, **options):
 
 
 def skip_unless_torch_traces(function, tensors, **options):
-    """Torch 2.15.0 fails to gather from a DTensor of symbolic sizes, ours or not."""
+    """Torch 2.14 and 2.15 fail to gather from a DTensor of symbolic sizes, without us, too."""
     torch._dynamo.reset()
     try:
         torch.compile(function, backend="eager", fullgraph=True, **options)(*tensors)
