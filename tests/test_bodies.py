@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import compile_losses
@@ -102,9 +103,10 @@ def test_bodies(name, way):
     x, target = torch.randn(8, 12), torch.randn(8, 12)
     torch._dynamo.reset()
     expected = outcome(torch.compile(function), x, target)
-    calls = count_fused_calls(
-        lambda: torch.testing.assert_close(run_compiled(function, way, x, target), expected)
-    )
+    with fresh_cache():  # a loss this small is inlined: it is seen in tracing alone
+        calls = count_fused_calls(
+            lambda: torch.testing.assert_close(run_compiled(function, way, x, target), expected)
+        )
     assert (calls > 0) is (reason is None)
     torch._dynamo.reset()
     report = compile_losses.explain(function, x.requires_grad_(), target)
