@@ -30,7 +30,7 @@ def pair():
 @pytest.mark.parametrize("name", CALLS)
 def test_declined(name):
     function, (a, b) = CALLS[name], pair()
-    (site,) = compile_losses.explain(function, a, b).sites
+    (site,) = compile_losses.explain(function, a, b).losses
     assert site.status == "declined"
     assert "complex64" in site.reason, site.reason
     torch._dynamo.reset()

@@ -602,7 +602,7 @@ def test_explained():
     def known(x, t):
         return F.binary_cross_entropy(x.sigmoid(), t.sigmoid())
 
-    (site,) = compile_losses.explain(model, *pair(32, 48)).sites
+    (site,) = compile_losses.explain(model, *pair(32, 48)).losses
     assert (site.op, site.status, site.plan[0]) == (
         "elementwise",
         "rewritten",
@@ -611,16 +611,16 @@ def test_explained():
     assert (site.file, site.line) == (__file__, line_of("# explained"))
     assert site.bytes_moved < site.stock_bytes_moved
     x, t = pair(32, 48)
-    (site,) = compile_losses.explain(declined, x, t, torch.rand(32, 48)).sites
+    (site,) = compile_losses.explain(declined, x, t, torch.rand(32, 48)).losses
     assert (site.op, site.status, site.line) == (
         "elementwise",
         "declined",
         line_of("# not explained"),
     )
     assert "in the same loop" in site.reason
-    (site,) = compile_losses.explain(known, *pair(32, 48)).sites
+    (site,) = compile_losses.explain(known, *pair(32, 48)).losses
     assert (site.op, site.status) == ("binary_cross_entropy", "rewritten")
-    (site,) = compile_losses.explain(lambda x, t: (x - t).sum(), *pair(32, 48)).sites
+    (site,) = compile_losses.explain(lambda x, t: (x - t).sum(), *pair(32, 48)).losses
     assert site.status == "unrecognised"
     with torch.no_grad():
         assert not compile_losses.explain(model, *pair(32, 48)).sites

@@ -120,7 +120,7 @@ def test_head_before_a_graph_break():
         torch._dynamo.graph_break()
         return F.cross_entropy(logits, t)
 
-    (site,) = compile_losses.explain(step, torch.randn(6, 8), torch.arange(6)).sites
+    (site,) = compile_losses.explain(step, torch.randn(6, 8), torch.arange(6)).losses
     assert (site.op, site.status, site.graph) == ("cross_entropy", "rewritten", 1)
     assert site.reason == (
         "without its linear layer: its logits are an input of this graph, after a graph break"
@@ -149,7 +149,7 @@ def test_restarted_analysis():
         for scale in (2.5, 3.5):
             report = compile_losses.explain(step, h, t, scale)
             assert report.errors == []
-            (site,) = report.sites
+            (site,) = report.losses
             assert site.status == "rewritten"
             assert site.plan
 
@@ -162,7 +162,7 @@ def test_failed_plan(monkeypatch):
 
     monkeypatch.setattr("compile_losses.backend.decide", fails)
     report = compile_losses.explain(F.mse_loss, torch.rand(3), torch.rand(3))
-    (site,) = report.sites
+    (site,) = report.losses
     assert site.details == ("no plan: NotImplementedError: no such lowering",)
     assert report.remarks == ["no plan: NotImplementedError: no such lowering"]
 
@@ -187,7 +187,7 @@ def test_part_of_a_larger_form():
         losses.mul_(2)
         return losses.mean()
 
-    (site,) = compile_losses.explain(step, torch.randn(6, 8), torch.arange(6)).sites
+    (site,) = compile_losses.explain(step, torch.randn(6, 8), torch.arange(6)).losses
     assert (site.op, site.status) == ("cross_entropy", "rewritten")
     assert "part of a larger form that stays torch's: " in site.reason
     assert "changed in place" in site.reason

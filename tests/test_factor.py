@@ -152,7 +152,7 @@ def test_weighted_mean():
         return F.mse_loss(p, t, weight=w)
 
     inputs = torch.randn(8, 16), torch.randn(8, 12), torch.rand(8, 12)
-    (site,) = compile_losses.explain(Head(loss), *inputs).sites
+    (site,) = compile_losses.explain(Head(loss), *inputs).losses
     assert site.plan == ("kernel", "hoisted with its factor", "in place", "scale in place")
 
 

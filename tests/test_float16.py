@@ -31,7 +31,7 @@ def test_sums_out_of_range(case, inner):
     a.requires_grad_()
     w = torch.rand(4000, 60).half() + 0.5
     function = CASES[case]
-    (site,) = compile_losses.explain(function, a, b, w).sites
+    (site,) = compile_losses.explain(function, a, b, w).losses
     assert site.status == "rewritten"
     compiled = torch.compile(
         function, backend="compile_losses", options={"inner_backend": inner}, dynamic=False
@@ -52,7 +52,7 @@ def test_reciprocals_out_of_range():
     def loss(a, b, v):
         return ((a - b) ** 2 / v).sum()
 
-    (site,) = compile_losses.explain(loss, a, b, v).sites
+    (site,) = compile_losses.explain(loss, a, b, v).losses
     assert site.status == "rewritten"
     compiled = torch.compile(loss, backend="compile_losses")
     exact = loss(a.double(), b.double(), v.double())
@@ -66,7 +66,7 @@ def test_cast_of_one_argument():
     def loss(x, t):
         return F.binary_cross_entropy_with_logits(x, t.float())
 
-    (site,) = compile_losses.explain(loss, x, t).sites
+    (site,) = compile_losses.explain(loss, x, t).losses
     assert (site.status, site.reason) == ("rewritten", "absorbed a cast from bfloat16")
     compiled = torch.compile(loss, backend="compile_losses", options={"inner_backend": "eager"})
     torch.testing.assert_close(compiled(x, t), loss(x, t))

@@ -87,7 +87,7 @@ def heads():
 def test_plan_of_a_head(head):
     function, inputs, plan = heads()[head]
     report = compile_losses.explain(function, *inputs)
-    (site,) = report.sites
+    (site,) = report.losses
     assert report.errors == []
     assert site.plan == plan
     assert site.bytes_moved <= 1.05 * site.stock_bytes_moved
@@ -267,7 +267,7 @@ def test_small_elementwise_losses(loss, dtype, large, losses_are_small):
     for count in (rows - 1, rows):
         made = [torch.rand(count, large[1], dtype=dtype) + 0.1 for _ in range(2)]
         input, target = made[0].requires_grad_(), made[1]
-        (site,) = compile_losses.explain(lambda a, b: getattr(F, loss)(a, b), input, target).sites
+        (site,) = compile_losses.explain(lambda a, b: getattr(F, loss)(a, b), input, target).losses
         assert site.plan[0] == ("kernel" if count == rows else "inlined")
         assert ("inlined: it is small" in site.notes) == (count < rows)
 
@@ -360,7 +360,7 @@ def test_dynamic_shapes_are_planned():
     inputs = real(6)
     for tensor in inputs:
         torch._dynamo.mark_dynamic(tensor, 0)
-    (site,) = compile_losses.explain(Head(F.mse_loss), *inputs).sites
+    (site,) = compile_losses.explain(Head(F.mse_loss), *inputs).losses
     assert site.plan == ("kernel", "hoisted", "in place", "scale in place")
     assert site.bytes_moved == 3 * 6 * 12 * 4
 
@@ -383,7 +383,7 @@ def test_nothing_is_disturbed(door):
             frames = torch._dynamo.utils.counters["frames"]["ok"]
             rng = torch.get_rng_state()
             for _ in range(2):
-                (site,) = compile_losses.explain(compiled, *inputs).sites
+                (site,) = compile_losses.explain(compiled, *inputs).losses
                 assert site.plan[0] == "kernel"
             assert torch.equal(torch.get_rng_state(), rng)
             assert all(getattr(config, slot) is value for slot, value in before.items())

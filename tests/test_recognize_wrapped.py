@@ -146,5 +146,5 @@ def test_subclass_as_target(loss, way):
     actual = gradients(lambda *inputs: run_compiled(step, way, *inputs))
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
     torch._dynamo.reset()
-    (site,) = compile_losses.explain(step, x, target).sites
+    (site,) = compile_losses.explain(step, x, target).losses
     assert (site.status, "Tagged" in site.reason) == ("declined", True)

@@ -99,7 +99,7 @@ def test_gradients_are_compared():
     def change(match):
         match.kwargs.pop("weight", None)
 
-    (site,) = report_of(weighted, pair(), change=change).sites
+    (site,) = report_of(weighted, pair(), change=change).losses
     assert "verification" in site.reason
 
 
@@ -109,7 +109,7 @@ def test_large_and_symbolic_sizes():
 
     inputs = (torch.randn(64, 32, 1000), torch.randint(1000, (64, 32)))
     for dynamic in (False, True):
-        (site,) = report_of(loss, inputs, dynamic=dynamic).sites
+        (site,) = report_of(loss, inputs, dynamic=dynamic).losses
         assert (site.status, site.reason) == ("rewritten", "")
 
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_evaluated_is_rewritten_and_said(monkeypatch):
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(module._Comparison, "_original", original)
-    (site,) = report_of(lambda a, b: ((a - b) ** 2).mean(), pair()).sites
+    (site,) = report_of(lambda a, b: ((a - b) ** 2).mean(), pair()).losses
     assert (site.status, site.reason) == ("rewritten", "not verified: no kernel")
 
 

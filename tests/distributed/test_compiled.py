@@ -159,7 +159,7 @@ def test_the_gradient_of_sharded_rows_is_hoisted():
     """The lower passes see a rank's own part of the loss, and treat it like any other."""
     tensors = arguments(("0", "R", "0"), (ROWS, HIDDEN), (CLASSES, HIDDEN), (ROWS,))
     report = compile_losses.explain(lambda h, w, t: F.cross_entropy(h @ w.t(), t), *tensors)
-    (site,) = report.sites
+    (site,) = report.losses
     assert site.status == "rewritten"
     assert "hoisted" in site.plan
     assert "in place" in site.plan
@@ -169,7 +169,7 @@ def test_a_rank_s_part_of_the_loss_is_left_to_torch():
     """Ours is placed otherwise: a sum of parts, where torch's is an average of them."""
     tensors = arguments(("0", "0"), (ROWS, CLASSES), (ROWS, CLASSES))
     report = compile_losses.explain(lambda x, y: F.mse_loss(x, y).to_local(), *tensors)
-    (site,) = report.sites
+    (site,) = report.losses
     assert site.status == "declined"
     assert "a rank's part of it is read" in site.reason
 
@@ -177,7 +177,7 @@ def test_a_rank_s_part_of_the_loss_is_left_to_torch():
 def test_what_has_no_sharded_form_is_left_to_torch():
     tensors = arguments(("1", "1"), (ROWS, CLASSES), (ROWS, CLASSES))
     report = compile_losses.explain(lambda x, q: F.cross_entropy(x, q.softmax(1)), *tensors)
-    (site,) = report.sites
+    (site,) = report.losses
     assert site.status == "declined"
     assert "no sharded form" in site.reason
 

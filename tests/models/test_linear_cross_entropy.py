@@ -42,7 +42,7 @@ def test_models(name, dtype):
     exact_model = MODELS[name]()[0].eval().double()
     exact_model.load_state_dict(model.state_dict())
     step = training_step(model, batch)
-    (site,) = compile_losses.explain(step).sites
+    (site,) = compile_losses.explain(step).losses
     assert (site.op, site.status) == ("linear_cross_entropy", "rewritten"), site
     assert ("soft-cap" in site.reason) == (name == "Gemma 2")
     assert ("factor" in site.reason) == (name == "Granite")
@@ -66,7 +66,7 @@ def test_num_items_in_batch():
 def test_returned_logits_are_left():
     """Whoever compiles the model itself gets its logits; the loss alone is fused."""
     model, batch = MODELS["Llama"]()
-    (site,) = compile_losses.explain(model, **batch).sites
+    (site,) = compile_losses.explain(model, **batch).losses
     assert (site.op, site.status) == ("cross_entropy", "rewritten")
     assert "the logits have other users" in site.reason
 

@@ -256,11 +256,11 @@ def test_where():
     def step():
         return model(**batch).loss
 
-    (site,) = compile_losses.explain(step).sites
+    (site,) = compile_losses.explain(step).losses
     assert site.file == __file__
     assert site.line == step.__code__.co_firstlineno + 1
     # Without a line of the user's: the model's, not that of transformers' loss functions.
-    (site,) = compile_losses.explain(model, **batch).sites
+    (site,) = compile_losses.explain(model, **batch).losses
     assert site.file.endswith("modeling_vit.py")
 
 
