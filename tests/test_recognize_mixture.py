@@ -88,7 +88,7 @@ def sites_of(function, inputs):
     torch._dynamo.reset()
     ours = run(compile_with(function, "aot_eager", False), inputs)
     torch.testing.assert_close(ours, run(function, inputs), rtol=1e-5, atol=1e-6)
-    return [(s.op, s.status, s.reason) for s in compile_losses.explain(function, *inputs).sites]
+    return [(s.op, s.status, s.reason) for s in compile_losses.explain(function, *inputs).losses]
 
 
 def test_mixture_without_gradients():
