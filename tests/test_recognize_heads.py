@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from compile_losses.recognize import linear
-from tests.test_recognize_linear import CLASSES, HIDDEN, compare, flat, head, only_site
+from tests.test_recognize_linear import (
+    CLASSES,
+    HIDDEN,
+    check_alone,
+    compare,
+    flat,
+    head,
+    only_site,
+)
 from tests.test_recognize_linear import small_chunks as small_chunks  # a fixture of this file, too
 
 ROWS = 12  # of labels, with the leading dimensions merged
@@ -314,14 +322,7 @@ NEAR_MISSES = {
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_misses(name):
     function, reason = NEAR_MISSES[name]
-    inputs = head()
-    site = only_site(function, inputs)
-    assert (site.op, site.status) == ("cross_entropy", "rewritten"), site
-    if reason is None:
-        assert "without its linear layer" not in site.reason
-    else:
-        assert reason in site.reason, site.reason
-    compare(function, inputs)
+    check_alone(function, reason, head())
 
 
 def rows_with_labels(h, w, b, t):
@@ -362,11 +363,7 @@ NARROW_MISSES = {
 @pytest.mark.parametrize("name", NARROW_MISSES)
 def test_near_misses_of_16_bits(name):
     function, reason = NARROW_MISSES[name]
-    inputs = head(torch.bfloat16)
-    site = only_site(function, inputs)
-    assert (site.op, site.status) == ("cross_entropy", "rewritten"), site
-    assert reason in site.reason, site.reason
-    compare(function, inputs, rtol=5e-2, atol=5e-2)
+    check_alone(function, reason, head(torch.bfloat16), rtol=5e-2, atol=5e-2)
 
 
 def test_copies_of_the_weight_pay_for_many_rows(monkeypatch):

@@ -12,7 +12,7 @@ from compile_losses.ops.checks import NARROW
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.memory import memory_of, storage_of
 from compile_losses.recognize.shadow import aten, compute
-from compile_losses.recognize.values import Value
+from compile_losses.recognize.values import Value, whole
 
 
 def absorb(match: Match) -> None:
@@ -106,7 +106,7 @@ def _without_cast(match: Match, argument: Any) -> tuple[Any, Node | None] | None
     if found is None:
         return None
     source, cast = found
-    value = source if isinstance(source, Value) else Value(example(source), source, whole=True)
+    value = source if isinstance(source, Value) else whole(source)
     moved = compute(argument.op, value, *argument.args[1:])
     return None if moved is None else (moved, cast)
 

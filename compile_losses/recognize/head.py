@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from compile_losses.recognize.match import example
 from compile_losses.recognize.shadow import aten, compute
-from compile_losses.recognize.values import Value
+from compile_losses.recognize.values import Value, whole
 
 _LINEAR = (torch._C._nn.linear, torch.nn.functional.linear, aten.linear.default)
 #: input @ weight.t(); as methods, by their names.
@@ -86,7 +86,7 @@ def _linear(node: Node) -> tuple[Value, Value, Value | None]:
         raise NotAbsorbedError("its arguments are not those of a linear layer")
     if example(weight).dim() != 2 or not isinstance(bias, Node | None):
         raise NotAbsorbedError("its arguments are not those of a linear layer")
-    return _value(input), _value(weight), None if bias is None else _value(bias)
+    return whole(input), whole(weight), None if bias is None else whole(bias)
 
 
 def _einsum(node: Node) -> tuple[Value, Value, Value | None] | None:
@@ -101,7 +101,7 @@ def _einsum(node: Node) -> tuple[Value, Value, Value | None] | None:
     if len(terms) != 2 or not all(isinstance(argument, Node) for argument in given):
         return None
     tensors = [
-        (term, _value(n)) for term, n in zip(terms, given, strict=True) if isinstance(n, Node)
+        (term, whole(n)) for term, n in zip(terms, given, strict=True) if isinstance(n, Node)
     ]
     for (of_input, input), (of_weight, weight) in (tensors, tensors[::-1]):
         rows, hidden, classes = of_input[:-1], of_input[-1:], result[-1:]
@@ -122,11 +122,7 @@ def _tensors(node: Node, many: int) -> list[Value]:
         return []
     if not all(isinstance(example(argument), Tensor) for argument in nodes):
         return []
-    return [_value(argument) for argument in nodes]
-
-
-def _value(node: Node) -> Value:
-    return Value(example(node), node, whole=True)
+    return [whole(argument) for argument in nodes]
 
 
 def _cast(value: Value, dtype: torch.dtype) -> Value:

@@ -19,7 +19,14 @@ from typing import Any
 import torch
 
 from compile_losses.recognize.constants import constant
-from compile_losses.recognize.polynomial import Atom, OpaqueError, Polynomial, atom, number
+from compile_losses.recognize.polynomial import (
+    Atom,
+    OpaqueError,
+    Polynomial,
+    atom,
+    combined,
+    number,
+)
 from compile_losses.recognize.shadow import Shadow, aten, compute, same_sizes
 from compile_losses.recognize.values import Value, example
 
@@ -248,14 +255,9 @@ class _Body:
         left, right = (self._operand(argument, value) for argument in value.args[:2])
         if len(value.args) > 2:
             raise OpaqueError
-        if packet is aten.rsub:
-            left, right = right, left
-        if packet is aten.add:
-            return left + right
-        if packet in (aten.sub, aten.rsub):
-            return left - right
-        if packet is aten.mul:
-            return left * right
+        result = combined(packet, left, right)
+        if result is not None:
+            return result
         divisor = right.get(frozenset())
         if divisor is None or len(right) > 1 or not value.fake.is_floating_point():
             raise OpaqueError

@@ -35,17 +35,15 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 OUTSIDE = "its logits are an input of this graph"
 #: Other ops that some models have between a layer and its loss: why they stay.
 _STAY = {
-    aten.clamp: "bounds the logits, which the op does not",
-    aten.clamp_min: "bounds the logits, which the op does not",
-    aten.clamp_max: "bounds the logits, which the op does not",
-    aten.hardtanh: "bounds the logits, which the op does not",
+    **dict.fromkeys(
+        (aten.clamp, aten.clamp_min, aten.clamp_max, aten.hardtanh),
+        "bounds the logits, which the op does not",
+    ),
     aten.nan_to_num: "replaces what is not finite among the logits, which the op does not",
     aten.div: "rounds the logits",
-    aten.native_dropout: "drops some of the logits",
     aten.cat: "puts the logits of several layers together: one layer of all their weights can be "
     "computed with its loss",
     aten.gather: "picks classes for each row",
-    aten.rsqrt: "makes a soft-cap that is not that of tanh",
 }
 
 
@@ -264,9 +262,10 @@ class _Walk:
     def _for_each_class(self, tensor: Value, step: Value) -> Value | None:
         """A tensor that is broadcast along the rows, as [classes]."""
         shape = _aligned(tensor, step)
-        if not all(statically_known_true(n == 1) for n in _without(shape, self.logits.class_dim)):
+        classes = shape.pop(self.logits.class_dim)
+        if not all(statically_known_true(size == 1) for size in shape):
             return None
-        if not statically_known_true(shape[self.logits.class_dim] == self.classes):
+        if not statically_known_true(classes == self.classes):
             return None
         return tensor if tensor.fake.dim() == 1 else computed(aten.reshape.default, tensor, [-1])
 
@@ -287,8 +286,7 @@ class _Walk:
         if not isinstance(other, Value):
             raise NotAbsorbedError(f"{step.node.name} scales the logits by {_name(other)}")
         self._check_uncapped(f"{step.node.name} scales the logits by a tensor")
-        if not same_sizes(step.fake.shape, _followed(step).fake.shape):  # type: ignore[union-attr]
-            raise NotAbsorbedError(f"{step.node.name} repeats the logits")
+        _check_size(step)
         self._check_dtype(step)
         logits, shape, op = self.logits, _aligned(other, step), step.op
         if all(statically_known_true(size == 1) for size in shape):
@@ -322,9 +320,8 @@ class _Walk:
         if not isinstance(other, Value):
             raise NotAbsorbedError(f"{step.node.name} adds {_name(other)} to the logits")
         self._check_uncapped(f"{step.node.name} adds to the logits")
+        _check_size(step)
         shape = _aligned(other, step)
-        if not same_sizes(step.fake.shape, _followed(step).fake.shape):  # type: ignore[union-attr]
-            raise NotAbsorbedError(f"{step.node.name} repeats the logits")
         each = self._for_each_class(other, step)
         if each is None:
             many = "a number to each row of" if shape[self.logits.class_dim] == 1 else "a tensor to"
@@ -429,8 +426,7 @@ class _Walk:
             )
             logits.class_dim = step.fake.dim() - 1
         elif op is aten.slice.Tensor:
-            if not all(isinstance(a, int | None) for a in rest):
-                raise NotAbsorbedError(f"{step.node.name} cuts the logits at a symbolic place")
+            _check_constant(step, rest)
             if logits.class_dim in dims:
                 self._first_classes(step, rest[1:])
                 return
@@ -455,8 +451,7 @@ class _Walk:
             raise NotAbsorbedError(f"{step.node.name} takes only some classes of a row")
         else:
             raise NotAbsorbedError(f"{step.node.name} {_why_it_stays(step)}")
-        if not all(isinstance(a, int | list | None) for a in rest):
-            raise NotAbsorbedError(f"{step.node.name} cuts the logits at a symbolic place")
+        _check_constant(step, rest)
         logits.input = computed(op, logits.input, *rest)
 
     def _first_classes(self, step: Value, bounds: tuple[Any, ...]) -> None:
@@ -466,6 +461,19 @@ class _Walk:
         logits.bias = logits.bias and computed(aten.slice.Tensor, logits.bias, 0, *bounds)
         logits.copies_weight = True  # its gradient is
         self._note("a slice of the classes")
+
+
+def _check_size(step: Value) -> None:
+    """That a tensor which the logits are combined with does not enlarge them."""
+    followed = _followed(step)
+    assert followed is not None
+    if not same_sizes(step.fake.shape, followed.fake.shape):
+        raise NotAbsorbedError(f"{step.node.name} repeats the logits")
+
+
+def _check_constant(step: Value, rest: tuple[Any, ...]) -> None:
+    if not all(isinstance(argument, int | list | None) for argument in rest):
+        raise NotAbsorbedError(f"{step.node.name} cuts the logits at a symbolic place")
 
 
 def _name(operand: Any) -> str:
@@ -490,10 +498,6 @@ def _aligned(tensor: Value, step: Value) -> list[Any]:
     """The shape that a tensor is broadcast from."""
     shape = list(tensor.fake.shape)
     return [1] * (step.fake.dim() - len(shape)) + shape
-
-
-def _without(shape: list[Any], dim: int) -> list[Any]:
-    return shape[:dim] + shape[dim + 1 :]
 
 
 def _why_it_stays(step: Value) -> str:

@@ -19,6 +19,10 @@ import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
+aten = torch.ops.aten
+
 Atom = tuple[Any, ...]
 #: A product of powers of atoms.
 Monomial = frozenset[tuple[Atom, int]]
@@ -123,6 +127,17 @@ def sum_of(polynomials: Sequence[Polynomial]) -> Polynomial:
     for polynomial in polynomials:
         result = result + polynomial
     return result
+
+
+def combined(packet: Any, left: Polynomial, right: Polynomial) -> Polynomial | None:
+    """What an op of ATen makes of two polynomials; None if it is no sum, difference or product."""
+    if packet is aten.add:
+        return left + right
+    if packet is aten.sub:
+        return left - right
+    if packet is aten.rsub:
+        return right - left
+    return left * right if packet is aten.mul else None
 
 
 def exp(exponent: Polynomial) -> Polynomial:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from compile_losses.distributed import are_dtensors
-from compile_losses.recognize.values import Value, example, examples, fake_mode
+from compile_losses.recognize.values import Value, example, examples, fake_mode, whole
 
 aten = torch.ops.aten
 
@@ -128,12 +128,12 @@ class Shadow:
         return self._first.setdefault((value.op, _hashable(parts), differentiable), value)
 
     def _replay(self, node: Node) -> Value:
-        leaf = Value(example(node), node, whole=True)
+        leaf = whole(node)
         if (source := expanded_source(node)) is not None:
             if same_sizes(example(source).shape, leaf.fake.shape):
                 return self.of(source)
-            inner = Value(example(source), source, whole=True)
-            return Value(leaf.fake, node, aten.expand.default, (inner, list(leaf.fake.shape)))
+            shape = list(leaf.fake.shape)
+            return Value(leaf.fake, node, aten.expand.default, (whole(source), shape))
         if node.op not in ("call_function", "call_method"):
             return leaf
         if isinstance(node.target, HigherOrderOperator):
@@ -142,7 +142,7 @@ class Shadow:
         if not inputs or not all(_is_replayable(example(n)) for n in inputs):
             return leaf
         # Keyed by identity: the fakes of this node's inputs, then of whatever the replay makes.
-        values = {id(example(n)): Value(example(n), n, whole=True) for n in inputs}
+        values = {id(example(n)): whole(n) for n in inputs}
         args, kwargs = map_arg((node.args, node.kwargs), example)
         self.replayed += 1
         try:

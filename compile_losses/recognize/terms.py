@@ -19,6 +19,7 @@ from compile_losses.recognize.polynomial import (
     OpaqueError,
     Polynomial,
     atom,
+    combined,
     exp,
     log,
     log_mixture,
@@ -169,24 +170,19 @@ class Terms:
             raise OpaqueError
         left, right = operands = [self._operand(a, value, depth) for a in value.args[:2]]
         self._check_selection(value, operands)
-        if packet is aten.rsub:
-            left, right = right, left
-        if packet is aten.add:
-            return left + right
-        if packet in (aten.sub, aten.rsub):
-            return left - right
+        result = combined(packet, left, right)
+        if result is not None:
+            return result
         if packet is aten.xlogy:
             # Of two tensors it is 0 wherever the first is; their product may be nan.
             if not self.shadow.same(*value.args[:2]):
                 raise OpaqueError
             return left * self.log_of(value.args[1], depth)
-        if packet is aten.div:
-            if len(right) != 1:
-                raise OpaqueError
-            monomial, coefficient = next(iter(right.items()))
-            inverse = frozenset((inner, -power) for inner, power in monomial)
-            right = Polynomial({inverse: 1.0 / coefficient})
-        return left * right
+        if len(right) != 1:
+            raise OpaqueError
+        monomial, coefficient = next(iter(right.items()))
+        inverse = frozenset((inner, -power) for inner, power in monomial)
+        return left * Polynomial({inverse: 1.0 / coefficient})
 
     def _operand(self, argument: Any, value: Value, depth: int) -> Polynomial:
         """Tensors combine if they have the result's rank: a row's numbers are kept in place."""

@@ -47,6 +47,11 @@ class Value:
         return self.node if self.whole else self
 
 
+def whole(node: Node) -> Value:
+    """What a node returns, not looked into."""
+    return Value(example(node), node, whole=True)
+
+
 @dataclass(frozen=True)
 class Size:
     """The size of a tensor in one dimension, number or symbol."""

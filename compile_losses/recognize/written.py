@@ -37,7 +37,7 @@ from compile_losses.recognize.table import (
     reduction_of,
 )
 from compile_losses.recognize.terms import Terms
-from compile_losses.recognize.values import Value, example, sources
+from compile_losses.recognize.values import Value, example, sources, whole
 
 #: Cheap tests of what a root can be: names of functions and methods. A whole graph's sum, first;
 _TOTALS = {
@@ -145,7 +145,7 @@ class Recognizer:
         value = example(node)
         if not isinstance(value, torch.Tensor) or value.dim() > 0:
             return
-        form = without_nan(Value(value, node, whole=True), self.shadow)
+        form = without_nan(whole(node), self.shadow)
         if form is None or bind(form.body.node) is not None:
             return
         found = [*self._differences(node, form), *self._logistic(node, form)]

@@ -19,6 +19,16 @@ SIZES = {
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
+ENCODER_DECODER = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+}
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -92,14 +102,7 @@ def t5():
 def bart():
     """Its labels are shifted in place before the model, and its head has a bias of its own."""
     config = transformers.BartConfig(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
+        **ENCODER_DECODER,
         max_position_embeddings=64,
         decoder_start_token_id=2,
         forced_eos_token_id=None,
@@ -110,14 +113,7 @@ def bart():
 
 def whisper():
     config = transformers.WhisperConfig(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=64,
-        decoder_ffn_dim=64,
+        **ENCODER_DECODER,
         num_mel_bins=16,
         max_source_positions=32,
         max_target_positions=32,
