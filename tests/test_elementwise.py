@@ -620,7 +620,7 @@ def test_explained():
     assert "in the same loop" in site.reason
     (site,) = compile_losses.explain(known, *pair(32, 48)).losses
     assert (site.op, site.status) == ("binary_cross_entropy", "rewritten")
-    (site,) = compile_losses.explain(lambda x, t: (x - t).sum(), *pair(32, 48)).losses
+    (site,) = compile_losses.explain(lambda x, t: (x - t).sum(), *pair(32, 48)).sites
     assert site.status == "unrecognised"
     with torch.no_grad():
         assert not compile_losses.explain(model, *pair(32, 48)).sites

@@ -31,6 +31,8 @@ _MASKS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self)
 _COPIES = (aten.clone.default, aten._to_copy.default, aten.alias.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
+#: How many ops a layer and its loss are apart at most: what is further up is no layer of classes.
+FURTHEST = 32
 #: Why logits keep their layer out of reach.
 OUTSIDE = "its logits are an input of this graph"
 #: Other ops that some models have between a layer and its loss: why they stay.
@@ -83,7 +85,7 @@ def find_logits(match: Match, shadow: Shadow) -> Logits | None:
     nodes: list[Node] = []
     steps: list[Value] = []
     current: Node | Value = match.args[0]
-    while True:
+    while len(steps) < FURTHEST:
         if isinstance(current, Value) and not current.whole:
             value = current
         else:
@@ -111,6 +113,8 @@ def find_logits(match: Match, shadow: Shadow) -> Logits | None:
             return None
         steps.append(value)
         current = followed
+    else:
+        return None
     if not all(fake_mode(example(n)) is not None for n in (node, *node.all_input_nodes)):
         return None
     _check_users({node, *nodes, *match.interior}, match.root)
