@@ -333,8 +333,19 @@ def drawn_program(seed: int):
     return program
 
 
+def are_close(actual, expected):
+    if isinstance(expected, Exception):
+        return False
+    pairs = zip(actual, expected, strict=True)
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True) for a, b in pairs)
+
+
 def check_program(seed: int) -> int:
-    """Compares a program with stock's; how many of its losses were rewritten."""
+    """Compares a program with stock's; how many of its losses were rewritten.
+
+    Where stock's gradient is not eager mode's, either is right: after a custom op and ``set_``
+    stock may read what a tensor held before both (seed 349).
+    """
     torch.manual_seed(seed)
     program, inputs = drawn_program(seed), logits_and_classes()
     expected = outcome(compiled(program, "stock"), inputs)
@@ -343,7 +354,8 @@ def check_program(seed: int) -> int:
         if isinstance(expected, Exception):
             continue  # an error of autograd's, where ours may read nothing that was changed
         assert not isinstance(actual, Exception), actual
-        torch.testing.assert_close(actual, expected, equal_nan=True, msg=lambda m: f"{seed}: {m}")
+        if not are_close(actual, expected):
+            assert are_close(actual, outcome(program, inputs)), f"{seed}: {actual}, {expected}"
     if isinstance(expected, Exception):
         return 0
     return sum(status == "rewritten" for _, status in statuses(program, inputs))
@@ -351,7 +363,7 @@ def check_program(seed: int) -> int:
 
 @pytest.mark.usefixtures("no_code")
 def test_drawn_programs():
-    assert sum(map(check_program, range(25))) > 2
+    assert sum(map(check_program, [*range(25), 349])) > 2
 
 
 @pytest.mark.slow
