@@ -93,7 +93,7 @@ class _RewritePass(_Pass):
         # What is written to around such a graph only the graph around it tells; which comes later.
         if _is_inside_another("_recursive_pre_grad_passes"):
             return
-        report = rewrite_graph(graph, strict=self.strict)
+        report = rewrite_graph(graph, strict=self.strict, lowers=True)
         if graph.owning_module is not None:
             graph.owning_module.meta["compile_losses"] = report
 
@@ -122,11 +122,21 @@ class _LoweringPass(_Pass):
 
 
 class _PlanPass(_LoweringPass):
+    #: The backend's option of that name; None is the environment's.
+    prefer_memory: bool | None = None
+
     def lower(self, graph: Graph) -> list[Decision]:
-        decisions = plan(graph)
+        decisions = plan(graph, prefer_memory=self._prefers_memory())
         if self.calls:
             _note_backward(graph)
         return decisions
+
+    def _prefers_memory(self) -> bool:
+        return prefer_memory_by_default() if self.prefer_memory is None else self.prefer_memory
+
+    def uuid(self) -> Any:
+        own = super().uuid()
+        return own and (*own, self._prefers_memory())
 
 
 class _InPlacePass(_LoweringPass):
@@ -192,13 +202,21 @@ def compile_losses(
             inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic=None)
         except RuntimeError as error:
             raise InvalidOptionError(str(error)) from None
-    rewrite(gm, verify=verify, strict=strict, prefer_memory=prefer_memory)
+    rewrite(
+        gm,
+        verify=verify,
+        strict=strict,
+        prefer_memory=prefer_memory,
+        lowers=inductor is not None,
+    )
     if inductor is None:
         keywords = {k: v for k, v in (("mode", mode), ("options", options)) if v}
         return torch._dynamo.lookup_backend(inner)(gm, example_inputs, **keywords)
     for slot, kind in _LOWERING.items():
         users = _users(inductor.config.get(slot, getattr(config, slot)))
-        inductor.config[slot] = kind(users, strict=strict)
+        own = inductor.config[slot] = kind(users, strict=strict)
+        if isinstance(own, _PlanPass):
+            own.prefer_memory = prefer_memory
     compiled = inductor(gm, example_inputs)
     if getattr(compiled, "serialize", None) is not None:  # compiled ahead of time, to be saved
         from compile_losses.artifact import Artifact

@@ -232,7 +232,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     report = Report()
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        rewrite(gm)
+        rewrite(gm, lowers=True)
         found: Report = gm.meta["compile_losses"]
         decisions: list[Decision] = []
         failure = ""

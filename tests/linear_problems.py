@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import compile_losses.ops  # noqa: F401
 from compile_losses.ops.linear import block_layout, chunk_size, row_chunks
@@ -110,6 +111,13 @@ def assert_like_torch(tensors, dtype, what, **options):
     )
     for name, *results in zip(("loss", "input", "weight", "bias"), ours, eager, exact):  # noqa: B905
         assert_accurate(*results, f"{what}, {name}")
+
+
+def largest_allocation(function):
+    """In bytes, of those that the ops inside a call make."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        function()
+    return max(event.self_cpu_memory_usage for event in profiled.events())
 
 
 OPTIONS = [

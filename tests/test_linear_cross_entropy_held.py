@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from compile_losses.ops.linear import block_layout, chunk_size, class_blocks, row_chunks
 from compile_losses.ops.linear.block_layout import BlockLayout, smallest_scratch
 from compile_losses.ops.linear.chunk_size import chunk_rows, plan, sums_in_float32
-from tests.linear_problems import ROWS, leaves, op, problem, run
+from tests.linear_problems import ROWS, largest_allocation, leaves, op, problem, run
 
 
 def products(function):
@@ -67,13 +67,6 @@ def test_only_gradients_that_are_needed_of_blocks(dtype, needs, exact_plan):
             torch.testing.assert_close(tensor.grad, gradient, rtol=0, atol=0)
 
 
-def largest_allocation(function):
-    """In bytes, of those that the ops inside a call make."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        function()
-    return max(event.self_cpu_memory_usage for event in profiled.events())
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("reduction", [0, 1])
 def test_logits_are_never_held(reduction, compiled):
@@ -87,9 +80,7 @@ def test_logits_are_never_held(reduction, compiled):
     function = torch.compile(step, backend="aot_eager") if compiled else step
     largest = largest_allocation(lambda: function(x, w, target).backward())
     computed = int((target != -100).sum())
-    chunk = chunk_rows(
-        computed, hidden, classes, torch.float32, buffers=2 - reduction, sums_weight=bool(reduction)
-    )
+    chunk = chunk_rows(computed, hidden, classes, torch.float32, sums_weight=True)
     buffer = chunk * classes * 4
     assert buffer <= largest <= chunk_size.LOGITS_BYTES < rows * classes * 4
 

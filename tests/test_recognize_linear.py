@@ -187,10 +187,6 @@ def no_grad_layer(h, w, b, labels):
 
 CROSS_ENTROPY_ALONE = {
     "live logits": (returned, "the logits have other users"),
-    "unreduced": (
-        lambda h, w, b, t: flat(F.linear(h, w, b), t, reduction="none"),
-        "would need the logits twice",
-    ),
     "rows taken apart": (
         lambda h, w, b, t: F.cross_entropy(F.linear(h, w).view(-1, 25), t.view(-1).repeat(2) % 9),
         "takes the classes of a row apart",

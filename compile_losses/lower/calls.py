@@ -113,7 +113,9 @@ def find_losses(graph: Graph) -> list[Loss]:
         Loss(
             name,
             node,
-            tuple(o for o, n, p in calls if (n, p) == (name, "backward") and _same(node, o)),
+            tuple(
+                o for o, n, p in calls if (n, p) == (name, "backward") and same_arguments(node, o)
+            ),
         )
         for node, name, part in calls
         if part == "forward"
@@ -150,7 +152,7 @@ def merge_twins(graph: Graph) -> None:
         merge(node, first)
 
 
-def _same(forward: Node, backward: Node) -> bool:
+def same_arguments(forward: Node, backward: Node) -> bool:
     """Whether two ops have the same arguments, but for what each has of its own."""
     left, right = named_arguments(forward), named_arguments(backward)
     return all(right[k] == v for k, v in left.items() if k in right)

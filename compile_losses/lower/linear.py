@@ -1,8 +1,12 @@
 """Linear cross entropy in joint graphs.
 
-Autograd has put the gradients into the forward already, and a ``scale`` for each into the backward.
-What is left to do is to take along what the forward knows of their factor (see ``factor``): the
-weight's gradient is often the largest tensor of a step.
+Of a loss that is reduced autograd has put the gradients into the forward already, and a ``scale``
+for each into the backward. What is left to do is to take along what the forward knows of their
+factor (see ``factor``): the weight's gradient is often the largest tensor of a step.
+
+Of one that is not reduced the gradients are in the backward, where the logits are computed again.
+They go into the forward where that can compute them (see ``row_gradients``). Otherwise a loss that
+recognition found gets its logits back, as torch computes it, unless memory is preferred.
 """
 
 from __future__ import annotations
@@ -11,18 +15,23 @@ import operator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from compile_losses.lower.aliases import depends_on_tangents
-from compile_losses.lower.calls import fused_call, named_arguments
+from compile_losses.lower.calls import fused_call, named_arguments, same_arguments
 from compile_losses.lower.cost import Cost, hint_of, nbytes_of
 from compile_losses.lower.decision import Decision, site_of
 from compile_losses.lower.factor import emit, factor_of, move_before
+from compile_losses.lower.row_gradients import RowGradients, row_gradients
+from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, plan
 from compile_losses.ops.linear.leaves import ARGUMENT_COUNT
 
+aten = torch.ops.aten
 fused = torch.ops.fused
 _NAME = "linear_cross_entropy"
 
@@ -49,6 +58,194 @@ def plan_linear(graph: Graph) -> list[Decision]:
             choice = "hoisted with its factor" if _take_factor(node, backward) else "hoisted"
         decisions.append(Decision(site, _NAME, choice, reason, cost, stock))
     return decisions
+
+
+def plan_rows(graph: Graph, *, prefer_memory: bool = False) -> list[Decision]:
+    """Decides how the gradients of losses that are not reduced are computed."""
+    decisions = []
+    calls = [node for node in graph.nodes if (fused_call(node) or ("",))[0] == _NAME]
+    backwards = [node for node in calls if fused_call(node) == (_NAME, "backward")]
+    for node in calls:
+        if fused_call(node) != (_NAME, "forward"):
+            continue
+        if named_arguments(node)["reduction"] != REDUCTIONS["none"]:
+            continue
+        own = [backward for backward in backwards if same_arguments(node, backward)]
+        if own:
+            decisions.append(_plan_rows(node, own, prefer_memory))
+    return decisions
+
+
+def _plan_rows(node: Node, backwards: list[Node], prefer_memory: bool) -> Decision:
+    site, graph = site_of(node), node.graph
+    named = named_arguments(backwards[0])
+    needs = tuple(value for name, value in named.items() if name.startswith("needs_grad_"))
+    cost, stock, chunks = _costs(backwards[0])
+    reason = None
+    if len(backwards) > 1:
+        reason = "its losses are differentiated more than once"
+    elif node.meta["val"].dtype == torch.float16 or named["input"].meta["val"].dtype == (
+        torch.float16
+    ):
+        reason = "a unit gradient would underflow in float16 before the loss scale reaches it"
+    elif functorch_config.activation_memory_budget == 0:
+        reason = "the activation memory budget is 0"
+    elif needs == (True, False, False):
+        _scale_rows(node, backwards[0])
+        return Decision(site, _NAME, "hoisted, scaled by row", chunks, cost, stock)
+    else:
+        found = row_gradients(node, backwards[0].args[0], depends_on_tangents(graph))  # type: ignore[arg-type]
+        if isinstance(found, RowGradients):
+            _hoist_rows(node, backwards[0], found)
+            return Decision(site, _NAME, "hoisted by row", chunks, cost, stock)
+        reason = found
+    if site is not None and not prefer_memory and named["z_loss"] == 0:
+        _take_logits_back(node, backwards)
+        reason += "; options={'prefer_memory': True} computes the logits twice instead"
+        return Decision(site, _NAME, "with its logits", reason)
+    return Decision(site, _NAME, "logits computed again", reason, cost, stock)
+
+
+def _call(op: Any, args: tuple[Any, ...], like: Node, value: Any = None) -> Node:
+    """A call where the graph inserts."""
+    new = like.graph.call_function(op, args)
+    new.meta = {k: v for k, v in like.meta.items() if k not in ("val", "eager_input_vals")}
+    if value is None:
+        (fake, *_) = (v for n in new.all_input_nodes if isinstance(v := n.meta["val"], Tensor))
+        with fake.fake_mode:  # type: ignore[attr-defined]
+            value = op(*map_arg(args, lambda n: n.meta["val"]))
+    new.meta["val"] = value
+    return new
+
+
+def _arguments(node: Node) -> tuple[Any, ...]:
+    """Of a forward or a backward, those of both."""
+    named = named_arguments(node)
+    names = [a.name for a in fused.linear_cross_entropy_forward.default._schema.arguments]
+    return tuple(named[name] for name in names)
+
+
+def _with_unit_gradients(
+    node: Node, backward: Node, grad_output: Node | None, found: RowGradients | None
+) -> dict[int, Node]:
+    """Puts the losses and gradients of each row into the place of the losses; the gradients."""
+    graph = node.graph
+    named = named_arguments(backward)
+    needs = [value for name, value in named.items() if name.startswith("needs_grad_")]
+    function, known = (found.function, list(found.known)) if found is not None else ("", [])
+    values = [node.meta["val"], *backward.meta["val"]]
+    with node.meta["val"].fake_mode:
+        fresh = tuple(map(torch.empty_like, values))
+    op = fused.linear_cross_entropy_rows_with_grad.default
+    with graph.inserting_before(node):
+        args = (*_arguments(node), *needs, grad_output, function, known)
+        both = _call(op, args, node, (values[0], *fresh[1:]))
+        losses, *units = (
+            _call(operator.getitem, (both, i), node, v) for i, v in enumerate(both.meta["val"])
+        )
+    _save(both)
+    node.replace_all_uses_with(losses)
+    graph.erase_node(node)
+    indices: list[Any] = [user.args[1] for user in backward.users]
+    kept = {index: units[index] for index in indices}
+    for unit in units:
+        if unit not in kept.values():
+            graph.erase_node(unit)
+    return kept
+
+
+def _put(backward: Node, gradients: dict[Any, Node]) -> None:
+    """Puts gradients in the place of those of a backward."""
+    for item in list(backward.users):
+        item.replace_all_uses_with(gradients[item.args[1]])
+        backward.graph.erase_node(item)
+    backward.graph.erase_node(backward)
+
+
+def _hoist_rows(node: Node, backward: Node, found: RowGradients) -> None:
+    units = _with_unit_gradients(node, backward, found.grad_output, found)
+    with node.graph.inserting_before(backward):
+        scaled = {
+            index: _call(
+                fused.scale.default,
+                (unit, found.tangent),
+                backward,
+                backward.meta["val"][index],
+            )
+            for index, unit in units.items()
+        }
+    _put(backward, scaled)
+
+
+def _scale_rows(node: Node, backward: Node) -> None:
+    """Makes input's gradient for a gradient of 1 of each row, which the backward multiplies."""
+    graph, target = node.graph, named_arguments(node)["target"]
+    grad_output = backward.args[0]
+    value: Tensor = node.meta["val"]
+    with graph.inserting_before(node):
+        rows: Any = value.shape[0]
+        if not isinstance(rows, int):
+            rows = _call(aten.sym_size.int, (target, 0), node, rows)
+        options: dict[str, Any] = {
+            "dtype": value.dtype,
+            "device": value.device,
+            "layout": torch.strided,
+        }
+        ones = graph.call_function(aten.full.default, ([rows], 1), options)
+        ones.meta["val"] = value
+    (unit,) = _with_unit_gradients(node, backward, ones, None).values()
+    with graph.inserting_before(backward):
+        column = _call(aten.unsqueeze.default, (grad_output, 1), backward)
+        product = _call(aten.mul.Tensor, (unit, column), backward)
+        wanted = backward.meta["val"][0].dtype
+        if product.meta["val"].dtype != wanted:
+            product = _call(
+                torch.ops.prims.convert_element_type.default, (product, wanted), backward
+            )
+    _put(backward, {0: product})
+
+
+def _take_logits_back(node: Node, backwards: list[Node]) -> None:
+    """Losses and gradients of logits that are held, as without this op."""
+    graph = node.graph
+    named = named_arguments(node)
+    input, weight, target, bias, of_classes, *options = _arguments(node)
+    reduction, ignore_index, label_smoothing, softcap, _, dtype = options
+    with graph.inserting_before(node):
+        if target.meta["val"].dtype != torch.int64:
+            target = _call(
+                torch.ops.prims.convert_element_type.default, (target, torch.int64), node
+            )
+        columns = _call(aten.permute.default, (weight, [1, 0]), node)
+        if bias is None:
+            logits = _call(aten.mm.default, (input, columns), node)
+        else:
+            logits = _call(aten.addmm.default, (bias, input, columns), node)
+        options = [reduction, ignore_index, label_smoothing]
+        call = (logits, target, of_classes, *options, dtype, softcap)
+        forward = _call(fused.cross_entropy_forward.default, call, node)
+        losses, *statistics = (
+            _call(operator.getitem, (forward, i), node, v)
+            for i, v in enumerate(forward.meta["val"])
+        )
+    node.replace_all_uses_with(losses)
+    graph.erase_node(node)
+    for backward in backwards:
+        named = named_arguments(backward)
+        with graph.inserting_before(backward):
+            call = (named["grad_output"], logits, target, of_classes, *statistics)
+            op = fused.cross_entropy_backward.default
+            of_logits = _call(op, (*call, *options, softcap), backward)
+            gradients: dict[Any, Node] = {}
+            for index in {item.args[1] for item in backward.users}:
+                if index == 0:
+                    gradients[index] = _call(aten.mm.default, (of_logits, weight), backward)
+                elif index == 1:
+                    rows = _call(aten.permute.default, (of_logits, [1, 0]), backward)
+                    gradients[index] = _call(aten.mm.default, (rows, input), backward)
+                else:
+                    gradients[index] = _call(aten.sum.dim_IntList, (of_logits, [0]), backward)
+        _put(backward, gradients)
 
 
 def _compute_again(node: Node) -> bool:

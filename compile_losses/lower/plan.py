@@ -32,7 +32,7 @@ from compile_losses.lower.elementwise import move_gradients
 from compile_losses.lower.hoist import hoist, overwrites_buffers, refusal, tensors_read
 from compile_losses.lower.in_place import overwritable
 from compile_losses.lower.inline import inline, inline_backward
-from compile_losses.lower.linear import plan_linear
+from compile_losses.lower.linear import plan_linear, plan_rows
 from compile_losses.lower.slow_paths import is_small, slow_path
 from compile_losses.ops.checks import REDUCTIONS
 
@@ -42,20 +42,25 @@ aten = torch.ops.aten
 _MARGIN = 1.05
 
 
-def plan(graph: Graph) -> list[Decision]:
-    """Decides about every loss of a graph; returns what was decided, for each loss."""
-    return [*_plan_ops(graph), *move_gradients(graph)]
+def plan(graph: Graph, *, prefer_memory: bool = False) -> list[Decision]:
+    """Decides about every loss of a graph; returns what was decided, for each loss.
+
+    Args:
+        prefer_memory: whether logits are computed twice where they would be held otherwise.
+    """
+    return [*_plan_ops(graph, prefer_memory), *move_gradients(graph)]
 
 
-def _plan_ops(graph: Graph) -> list[Decision]:
+def _plan_ops(graph: Graph, prefer_memory: bool) -> list[Decision]:
     """Inlines or hoists every loss that is an op."""
     merge_twins(graph)
+    by_row = plan_rows(graph, prefer_memory=prefer_memory)
     losses = find_losses(graph)
     if not losses and not any(fused_call(node) for node in graph.nodes):
-        return []
+        return by_row
     ops = get_default_op_list()
     overwrites = overwrites_buffers(graph)
-    decisions = []
+    decisions = by_row
     for loss in losses:
         decision = _choose(loss, ops, overwrites)
         if decision.choice == "inlined" and not inline(loss):

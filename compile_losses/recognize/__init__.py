@@ -36,6 +36,7 @@ def rewrite(
     verify: bool | None = None,
     strict: bool | None = None,
     prefer_memory: bool | None = None,
+    lowers: bool = False,
 ) -> GraphModule:
     """Replaces the losses in a Dynamo graph by ``torch.ops.fused.*``.
 
@@ -48,13 +49,15 @@ def rewrite(
         prefer_memory: whether linear cross entropy is also taken where it saves less than half of
             the logits, which may cost time; by default if COMPILE_LOSSES_PREFER_MEMORY=1 is in the
             environment.
+        lowers: whether AOTAutograd's graph of it will be given to ``lower.plan``, as the backend
+            does: unreduced losses are then taken together with their linear layer, too.
 
     Returns:
         ``gm``, recompiled, with a :class:`compile_losses.report.Report` in
         ``gm.meta["compile_losses"]``. Whatever is not certain to be the same is left alone.
     """
     gm.meta["compile_losses"] = rewrite_graph(
-        gm.graph, verify=verify, strict=strict, prefer_memory=prefer_memory
+        gm.graph, verify=verify, strict=strict, prefer_memory=prefer_memory, lowers=lowers
     )
     gm.graph.lint()
     gm.recompile()
@@ -67,12 +70,13 @@ def rewrite_graph(
     verify: bool | None = None,
     strict: bool | None = None,
     prefer_memory: bool | None = None,
+    lowers: bool = False,
 ) -> Report:
     """As :func:`rewrite`, for the graph alone; with the graphs of its higher-order ops."""
     verify = verify_by_default() if verify is None else verify
     if prefer_memory is None:
         prefer_memory = prefer_memory_by_default()
-    rewriting = _Rewriting(verify, strict, prefer_memory)
+    rewriting = _Rewriting(verify, strict, prefer_memory, lowers)
     failure = attempt(lambda: rewriting.run(graph), strict=strict)
     report = Report(rewriting.sites[::-1], graphs=1)
     if isinstance(failure, Failure):
@@ -83,10 +87,13 @@ def rewrite_graph(
 class _Rewriting:
     """One graph and those inside it. Sites are collected from the end."""
 
-    def __init__(self, verify: bool, strict: bool | None, prefer_memory: bool) -> None:
+    def __init__(
+        self, verify: bool, strict: bool | None, prefer_memory: bool, lowers: bool
+    ) -> None:
         self.verify = verify
         self.strict = strict
         self.prefer_memory = prefer_memory
+        self.lowers = lowers
         self.sites: list[Site] = []
         self.seen: set[Graph] = set()
 
@@ -152,7 +159,12 @@ class _Rewriting:
         for candidate in recognizer.candidates(node):
             found = candidate
             if isinstance(found, Match) and inside is None:
-                found = through_linear(found, recognizer.shadow, prefer_memory=self.prefer_memory)
+                found = through_linear(
+                    found,
+                    recognizer.shadow,
+                    prefer_memory=self.prefer_memory,
+                    lowers=self.lowers,
+                )
             reason = found.reason if isinstance(found, Decline) else inside or refusal(found)
             if self.verify and reason is None:
                 assert isinstance(found, Match)

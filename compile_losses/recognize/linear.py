@@ -7,6 +7,7 @@ import os
 import torch
 from torch import Tensor
 
+from compile_losses.distributed import are_dtensors
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.chunk_size import chunk_rows
 from compile_losses.recognize.guards import refusal
@@ -27,11 +28,15 @@ def prefer_memory_by_default() -> bool:
     return os.environ.get("COMPILE_LOSSES_PREFER_MEMORY", "") == "1"
 
 
-def through_linear(match: Match, shadow: Shadow, *, prefer_memory: bool = False) -> Match:
+def through_linear(
+    match: Match, shadow: Shadow, *, prefer_memory: bool = False, lowers: bool = False
+) -> Match:
     """A match of cross entropy, taken back through the linear layer that makes its logits.
 
     Args:
         prefer_memory: whether to take it where the op saves memory and may be the slower one.
+        lowers: whether ``lower.plan`` will see the op: it finds gradients by row that the forward
+            can compute, and else has the logits computed as torch does.
 
     Returns:
         A match of linear_cross_entropy, or the given one, with the reason noted where there is a
@@ -44,6 +49,7 @@ def through_linear(match: Match, shadow: Shadow, *, prefer_memory: bool = False)
         if logits is None:
             return match
         _check_gain(match, logits, prefer_memory)
+        _check_rows(match, logits, prefer_memory, lowers)
         found = _match(match, logits)
         reason = refusal(found)
         if reason is None:
@@ -64,8 +70,6 @@ def _check_gain(match: Match, logits: Logits, prefer_memory: bool) -> None:
         raise NotAbsorbedError("the target is not class indices")
     needs_grad = example(match.root).requires_grad
     output = getattr(output, "_local_tensor", output)  # of a DTensor the shard is what is held
-    if needs_grad and match.args[3] == REDUCTIONS["none"]:
-        raise NotAbsorbedError("the gradients of an unreduced loss would need the logits twice")
     if needs_grad and output.dtype == torch.float16:
         raise NotAbsorbedError("gradients in float16 would need the logits twice")
     hidden, classes = logits.input.fake.shape[logits.class_dim], output.shape[-1]
@@ -88,6 +92,20 @@ def _check_gain(match: Match, logits: Logits, prefer_memory: bool) -> None:
     if logits.copies_weight and picked < COPIED_WEIGHTS * hidden:
         raise NotAbsorbedError(
             f"copies of its weight and of the gradient would take as much as {picked} rows of it"
+        )
+
+
+def _check_rows(match: Match, logits: Logits, prefer_memory: bool, lowers: bool) -> None:
+    """The gradients of a loss that is not reduced need the logits twice, or lowering."""
+    if not example(match.root).requires_grad or match.args[3] != REDUCTIONS["none"]:
+        return
+    if prefer_memory:
+        return
+    if not lowers or are_dtensors(logits.input.fake) or are_dtensors(logits.weight.fake):
+        raise NotAbsorbedError("the gradients of an unreduced loss would need the logits twice")
+    if logits.copies_weight:
+        raise NotAbsorbedError(
+            "an unreduced loss may need its logits, which no copied weight makes"
         )
 
 

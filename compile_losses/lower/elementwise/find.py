@@ -89,14 +89,24 @@ def forward_outputs(graph: Graph) -> list[Node]:
     return [node for node in graph_outputs(graph) if node not in backward]
 
 
-def _part(tangent: Node, backward: set[Node]) -> Part:
+def linear_part(tangent: Node, backward: set[Node], *, padded: bool = False) -> list[Node]:
+    """What is linear in a tangent element by element, in the graph's order; not the tangent.
+
+    Args:
+        padded: whether zeros may be put around elements, as the gradient of a slice is made.
+    """
     linear: dict[Node, None] = {tangent: None}
     for node in tangent.graph.nodes:
-        if any(source in linear for source in node.all_input_nodes) and _is_linear(
-            node, linear, backward
+        if any(source in linear for source in node.all_input_nodes) and (
+            _is_linear(node, linear, backward) or (padded and _is_padded(node, linear, backward))
         ):
             linear[node] = None
     del linear[tangent]
+    return list(linear)
+
+
+def _part(tangent: Node, backward: set[Node]) -> Part:
+    linear = dict.fromkeys(linear_part(tangent, backward))
     read_elsewhere = (n for n in linear if any(user not in linear for user in n.users))
     gradients = dict.fromkeys(map(behind_views, read_elsewhere))
     large = [n for n in linear if n in gradients and not is_one_number(n) and _differs(n)]
@@ -152,6 +162,19 @@ def _is_linear(node: Node, linear: dict[Node, None], backward: set[Node]) -> boo
     if target is aten.where.self:
         chosen = args[1:3]
         return args[0] not in backward and all(a in dependent or _is_zero(a) for a in chosen)
+    return False
+
+
+def _is_padded(node: Node, linear: dict[Node, None], backward: set[Node]) -> bool:
+    """Whether a node puts zeros around elements that are linear in a tangent."""
+    dependent = [source for source in node.all_input_nodes if source in backward]
+    if any(source not in linear for source in dependent):
+        return False
+    if node.target is aten.constant_pad_nd.default:
+        value = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
+        return dependent == [node.args[0]] and isinstance(value, int | float) and value == 0
+    if node.target in (aten.slice_scatter.default, aten.select_scatter.default):
+        return dependent == [node.args[1]] and _is_zero(node.args[0])
     return False
 
 

@@ -38,10 +38,18 @@ with_grad = library.define(
     f"linear_cross_entropy_with_grad({ARGUMENTS}, {NEEDS}, Tensor? grad_output=None) "
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
+#: The same for reduction none, which the passes put into graphs: grad_output is [rows], or the
+#: row_function makes it of each row's loss and of what is known
+#: (:mod:`compile_losses.ops.linear.row_function`). Not differentiable.
+rows_with_grad = library.define(
+    f"linear_cross_entropy_rows_with_grad({ARGUMENTS}, {NEEDS}, Tensor? grad_output, "
+    "str row_function, Tensor[] known) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 
 library.implement(forward, row_chunks.forward, "CompositeExplicitAutograd")
 library.implement(backward, row_chunks.backward, "CompositeExplicitAutograd")
 library.implement(with_grad, row_chunks.with_grad, "CompositeExplicitAutograd")
+library.implement(rows_with_grad, row_chunks.rows_with_grad, "CompositeExplicitAutograd")
 
 
 def forward_fake(*arguments: Any) -> Tensor:
@@ -72,6 +80,8 @@ def with_grad_fake(*rest: Any) -> tuple[Tensor, ...]:
 library.register_fake(forward, forward_fake)
 library.register_fake(backward, backward_fake)
 library.register_fake(with_grad, with_grad_fake)
+library.register_fake(rows_with_grad, with_grad_fake)
+library.register_not_differentiable(rows_with_grad)
 
 
 def _save(ctx: Any, arguments: tuple[Any, ...], *more: Tensor) -> None:

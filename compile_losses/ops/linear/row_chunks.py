@@ -34,6 +34,7 @@ from compile_losses.ops.linear.products import (
     rows_of,
 )
 from compile_losses.ops.linear.reference import autocast_off
+from compile_losses.ops.linear.row_function import RowFunction
 from compile_losses.ops.linear.row_losses import NONE, RowLosses
 
 #: Ignored rows are left out where they are at least one in this many.
@@ -45,7 +46,9 @@ WORTH_WAITING = 2e12
 class Problem:
     """The arguments of a leaf op, and the rows that are computed: all, until some are left out."""
 
-    def __init__(self, arguments: tuple[Any, ...], grad_output: Tensor | None = None) -> None:
+    def __init__(
+        self, arguments: tuple[Any, ...], grad_output: Tensor | RowFunction | None = None
+    ) -> None:
         self.input, self.linear_weight, target, self.linear_bias, weight, *options = arguments
         self.reduction, ignore_index, label_smoothing, softcap, z_loss, self.dtype = options
         check(*arguments, leaf=True)
@@ -57,7 +60,7 @@ class Problem:
             self.count = KeptRows(target, ignore_index)
         self.losses = RowLosses(
             target, weight, self.reduction, ignore_index, label_smoothing, softcap, z_loss,
-            accumulation_type(self.input.dtype), grad_output,
+            accumulation_type(self.input.dtype), self.dtype, grad_output,
         )  # fmt: skip
         self.kept: Tensor | None = None
         self.rows = self.all_rows
@@ -145,12 +148,28 @@ def forward(*arguments: Any) -> Tensor:
 
 def with_grad(*rest: Any) -> tuple[Tensor, ...]:
     """fused::linear_cross_entropy_with_grad: three products for all gradients."""
-    *arguments, needs_input, needs_weight, needs_bias = rest[:14]
-    grad_output = rest[14] if len(rest) > 14 else None
+    arguments, needs, more = rest[:11], rest[11:14], rest[14:]
     if arguments[5] == NONE:
         raise RuntimeError("linear_cross_entropy: a loss with its gradient needs a reduction")
-    needs = (needs_input, needs_weight, needs_bias)
-    return _with_gradients(tuple(arguments), needs, grad_output)
+    return _with_gradients(arguments, needs, more[0] if more else None)
+
+
+def rows_with_grad(*rest: Any) -> tuple[Tensor, ...]:
+    """fused::linear_cross_entropy_rows_with_grad: three products, as for a loss that is reduced."""
+    *arguments, grad_output, row_function, known = rest
+    if arguments[5] != NONE:
+        raise RuntimeError(
+            f"linear_cross_entropy: expected reduction 0 (none) for gradients by row, "
+            f"got {arguments[5]}"
+        )
+    if (grad_output is None) != bool(row_function):
+        raise RuntimeError(
+            "linear_cross_entropy: expected either grad_output or row_function, got "
+            + ("both" if row_function else "neither")
+        )
+    if row_function:
+        grad_output = RowFunction(row_function, tuple(known))
+    return _with_gradients(tuple(arguments[:11]), tuple(arguments[11:]), grad_output)
 
 
 def backward(grad_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -175,7 +194,9 @@ def _prepared(
 
 
 def _with_gradients(
-    arguments: tuple[Any, ...], needs: tuple[bool, bool, bool], grad_output: Tensor | None
+    arguments: tuple[Any, ...],
+    needs: tuple[bool, bool, bool],
+    grad_output: Tensor | RowFunction | None,
 ) -> tuple[Tensor, ...]:
     with autocast_off(arguments[0]):
         problem = Problem(arguments, grad_output)
@@ -192,4 +213,8 @@ def _with_gradients(
         grad_input, *others = gradients.result()
         if gradients.needs_input:
             grad_input = problem.for_all_rows(grad_input)
-        return losses.reduced().to(problem.dtype), grad_input, *others
+        if losses.by_row:
+            loss = problem.for_all_rows(torch.cat(losses.each).to(problem.dtype))
+        else:
+            loss = losses.reduced().to(problem.dtype)
+        return loss, grad_input, *others

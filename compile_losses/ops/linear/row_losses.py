@@ -7,6 +7,7 @@ from torch import Tensor
 
 from compile_losses.ops import cross_entropy, vocabulary_parallel
 from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.ops.linear.row_function import RowFunction
 
 NONE, MEAN, SUM = (REDUCTIONS[name] for name in ("none", "mean", "sum"))
 
@@ -85,7 +86,8 @@ class RowLosses:
     """The loss of each row of logits, as its target and the options say.
 
     With reduction mean or sum the gradient is that for grad_output, one number, or 1; with none,
-    for a grad_output of each row, and without one there is no gradient.
+    for a grad_output of each row, known or a function of its loss, and without one there is no
+    gradient.
     """
 
     def __init__(
@@ -98,15 +100,18 @@ class RowLosses:
         softcap: float | None,
         z_loss: float,
         dtype: torch.dtype,  # that sums are made in
-        grad_output: Tensor | None,
+        result: torch.dtype,  # of the loss
+        grad_output: Tensor | RowFunction | None,
     ) -> None:
         self.target, self.weight, self.reduction = target, weight, reduction
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
-        self.softcap, self.z_loss, self.dtype = softcap, z_loss, dtype
+        self.softcap, self.z_loss, self.dtype, self.result = softcap, z_loss, dtype, result
         nothing = target.new_zeros((), dtype=dtype)
         self.sums, self.square_sums = [nothing], [nothing]
-        self.factor = self.z_factor = grad_output
-        if reduction != NONE and grad_output is not None:
+        self.of_rows = grad_output if reduction == NONE else None
+        self.each = [nothing.new_empty(0)]
+        self.factor = self.z_factor = None
+        if reduction != NONE and isinstance(grad_output, Tensor):
             self.factor = self.z_factor = grad_output.to(dtype).reshape(())
         if reduction == MEAN:
             self.total_weight, self.count = divisors(target, weight, ignore_index, dtype)
@@ -116,8 +121,10 @@ class RowLosses:
     def keep(self, rows: Tensor) -> None:
         """Leaves out all rows but these, int64 [kept]: ignored ones, of which no sum knows."""
         self.target = self.target[rows]
-        if self.by_row and self.factor is not None:
-            self.factor = self.z_factor = self.factor[rows]
+        if isinstance(self.of_rows, RowFunction):
+            self.of_rows = self.of_rows.keep(rows)
+        elif self.of_rows is not None:
+            self.of_rows = self.of_rows[rows]
 
     @property
     def by_row(self) -> bool:
@@ -125,7 +132,7 @@ class RowLosses:
 
     def buffers(self, *, gradient: bool) -> int:
         """How many tensors of a chunk's size there are at a time, the logits included."""
-        return 1 + (self.by_row + (self.z_loss != 0)) * gradient
+        return 1 + (self.z_loss != 0) * gradient
 
     def block_buffers(self) -> int:
         """How many tensors of the size of a block of classes the gradient takes besides it."""
@@ -142,38 +149,45 @@ class RowLosses:
         return losses + self.z_loss * squares
 
     def gradient(self, rows: slice, logits: Tensor) -> Tensor:
-        """The gradient of the logits before the soft-cap; overwrites the logits.
-
-        It lies over them where grad_output is one number.
-        """
-        of_squares = None
-        if self.by_row or self.z_loss != 0:
-            _, stats, total = self._each(rows, logits)
-            if self.z_loss != 0:
-                self.square_sums.append(self.squares(rows, stats).sum())
-                factor: Tensor | float = self.z_loss
-                if self.z_factor is not None:
-                    of_rows = self.z_factor[rows] if self.by_row else self.z_factor
-                    factor = self.z_loss * of_rows.to(self.dtype)
-                of_squares = squares_gradient(
-                    factor, logits, self.target[rows], stats, logits.shape[1], self.ignore_index,
-                    self.softcap,
-                )  # fmt: skip
+        """The gradient of the logits before the soft-cap; lies over the logits."""
         if self.by_row:
-            assert self.factor is not None
-            logits = cross_entropy.backward(
-                self.factor[rows], logits, self.target[rows], self.weight, stats, total, NONE,
-                self.ignore_index, self.label_smoothing, self.softcap,
+            return self._gradient_by_row(rows, logits)
+        of_squares = None
+        if self.z_loss != 0:
+            _, stats, _ = self._each(rows, logits)
+            self.square_sums.append(self.squares(rows, stats).sum())
+            factor: Tensor | float = self.z_loss
+            if self.z_factor is not None:
+                factor = self.z_loss * self.z_factor.to(self.dtype)
+            of_squares = squares_gradient(
+                factor, logits, self.target[rows], stats, logits.shape[1], self.ignore_index,
+                self.softcap,
             )  # fmt: skip
-        else:
-            loss = cross_entropy.with_grad_(
-                logits, self.target[rows], self.weight, SUM, self.ignore_index,
-                self.label_smoothing, self.dtype, self.softcap, self.factor,
-            )  # fmt: skip
-            self.sums.append(loss)
+        loss = cross_entropy.with_grad_(
+            logits, self.target[rows], self.weight, SUM, self.ignore_index, self.label_smoothing,
+            self.dtype, self.softcap, self.factor,
+        )  # fmt: skip
+        self.sums.append(loss)
         if of_squares is not None:
             logits += of_squares
         return logits
+
+    def _gradient_by_row(self, rows: slice, logits: Tensor) -> Tensor:
+        losses, stats, _ = self._each(rows, logits)
+        if self.z_loss != 0:
+            losses = losses + self.z_loss * self.squares(rows, stats)
+        losses = losses.to(self.result)
+        self.each.append(losses)
+        assert self.of_rows is not None
+        if isinstance(self.of_rows, RowFunction):
+            factor = self.of_rows(rows, losses)
+        else:
+            factor = self.of_rows[rows]
+        of_squares = self.z_loss * factor.to(self.dtype) if self.z_loss != 0 else None
+        return gradient_from_statistics(
+            logits, self.target[rows], self.weight, stats, factor, of_squares, 0, logits.shape[1],
+            NONE, self.ignore_index, self.label_smoothing, self.softcap,
+        )  # fmt: skip
 
     def reduced(self) -> Tensor:
         """The loss of the rows seen so far."""

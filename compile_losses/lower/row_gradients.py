@@ -1,0 +1,264 @@
+"""Gradients of linear cross entropy by row, which a forward can compute with the loss.
+
+A joint graph has an unreduced loss and its gradients as two calls, of which the second computes all
+logits again::
+
+    losses = linear_cross_entropy_forward(...)
+    of_input, of_weight, of_bias = linear_cross_entropy_backward(g, ...)
+
+Often ``g`` is the tangent of the whole times a function of each row's own loss and of what the
+forward knows: a mask over its sum, the advantages and the clipped ratios of PPO and GRPO. Then the
+forward can make the gradients for a tangent of 1, a chunk of rows at a time, and the backward
+scales them. Where only input needs a gradient ``g`` may be anything: each row's gradient for a
+gradient of 1 is made in the forward, and the backward multiplies it by ``g``.
+
+Nothing is tried: each op between the losses and ``g`` is known to work element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
+
+from compile_losses.lower.elementwise.find import cone_of, linear_part
+from compile_losses.lower.factor import is_one_number, move_before
+from compile_losses.ops.checks import same_shape
+from compile_losses.ops.linear.row_function import Operand, Step, encode, is_of_elements
+
+aten = torch.ops.aten
+
+#: The same numbers in the same order.
+_SAME = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.expand.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+)
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """``g`` as the forward can compute it, for a tangent of 1; made before the loss.
+
+    Attributes:
+        tangent: what the gradients are to be multiplied by.
+        grad_output: [rows], where ``g`` depends on no loss; else None.
+        function: see :mod:`compile_losses.ops.linear.row_function`; empty where it is grad_output.
+        known: the tensors that the function reads.
+    """
+
+    tangent: Node
+    grad_output: Node | None = None
+    function: str = ""
+    known: tuple[Node, ...] = ()
+
+
+def row_gradients(losses: Node, grad_output: Node, backward: set[Node]) -> RowGradients | str:
+    """What the forward needs for the gradients of all rows, or why it can't have it.
+
+    Nothing is changed in the graph but that known nodes are moved and added before ``losses``.
+
+    Args:
+        losses: the call that holds the loss of each row.
+        grad_output: of these losses, in the backward.
+        backward: the nodes that depend on tangents.
+    """
+    tangents = [n for n in cone_of([grad_output]) if n.op == "placeholder" and n in backward]
+    if len(tangents) != 1 or not is_one_number(tangents[0]):
+        return "its gradients are made of more than one number from outside of the graph"
+    (tangent,) = tangents
+    late, cone = _users_of(losses), cone_of([grad_output])
+    inner = [n for n in losses.graph.nodes if n in cone and (n in late or n in backward)]
+    inner = [n for n in inner if n not in (losses, tangent)]
+    writer = _Writer(losses, tangent)
+    for node in inner:
+        reason = writer.take(node, late)
+        if reason is not None:
+            return reason
+    linear = set(linear_part(tangent, backward, padded=True))
+    odd = next((n for n in inner if n in backward and n not in linear), None)
+    if odd is not None:
+        return f"its gradients are not linear in that of the whole: {odd.name}"
+    return writer.result(grad_output)
+
+
+def _users_of(node: Node) -> set[Node]:
+    """All that is computed of a node, and the node."""
+    late = {node}
+    for other in node.graph.nodes:
+        if any(source in late for source in other.all_input_nodes):
+            late.add(other)
+    return late
+
+
+class _Writer:
+    """Writes the function of each row, and copies what it knows to before the losses.
+
+    Attributes:
+        steps: the nodes that work on each row's loss, and what is made of it.
+        same: the losses, the steps and views of them, and which of the former holds their numbers.
+        early: what depends on the tangent but on no loss, to be copied for a tangent of 1.
+        known: the other tensors that the steps read, each with the shape in which it is read.
+    """
+
+    def __init__(self, losses: Node, tangent: Node) -> None:
+        self.losses, self.tangent = losses, tangent
+        self.graph: Graph = losses.graph
+        self.rows = losses.meta["val"].shape[0]
+        self.steps: list[Node] = []
+        self.same: dict[Node, Node] = {losses: losses}
+        self.early: list[Node] = []
+        self.known: list[tuple[Node, tuple[Any, ...]]] = []
+
+    def take(self, node: Node, late: set[Node]) -> str | None:
+        """Adds a node to the function, or to what it knows; or says why it can't be."""
+        across = f"its gradients may depend on the losses of other rows: {node.name}"
+        of_losses = [source for source in node.all_input_nodes if source in self.same]
+        if not of_losses:
+            if node in late:
+                return across
+            self.early.append(node)
+            return None
+        if any(source in late and source not in self.same for source in node.all_input_nodes):
+            return across
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or not statically_known_true(value.numel() == self.rows):
+            return across
+        if node.target in _SAME:
+            self.same[node] = self.same[of_losses[0]]
+            return None
+        if not is_of_elements(node.target):
+            return across
+        for source in node.all_input_nodes:
+            if isinstance(source.meta.get("val"), Tensor):
+                if source not in self.same:
+                    self.known.append((source, tuple(value.shape)))
+            else:
+                return f"{node.name} has a symbol"
+        self.steps.append(node)
+        self.same[node] = node
+        return None
+
+    def result(self, grad_output: Node) -> RowGradients | str:
+        """Emits what is known, and writes the function."""
+        sizes = [size for _, shape in self.known for size in shape]
+        if grad_output not in self.same:
+            sizes += grad_output.meta["val"].shape
+        if not all(isinstance(size, int) or self._size_node(size) for size in sizes):
+            return "what its gradients are made of has sizes that are not known before it"
+        if not self._move_sources():
+            return "what its gradients are made of can't be computed before it"
+        if grad_output not in self.same:
+            copies = self._copied()
+            shape = tuple(grad_output.meta["val"].shape)
+            known = self._as_known(copies.get(grad_output, grad_output), shape, of_rows=True)
+            return RowGradients(self.tangent, known)
+        places = {known: 1 + i for i, known in enumerate(dict.fromkeys(self.known))}
+        numbers: dict[Node, int] = {self.losses: 0}
+        steps: list[Step] = []
+        for node in self.steps:
+            shape = tuple(node.meta["val"].shape)
+
+            def operand(source: Node, shape: tuple[Any, ...] = shape) -> Operand:
+                if source in self.same:
+                    return Operand(numbers[self.same[source]])
+                return Operand(places[source, shape])
+
+            steps.append((node.target, *_mapped(node, operand)))  # type: ignore[arg-type]
+            numbers[node] = len(places) + len(steps)
+        text = encode(steps)
+        if text is None or numbers[self.same[grad_output]] != len(places) + len(steps):
+            return "an op between its losses and their gradients can't be written down"
+        copies = self._copied()
+        tensors = tuple(self._as_known(copies.get(n, n), shape) for n, shape in places)
+        return RowGradients(self.tangent, None, text, tensors)
+
+    def _move_sources(self) -> bool:
+        """Moves what the forward knows to before the losses; False where that can't be done."""
+        own = {self.tangent, *self.early, *self.same}
+        read = [source for node in self.early for source in node.all_input_nodes]
+        read += [source for source, _ in self.known]
+        return move_before([n for n in dict.fromkeys(read) if n not in own], self.losses)
+
+    def _copied(self) -> dict[Node, Node]:
+        """Copies of the early nodes for a tangent of 1, before the losses."""
+        value: Tensor = self.tangent.meta["val"]
+        context = {
+            k: v for k, v in self.losses.meta.items() if k not in ("val", "eager_input_vals")
+        }
+        options: dict[str, Any] = {
+            "dtype": value.dtype,
+            "device": value.device,
+            "layout": torch.strided,
+        }
+        copies: dict[Node, Node] = {}
+        with self.graph.inserting_before(self.losses):
+            one = self.graph.call_function(aten.full.default, (list(value.shape), 1), options)
+            one.meta = {**context, "val": value}
+            copies[self.tangent] = one
+            for node in self.early:
+                copies[node] = self.graph.node_copy(node, lambda n: copies.get(n, n))
+                copies[node].meta = {**context, "val": node.meta["val"]}
+        return copies
+
+    def _as_known(self, node: Node, shape: Sequence[Any], *, of_rows: bool = False) -> Node:
+        """One number as [] or [1], and anything else as [rows].
+
+        Args:
+            shape: which it is read in.
+            of_rows: whether one number becomes [rows] as well.
+        """
+        value: Tensor = node.meta["val"]
+        if is_one_tensor(value) and not of_rows:
+            return node if value.dim() == 0 else self._emit(aten.reshape.default, node, [1])
+        if not same_shape(value.shape, torch.Size(shape)):
+            sizes = [size if isinstance(size, int) else self._size_node(size) for size in shape]
+            node = self._emit(aten.expand.default, node, sizes)
+        if len(shape) == 1:
+            return node
+        return self._emit(aten.reshape.default, node, [-1])
+
+    def _size_node(self, size: SymInt) -> Node | None:
+        """A node before the losses that holds a size."""
+        for node in self.graph.nodes:
+            if node is self.losses:
+                break
+            value = node.meta.get("val")
+            if isinstance(value, SymInt) and value.node.expr == size.node.expr:
+                return node
+        return None
+
+    def _emit(self, op: Any, *args: Any) -> Node:
+        with self.graph.inserting_before(self.losses):
+            node = self.graph.call_function(op, args)
+        values = map_arg(args, lambda n: n.meta["val"])
+        with self.losses.meta["val"].fake_mode:
+            node.meta["val"] = op(*values)
+        return node
+
+
+def is_one_tensor(value: Tensor) -> bool:
+    return all(isinstance(size, int) and size == 1 for size in value.shape)
+
+
+def _mapped(node: Node, operand: Callable[[Node], Operand]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a node, those that are nodes as operands."""
+
+    def of(argument: Any) -> Any:
+        return operand(argument) if isinstance(argument, Node) else argument
+
+    return [of(a) for a in node.args], {k: of(v) for k, v in node.kwargs.items()}

@@ -1,0 +1,132 @@
+"""The gradient of each row's loss, as a function of that loss: a text that an op can be given.
+
+A loss that is made of one number a row, such as a masked mean or PPO's clipped ratio, has for each
+row a gradient that depends on that row's own loss and on what is known before it. An op that
+computes rows a chunk at a time evaluates such a function between the loss of a chunk and its
+gradient. Ops take no functions; they take a text, JSON, with one step for each ATen op::
+
+    [["aten.exp.default", [{"value": 0}], {}],
+     ["aten.mul.Tensor", [{"value": 2}, {"value": 1}], {}]]
+
+Value 0 is the loss of each row, values 1 to n are the n tensors that are known, and each step makes
+one more; the last is the result. All work element by element, so that a row knows nothing of
+others: :func:`encode` refuses any other op.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+#: Tensors of one number, like an argument of which nothing but the shape is read.
+_FILLED = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A value of a function by its number."""
+
+    number: int
+
+
+Step: TypeAlias = tuple[OpOverload[..., Any], Sequence[Any], dict[str, Any]]
+
+
+def is_of_elements(op: Any) -> bool:
+    """Whether an op works element by element, and always does the same."""
+    if not isinstance(op, OpOverload) or op.namespace not in ("aten", "prims"):
+        return False
+    if op._schema.is_mutable or torch.Tag.nondeterministic_seeded in op.tags:
+        return False
+    return op in CASTS or op in _FILLED or torch.Tag.pointwise in op.tags
+
+
+def encode(steps: Sequence[Step]) -> str | None:
+    """The text of a function; None where a step is no op of elements or has other arguments than
+    values, numbers and dtypes."""
+    try:
+        return json.dumps([_encoded(*step) for step in steps])
+    except TypeError:
+        return None
+
+
+def _encoded(op: OpOverload[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if not is_of_elements(op):
+        raise TypeError
+    named = {name: _encoded_argument(argument) for name, argument in kwargs.items()}
+    return [str(op), [_encoded_argument(argument) for argument in args], named]
+
+
+def _encoded_argument(argument: Any) -> Any:
+    if isinstance(argument, Operand):
+        return {"value": argument.number}
+    if isinstance(argument, torch.dtype):
+        return {"dtype": str(argument).removeprefix("torch.")}
+    # By type: a symbol is an int to isinstance, and json would ask for its value.
+    if argument is None or type(argument) in (bool, int, float, str):
+        return argument
+    raise TypeError
+
+
+@dataclass(frozen=True)
+class RowFunction:
+    """A function with what is known of the rows.
+
+    Attributes:
+        text: see the module.
+        known: each [rows], or one number as [1] or [].
+    """
+
+    text: str
+    known: tuple[Tensor, ...]
+
+    def keep(self, rows: Tensor) -> RowFunction:
+        """The same for some of the rows, int64 [kept]."""
+        return replace(self, known=tuple(_of_rows(tensor, rows) for tensor in self.known))
+
+    def __call__(self, rows: slice, losses: Tensor) -> Tensor:
+        """The gradient of each of the rows' losses, [rows of the slice]."""
+        values = [losses, *(_of_rows(tensor, rows) for tensor in self.known)]
+        for op, args, kwargs in _decoded(self.text):
+            given = [_given(argument, values) for argument in args]
+            values.append(op(*given, **{k: _given(v, values) for k, v in kwargs.items()}))
+        return values[-1]
+
+
+def _of_rows(tensor: Tensor, rows: Any) -> Tensor:
+    return tensor if tensor.numel() == 1 else tensor[rows]
+
+
+def _given(argument: Any, values: list[Tensor]) -> Any:
+    return values[argument.number] if isinstance(argument, Operand) else argument
+
+
+@lru_cache(maxsize=128)
+def _decoded(text: str) -> list[tuple[Callable[..., Tensor], list[Any], dict[str, Any]]]:
+    steps = []
+    for name, args, kwargs in json.loads(text):
+        namespace, packet, overload = name.split(".")
+        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        if not is_of_elements(op):
+            raise ValueError(f"linear_cross_entropy: row_function has {name}, no op of elements")
+        named = {key: _decoded_argument(argument) for key, argument in kwargs.items()}
+        steps.append((op, [_decoded_argument(argument) for argument in args], named))
+    return steps
+
+
+def _decoded_argument(argument: Any) -> Any:
+    if not isinstance(argument, dict):
+        return argument
+    if "value" in argument:
+        return Operand(argument["value"])
+    return getattr(torch, argument["dtype"])

@@ -1,0 +1,590 @@
+"""Unreduced linear cross entropy under torch.compile: gradients by row, in the forward."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import compile_losses
+from compile_losses.ops.linear.row_function import Operand, RowFunction, encode
+from tests.accuracy import SIMILAR, assert_accurate, similar
+from tests.linear_problems import largest_allocation, leaves
+
+BATCH, TOKENS, HIDDEN, CLASSES = 4, 18, 8, 37
+IN_THE_FORWARD, SCALED = "hoisted by row", "hoisted, scaled by row"
+LOGITS, AGAIN = "with its logits", "logits computed again"
+
+pytestmark = pytest.mark.usefixtures("no_code", "chunks")
+
+
+def problem(dtype=torch.float64, *, frozen=False, tokens=TOKENS):
+    """Hidden states, weight, labels of which some are ignored, a mask, advantages, and the
+    log-probabilities of an older model."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    h, w = draw(BATCH, tokens, HIDDEN), draw(CLASSES, HIDDEN)
+    labels = torch.randint(CLASSES, (BATCH, tokens), generator=generator)
+    labels[:, ::7] = -100
+    mask = (torch.rand(BATCH, tokens, generator=generator) > 0.3).double()
+    old = F.cross_entropy((h @ w.t()).flatten(0, 1), labels.flatten(), reduction="none")
+    old = -old.view(BATCH, tokens) + 0.3 * draw(BATCH, tokens)
+    tensors = [t.to(dtype) for t in (h, w, mask, draw(BATCH, 1), old)]
+    h, w, mask, advantages, old = tensors
+    return h.requires_grad_(), w.requires_grad_(not frozen), labels, mask, advantages, old
+
+
+def losses(h, w, labels, **options):
+    each = F.cross_entropy(
+        F.linear(h, w).view(-1, w.shape[0]), labels.reshape(-1), reduction="none", **options
+    )
+    return each.view(labels.shape)
+
+
+def masked_mean(h, w, labels, mask, advantages, old):
+    return (losses(h, w, labels) * mask).sum() / mask.sum()
+
+
+def mean_of_sequences(h, w, labels, mask, advantages, old):
+    return ((losses(h, w, labels) * mask).sum(-1) / mask.sum(-1)).mean()
+
+
+def weighted(h, w, labels, mask, advantages, old):
+    """Weights for each sequence, as of reward-weighted fine-tuning."""
+    return (losses(h, w, labels) * advantages.softmax(0)).sum()
+
+
+def of_shifted_logits(h, w, labels, mask, advantages, old):
+    each = F.cross_entropy(
+        F.linear(h, w)[:, :-1].reshape(-1, CLASSES), labels[:, 1:].reshape(-1), reduction="none"
+    )
+    return (each.view(BATCH, -1) * mask[:, 1:]).sum() / mask[:, 1:].sum()
+
+
+def some_tokens(h, w, labels, mask, advantages, old):
+    """The gradient of a slice is padded with zeros."""
+    return (losses(h, w, labels)[:, 2:] * mask[:, 2:]).sum() / 7
+
+
+def with_options(h, w, labels, mask, advantages, old):
+    each = losses(h, w, labels.clamp(min=0), ignore_index=3, label_smoothing=0.1)
+    return (each * mask).mean()
+
+
+def capped(h, w, labels, mask, advantages, old):
+    logits = 5 * torch.tanh(F.linear(h, w) / 5)
+    each = F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1), reduction="none")
+    return (each * mask.view(-1)).sum() / mask.sum()
+
+
+def ratio_of(h, w, labels, old):
+    return torch.exp(-losses(h, w, labels) - old)
+
+
+def clipped(h, w, labels, mask, advantages, old):
+    """PPO and GRPO."""
+    ratio = ratio_of(h, w, labels, old)
+    each = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return -((each * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
+
+
+def with_a_penalty(h, w, labels, mask, advantages, old):
+    """GRPO with its estimate of the divergence from another model, here the older one."""
+    logp = -losses(h, w, labels)
+    penalty = torch.exp(old - logp) - (old - logp) - 1
+    ratio = torch.exp(logp - logp.detach())
+    return ((0.04 * penalty - ratio * advantages) * mask).sum() / mask.sum()
+
+
+def truncated(h, w, labels, mask, advantages, old):
+    """CISPO: the ratio is a weight without a gradient."""
+    logp = -losses(h, w, labels)
+    weight = torch.exp(logp - old).clamp(max=2.0).detach()
+    return -(weight * advantages * logp * mask).sum() / mask.sum()
+
+
+def focal(h, w, labels, mask, advantages, old):
+    each = losses(h, w, labels)
+    return ((1 - torch.exp(-each)) ** 2 * each).mean()
+
+
+def squared(h, w, labels, mask, advantages, old):
+    return 0.5 * losses(h, w, labels).square().sum()
+
+
+def thresholded(h, w, labels, mask, advantages, old):
+    """Rows of small losses count for nothing, as those that are known already."""
+    each = losses(h, w, labels)
+    return torch.where(each > 1.5, each, 0.0).sum() / each.numel()
+
+
+def with_a_metric(h, w, labels, mask, advantages, old):
+    """What else is made of the losses, without a gradient, is no reason."""
+    each = losses(h, w, labels)
+    return (each * mask).sum() / mask.sum(), each.detach().mean().exp()
+
+
+#: What the forward can compute the gradients of; the names tell their plan in tests.
+BY_ROW = {
+    f.__name__: f
+    for f in (
+        masked_mean, mean_of_sequences, weighted, of_shifted_logits, some_tokens, with_options,
+        capped, clipped, with_a_penalty, truncated, focal, squared, thresholded, with_a_metric,
+    )
+}  # fmt: skip
+
+
+def preferences(h, w, labels, mask, advantages, old):
+    """DPO: the log-probabilities of a sequence are summed first."""
+    logps = -(losses(h, w, labels) * mask).sum(-1)
+    chosen, rejected = logps.chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def ratio_of_sequences(h, w, labels, mask, advantages, old):
+    """GSPO."""
+    log_ratio = ((-losses(h, w, labels) - old) * mask).sum(-1, keepdim=True) / TOKENS
+    return -(torch.exp(log_ratio) * advantages * mask).mean()
+
+
+def divided_by_itself(h, w, labels, mask, advantages, old):
+    each = losses(h, w, labels)
+    return (each * mask).sum() / each.detach().sum()
+
+
+def softmax_weighted(h, w, labels, mask, advantages, old):
+    each = losses(h, w, labels)
+    return (each * each.detach().softmax(-1)).sum()
+
+
+def squared_mean(h, w, labels, mask, advantages, old):
+    return (losses(h, w, labels) * mask).mean() ** 2
+
+
+def of_neighbours(h, w, labels, mask, advantages, old):
+    each = losses(h, w, labels)
+    return (each[:, 1:] * each[:, :-1]).sum()
+
+
+def of_the_transposed(h, w, labels, mask, advantages, old):
+    """Square, so that shapes alone don't tell."""
+    each = losses(h, w, labels)[:, :BATCH]
+    return (each * each.t()).sum()
+
+
+def cumulative(h, w, labels, mask, advantages, old):
+    return losses(h, w, labels).cumsum(-1).sigmoid().sum()
+
+
+def each_of_them(h, w, labels, mask, advantages, old):
+    """The gradient of each row comes from outside."""
+    return losses(h, w, labels) * mask
+
+
+def two_numbers(h, w, labels, mask, advantages, old):
+    each = losses(h, w, labels)
+    return each.square().sum(), each.sigmoid().sum()
+
+
+#: These need the logits once more, or all along.
+ACROSS_ROWS = {
+    f.__name__: f
+    for f in (
+        preferences, ratio_of_sequences, divided_by_itself, softmax_weighted, squared_mean,
+        of_neighbours, of_the_transposed, cumulative, each_of_them, two_numbers,
+    )
+}  # fmt: skip
+
+
+def weights_of(result):
+    return torch.linspace(0.5, 1, result.numel(), dtype=result.dtype).view(result.shape)
+
+
+def outcome(function, inputs, factor=3.0):
+    """What a function returns, and gradients of a number that is made of it."""
+    tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    results = function(*tensors)
+    results = results if isinstance(results, tuple) else (results,)
+    total = sum(
+        (
+            factor * (i + 1) * r * torch.linspace(0.5, 1, r.numel(), dtype=r.dtype).view(r.shape)
+        ).sum()
+        for i, r in enumerate(results)
+        if r.requires_grad
+    )
+    wanted = [t for t in tensors if t.requires_grad]
+    return [*(r.detach() for r in results), *torch.autograd.grad(total, wanted)]
+
+
+def check(function, inputs, **options):
+    compiled = torch.compile(function, backend="compile_losses", options=options)
+    exact = [t.double() if t.is_floating_point() else t for t in inputs]
+    exact = [t.detach().requires_grad_(g.requires_grad) for t, g in zip(exact, inputs, strict=True)]
+    found = [outcome(compiled, inputs), outcome(function, inputs), outcome(function, exact)]
+    likes = [errors_on_similar(function, inputs)] * (inputs[0].dtype == torch.bfloat16)
+    likes = likes[0] if likes else [0.0] * len(found[0])
+    for i, (*results, like) in enumerate(zip(*found, likes, strict=True)):
+        assert_accurate(*results, f"{function.__name__}, result {i}", like)
+
+
+def errors_on_similar(function, inputs):
+    """The worst error of torch's in each result, for numbers a few per cent away."""
+    generator, worst = torch.Generator().manual_seed(0), []
+    for _ in range(SIMILAR):
+        near = [similar(t.detach(), generator, t.dtype) for t in inputs]
+        near = [n.requires_grad_(t.requires_grad) for n, t in zip(near, inputs, strict=True)]
+        exact = [n.double() if n.is_floating_point() else n for n in near]
+        exact = [
+            e.detach().requires_grad_(n.requires_grad) for e, n in zip(exact, near, strict=True)
+        ]
+        results = zip(outcome(function, near), outcome(function, exact), strict=True)
+        worst.append([(ours.double() - right).abs().max().item() for ours, right in results])
+    return [max(errors) for errors in zip(*worst, strict=True)]
+
+
+def plan_of(function, inputs):
+    (site,) = compile_losses.explain(function, *inputs).losses
+    assert (site.op, site.status) == ("linear_cross_entropy", "rewritten"), site
+    return site
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", BY_ROW)
+def test_in_the_forward(name, dtype):
+    inputs = problem(dtype)
+    check(BY_ROW[name], inputs)
+    assert plan_of(BY_ROW[name], inputs).plan[0] == IN_THE_FORWARD
+
+
+@pytest.mark.parametrize("name", ACROSS_ROWS)
+def test_across_rows(name):
+    """Recognised, and then computed as without this op: the reason says what would save memory."""
+    inputs = problem()
+    check(ACROSS_ROWS[name], inputs)
+    site = plan_of(ACROSS_ROWS[name], inputs)
+    assert site.plan[0] == LOGITS
+    words = "outside of the graph" if name in ("each_of_them", "two_numbers") else "other rows"
+    assert words in site.details[0]
+    assert "prefer_memory" in site.details[0]
+
+
+@pytest.mark.parametrize("name", ["preferences", "each_of_them", "of_neighbours"])
+def test_memory_is_preferred(name, monkeypatch):
+    inputs = problem()
+    check(ACROSS_ROWS[name], inputs, prefer_memory=True)
+    monkeypatch.setenv("COMPILE_LOSSES_PREFER_MEMORY", "1")
+    assert plan_of(ACROSS_ROWS[name], inputs).plan[0] == AGAIN
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", [*BY_ROW, *ACROSS_ROWS])
+def test_frozen_head(name, dtype):
+    """Input's gradients are made for a gradient of 1 of each row, whatever they are scaled by."""
+    function = {**BY_ROW, **ACROSS_ROWS}[name]
+    inputs = problem(dtype, frozen=True)
+    check(function, inputs)
+    assert plan_of(function, inputs).plan[0] == SCALED
+
+
+def test_with_a_bias():
+    def step(h, w, labels, mask, advantages, old, b):
+        each = F.cross_entropy(
+            F.linear(h, w, b).view(-1, CLASSES), labels.view(-1), reduction="none"
+        )
+        return (each * mask.view(-1)).sum() / mask.sum()
+
+    inputs = (*problem(), torch.randn(CLASSES, dtype=torch.float64, requires_grad=True))
+    check(step, inputs)
+    assert plan_of(step, inputs).plan[0] == IN_THE_FORWARD
+    inputs[1].requires_grad_(False)  # the bias is trained, its layer not
+    check(step, inputs)
+    assert plan_of(step, inputs).plan[0] == IN_THE_FORWARD
+
+
+def test_logits_taken_back_with_a_bias():
+    def step(h, w, labels, mask, advantages, old, b):
+        each = F.cross_entropy(
+            F.linear(h, w, b).view(-1, CLASSES), labels.view(-1), reduction="none"
+        )
+        return each.view(BATCH, -1).sum(-1).square().mean()
+
+    inputs = (*problem(), torch.randn(CLASSES, dtype=torch.float64, requires_grad=True))
+    check(step, inputs)
+    assert plan_of(step, inputs).plan[0] == LOGITS
+
+
+@pytest.mark.parametrize("function", [clipped, masked_mean, preferences])
+def test_enabled(function):
+    """By the other way in, and more than one backward of one graph."""
+    inputs = problem()
+    with compile_losses.enable():
+        compiled = torch.compile(function)
+        for factor in (1.0, -2.0):
+            torch.testing.assert_close(
+                outcome(compiled, inputs, factor), outcome(function, inputs, factor)
+            )
+
+
+@pytest.mark.parametrize("function", [clipped, masked_mean, of_shifted_logits])
+def test_dynamic_shapes(function):
+    compiled = torch.compile(function, backend="compile_losses", dynamic=True)
+    for tokens in (18, 23, 40):
+        inputs = problem(tokens=tokens)
+        torch.testing.assert_close(outcome(compiled, inputs), outcome(function, inputs))
+
+
+def test_checkpointed():
+    """The gradients are kept, not computed a second time."""
+
+    def step(*inputs):
+        return checkpoint(clipped, *inputs, use_reentrant=False)
+
+    inputs = problem()
+    check(step, inputs)
+    assert plan_of(step, inputs).plan[0] == IN_THE_FORWARD
+
+
+def test_two_models():
+    """The log-probabilities of a second model are known before those of the first."""
+
+    def step(h, w, labels, mask, advantages, old):
+        with torch.no_grad():
+            reference = -losses(h * 0.9, w * 1.1, labels)
+        logp = -losses(h, w, labels)
+        penalty = torch.exp(reference - logp) - (reference - logp) - 1
+        return ((penalty - logp * advantages) * mask).sum() / mask.sum()
+
+    inputs = problem()
+    check(step, inputs)
+    sites = compile_losses.explain(step, *inputs).losses
+    assert sorted(site.plan[0] for site in sites) == [IN_THE_FORWARD, "kernel"]
+
+
+def test_two_models_the_other_way_round():
+    """What is computed after the losses is moved before them."""
+
+    def step(h, w, labels, mask, advantages, old):
+        logp = -losses(h, w, labels)
+        with torch.no_grad():
+            reference = -losses(h * 0.9, w * 1.1, labels)
+        return ((torch.exp(reference - logp) + 3 * logp) * mask).sum() / mask.sum()
+
+    inputs = problem()
+    check(step, inputs)
+    sites = compile_losses.explain(step, *inputs).losses
+    assert sorted(site.plan[0] for site in sites) == [IN_THE_FORWARD, "kernel"]
+
+
+def test_called_by_name():
+    """The op itself, unreduced, in a compiled step; memory is what it was chosen for."""
+
+    def step(h, w, labels, mask, advantages, old):
+        each = compile_losses.linear.linear_cross_entropy(h, w, labels, reduction="none")
+        return (torch.exp(-each - old) * mask).sum() / mask.sum()
+
+    def summed(h, w, labels, mask, advantages, old):
+        each = compile_losses.linear.linear_cross_entropy(h, w, labels, reduction="none")
+        return each.sum(-1).square().mean()
+
+    for function in (step, summed):
+        inputs = problem()
+        compiled = torch.compile(function, backend="compile_losses")
+        torch.testing.assert_close(outcome(compiled, inputs), outcome(function, inputs))
+
+
+def test_no_logits_are_held(monkeypatch):
+    """Of 8000 classes a chunk of 16 rows at a time, where the logits of all are 144 rows."""
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(8, 18, HIDDEN, generator=generator, requires_grad=True)
+    w = torch.randn(8000, HIDDEN, generator=generator, requires_grad=True)
+    labels = torch.randint(8000, (8, 18), generator=generator)
+    mask, advantages = torch.ones(8, 18), torch.randn(8, 1, generator=generator)
+    old = torch.zeros(8, 18) - 9
+    compiled = torch.compile(clipped, backend="compile_losses")
+
+    def train():
+        compiled(h, w, labels, mask, advantages, old).backward()
+
+    train()
+    assert largest_allocation(train) < 2 * 16 * 8000 * 4
+
+
+#: Of a loss, a mask, an older log-probability and a weight for each sequence.
+UNARY = {
+    "exp": lambda x: torch.exp(-x),
+    "square": lambda x: x * x,
+    "tanh": torch.tanh,
+    "clamp": lambda x: x.clamp(0.5, 3.0),
+    "detach": lambda x: x.detach(),
+    "softplus": F.softplus,
+    "log1p": lambda x: torch.log1p(x.abs()),
+    "relu": lambda x: F.relu(x - 1),
+    "half": lambda x: x.float().double(),
+    "flat": lambda x: x.reshape(-1).reshape(x.shape),
+}
+BINARY = {
+    "add": torch.add,
+    "mul": torch.mul,
+    "min": torch.minimum,
+    "where": lambda a, b: torch.where(a > b, a, b * 0.5),
+    "div": lambda a, b: a / (1 + b.abs()),
+}
+ACROSS = {
+    "sum": lambda x: x - x.sum(-1, keepdim=True) / TOKENS,
+    "mean": lambda x: x * x.mean(),
+    "max": lambda x: x / x.detach().amax(),
+    "roll": lambda x: x.roll(1, -1),
+    "flip": lambda x: x * x.flip(0),
+}
+
+
+def drawn(seed, across):
+    """A function of the losses that works row by row, or does not."""
+    draw = random.Random(seed)
+    unary = [UNARY[draw.choice(list(UNARY))] for _ in range(4)]
+    binary = [BINARY[draw.choice(list(BINARY))] for _ in range(3)]
+    others = [draw.randrange(4) for _ in range(3)]
+    mix = ACROSS[draw.choice(list(ACROSS))] if across else lambda x: x
+    place = draw.randrange(3)
+
+    def step(h, w, labels, mask, advantages, old):
+        each = losses(h, w, labels)
+        known = [mask, old, advantages.expand_as(mask), each]
+        x = each
+        for i in range(3):
+            x = unary[i](x)
+            if across and i == place:
+                x = mix(x)
+            x = binary[i](x, known[others[i]])
+        return (unary[3](x) * mask + 0.1 * each).sum() / mask.sum()
+
+    return step
+
+
+def check_drawn(seed, across):
+    torch._dynamo.reset()
+    function, inputs = drawn(seed, across), problem()
+    compiled = torch.compile(function, backend="compile_losses")
+    torch.testing.assert_close(outcome(compiled, inputs), outcome(function, inputs), equal_nan=True)
+    sites = compile_losses.explain(function, *inputs).losses
+    return {choice for site in sites for choice in site.plan}
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_drawn_functions(across):
+    plans = set().union(*(check_drawn(seed, across) for seed in range(12)))
+    assert (LOGITS if across else IN_THE_FORWARD) in plans
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("across", [False, True])
+@pytest.mark.parametrize("first", range(100, 300, 20))
+def test_200_drawn_functions(first, across):
+    for seed in range(first, first + 20):
+        check_drawn(seed, across)
+
+
+rows_with_grad = torch.ops.fused.linear_cross_entropy_rows_with_grad
+exp = torch.ops.aten.exp.default
+mul = torch.ops.aten.mul.Tensor
+
+
+def of_rows(device, dtype=torch.float64, **options):
+    (x, w, b), target = leaves(device, dtype)
+    values = {"label_smoothing": 0.0, "softcap": None, "z_loss": 0.0, **options}
+    arguments = (x.detach(), w.detach(), target, b.detach(), None, 0, -100, *values.values(), dtype)
+    return (x, w, b), target, values, arguments
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1, "softcap": 5.0}, {"z_loss": 1e-2}], ids=str
+)
+def test_known_gradients(options, device):
+    tensors, target, values, arguments = of_rows(device, **options)
+    x, w, b = tensors
+    each = torch.ops.fused.linear_cross_entropy(x, w, target, linear_bias=b, reduction=0, **values)
+    g = torch.randn_like(each)
+    loss, *gradients = rows_with_grad(*arguments, True, True, True, g, "", [])
+    torch.testing.assert_close(loss, each)
+    torch.testing.assert_close(tuple(gradients), torch.autograd.grad(each, tensors, g))
+
+
+@pytest.mark.parametrize("options", [{}, {"z_loss": 1e-2}], ids=str)
+def test_function_of_the_losses(options, device):
+    """Also where ignored rows are left out, with what is known of them."""
+    tensors, target, values, arguments = of_rows(device, **options)
+    x, w, b = tensors
+    known = torch.randn(len(target), dtype=torch.float64, device=device)
+    two = torch.full((), 2.0, dtype=torch.float64, device=device)
+    text = encode(
+        [
+            (mul, (Operand(0), Operand(2)), {}),
+            (torch.ops.aten.neg.default, (Operand(3),), {}),
+            (exp, (Operand(4),), {}),
+            (mul, (Operand(5), Operand(1)), {}),
+        ]
+    )
+    each = torch.ops.fused.linear_cross_entropy(x, w, target, linear_bias=b, reduction=0, **values)
+    g = (torch.exp(-2 * each) * known).detach()
+    loss, *gradients = rows_with_grad(*arguments, True, True, True, None, text, [known, two])
+    torch.testing.assert_close(loss, each)
+    torch.testing.assert_close(tuple(gradients), torch.autograd.grad(each, tensors, g))
+
+
+def test_opcheck_of_rows(device):
+    _, target, _, arguments = of_rows(device, torch.float32)
+    text = encode([(exp, (Operand(0),), {})])
+    for needs in ((True, True, True), (True, False, False), (False, True, False)):
+        torch.library.opcheck(rows_with_grad.default, (*arguments, *needs, None, text, []))
+        ones = torch.ones(len(target), device=device)
+        torch.library.opcheck(rows_with_grad.default, (*arguments, *needs, ones, "", []))
+
+
+def test_errors_of_rows():
+    _, target, _, arguments = of_rows("cpu")
+    needs, ones = (True, True, True), torch.ones(len(target), dtype=torch.float64)
+    text = encode([(exp, (Operand(0),), {})])
+    with pytest.raises(RuntimeError, match="got neither"):
+        rows_with_grad(*arguments, *needs, None, "", [])
+    with pytest.raises(RuntimeError, match="got both"):
+        rows_with_grad(*arguments, *needs, ones, text, [])
+    with pytest.raises(RuntimeError, match=r"expected reduction 0 \(none\).*, got 1"):
+        rows_with_grad(*arguments[:5], 1, *arguments[6:], *needs, ones, "", [])
+    bad = json.dumps([["aten.cumsum.default", [{"value": 0}, 0], {}]])
+    with pytest.raises(ValueError, match=r"aten.cumsum.default, no op of elements"):
+        rows_with_grad(*arguments, *needs, None, bad, [])
+
+
+def test_what_is_no_function_of_rows():
+    aten = torch.ops.aten
+    assert encode([(aten.cumsum.default, (Operand(0), 0), {})]) is None
+    assert encode([(aten.sum.default, (Operand(0),), {})]) is None
+    assert encode([(aten.bernoulli.p, (Operand(0), 0.5), {})]) is None
+    assert encode([(aten.mul_.Tensor, (Operand(0), Operand(0)), {})]) is None
+    assert encode([(aten.mul.Tensor, (Operand(0), torch.ones(3)), {})]) is None
+
+
+def test_text_of_a_function():
+    """Infinities, dtypes and what is known of some of the rows."""
+    aten = torch.ops.aten
+    text = encode(
+        [
+            (torch.ops.prims.convert_element_type.default, (Operand(0), torch.float64), {}),
+            (aten.clamp.default, (Operand(3), -float("inf"), 2.5), {}),
+            (aten.where.self, (Operand(1), Operand(4), Operand(2)), {}),
+        ]
+    )
+    known = torch.tensor([True, False, True, False]), torch.zeros(1, dtype=torch.float64)
+    function = RowFunction(text, known)
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert function(slice(0, 4), x).tolist() == [1.0, 0.0, 2.5, 0.0]
+    assert function(slice(2, 4), x[2:]).tolist() == [2.5, 0.0]
+    kept = torch.tensor([0, 2])
+    assert function.keep(kept)(slice(0, 2), x[kept]).tolist() == [1.0, 2.5]
