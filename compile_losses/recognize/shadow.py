@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from compile_losses.distributed import are_dtensors
+from compile_losses.recognize.unrolled import JOINS, rejoined
 from compile_losses.recognize.values import Value, example, examples, fake_mode, whole
 
 aten = torch.ops.aten
@@ -157,7 +158,7 @@ class Shadow:
             return leaf
         if value.op is None:  # a node that hands an argument on, such as float() of float32
             return self.of(value.node)
-        return value
+        return value if value.op not in JOINS else rejoined(value, self.resolve, compute) or value
 
 
 def expanded_source(node: Node) -> Node | None:

@@ -157,7 +157,7 @@ class Terms:
         return log(self._argument(value, depth))
 
     def _argument(self, value: Value, depth: int) -> Polynomial:
-        """Of a logarithm or exponential: sums and scaled tensors count as leaves there."""
+        """Of a logarithm, an exponential or a pick: sums and scaled tensors count as leaves there."""
         resolved = self.shadow.resolve(value)
         inner = self.of(resolved, depth)
         if resolved.op is aten.div.Tensor and isinstance(resolved.args[1], Value):
@@ -231,7 +231,7 @@ class Terms:
 
     def _picked(self, source: Value, target: Value, dim: int, depth: int) -> Polynomial:
         key = self.leaf(target)
-        return picked(self.of(source, depth), key, dim)
+        return picked(self._argument(source, depth), key, dim)
 
     def _moved(self, value: Value, depth: int) -> Polynomial:
         """Dropping or restoring the class dimension of one number for each row."""

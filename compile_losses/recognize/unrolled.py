@@ -1,0 +1,140 @@
+"""Loops over the samples of a batch, which Dynamo has unrolled, as one computation.
+
+``torch.stack([f(row) for row in x])`` and ``torch.cat([f(part) for part in x.split(n)])`` hold as
+many nodes of each kind as there are turns. Where all turns do the same, to pieces that make up
+whole tensors, and each does it row by row, the result is ``f(x)``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from compile_losses.recognize.values import Value, example, whole
+
+aten = torch.ops.aten
+
+#: Looks through a Value that stands for a whole node.
+Resolve: TypeAlias = Callable[[Value], Value]
+#: What an op makes of arguments; None where it refuses them.
+Compute: TypeAlias = Callable[..., Value | None]
+
+JOINS = (aten.stack.default, aten.cat.default)
+#: Ops along one dimension, with the place of that dimension among the arguments.
+_ALONG = {
+    aten._log_softmax.default: 1,
+    aten._softmax.default: 1,
+    aten.logsumexp.default: 1,
+    aten.gather.default: 1,
+    aten.squeeze.dim: 1,
+    aten.unsqueeze.default: 1,
+}
+#: What takes a tensor apart along dimension 0.
+_UNBINDS = (torch.unbind, aten.unbind.int, "unbind")
+_SPLITS = (torch.split, torch.chunk, torch.functional.split, "split", "chunk")
+
+
+def rejoined(value: Value, resolve: Resolve, compute: Compute) -> Value | None:
+    """A stack or a concatenation as what it is computed by without the loop; else None."""
+    pieces, *rest = value.args
+    if rest not in ([], [0]) or value.kwargs or len(pieces) < 2:
+        return None
+    stacks = value.op is aten.stack.default
+    found = _join(list(pieces), stacks, resolve, compute)
+    if found is None or found.op is None or found.whole:
+        return None
+    if found.fake.shape != value.fake.shape or found.fake.dtype != value.fake.dtype:
+        return None
+    return Value(value.fake, value.node, found.op, found.args, found.kwargs)
+
+
+def _join(pieces: list[Any], stacks: bool, resolve: Resolve, compute: Compute) -> Value | None:
+    if not all(isinstance(piece, Value) for piece in pieces):
+        return None
+    source = _source(pieces, stacks, resolve)
+    if source is not None:
+        return source
+    first, *others = resolved = [resolve(piece) for piece in pieces]
+    if first.op is None or any(other.op is not first.op for other in others):
+        return None
+    place = _ALONG.get(first.op)
+    if place is None and torch.Tag.pointwise not in first.op.tags:
+        return None
+    ranks = {a.fake.dim() for piece in resolved for a in piece.args if isinstance(a, Value)}
+    if len(ranks) != 1 or ranks == {0} or any(piece.kwargs for piece in resolved):
+        return None
+    if len({len(piece.args) for piece in resolved}) != 1:
+        return None
+    arguments: list[Any] = []
+    for each in zip(*(piece.args for piece in resolved), strict=True):
+        if isinstance(each[0], Value):
+            joined = _join(list(each), stacks, resolve, compute)
+            if joined is None:
+                return None
+            arguments.append(joined)
+        elif all(type(one) is type(each[0]) and one == each[0] for one in each):
+            arguments.append(each[0])
+        else:
+            return None
+    if place is not None:
+        (rank,) = ranks
+        given = arguments[place]
+        # A dimension that unsqueeze makes is counted in what it returns.
+        rank += first.op is aten.unsqueeze.default
+        dims = [dim % rank for dim in (given if isinstance(given, list) else [given])]
+        if 0 in dims and not stacks:
+            return None
+        dims = [dim + stacks for dim in dims]
+        arguments[place] = dims if isinstance(given, list) else dims[0]
+    return compute(first.op, *arguments)
+
+
+def _source(pieces: list[Value], stacks: bool, resolve: Resolve) -> Value | None:
+    """The tensor that pieces are all of, in order; None where they are not."""
+    taken = [_taken(piece, stacks, resolve) for piece in pieces]
+    if any(piece is None for piece in taken):
+        return None
+    tensors = {node for node, _, _ in taken if node is not None}  # type: ignore[misc]
+    counts = {count for _, _, count in taken}  # type: ignore[misc]
+    if len(tensors) != 1 or counts != {len(pieces)}:
+        return None
+    if [index for _, index, _ in taken] != list(range(len(pieces))):  # type: ignore[misc]
+        return None
+    return whole(tensors.pop())
+
+
+def _taken(piece: Value, stacks: bool, resolve: Resolve) -> tuple[Node, int, int] | None:
+    """Which tensor a piece is one of, its index, and how many there are."""
+    node = piece.node
+    if piece.whole and node.target is operator.getitem and isinstance(node.args[0], Node):
+        (parts, index) = node.args
+        if isinstance(example(parts), tuple | list) and isinstance(index, int):
+            return _part(parts, index, stacks)
+    value = resolve(piece)
+    if not stacks or value.op is not aten.select.int or not value.args[0].whole:
+        return None
+    tensor, dim, index = value.args
+    count = tensor.fake.shape[0]
+    if dim != 0 or not isinstance(index, int) or not isinstance(count, int):
+        return None
+    return tensor.node, index % count, count
+
+
+def _part(parts: Any, index: int, stacks: bool) -> tuple[Node, int, int] | None:
+    """Of a node that takes a tensor apart."""
+    if parts.target not in (_UNBINDS if stacks else _SPLITS) or not parts.args:
+        return None
+    named = dict(parts.kwargs)
+    dim = named.pop(
+        "dim", parts.args[1 if stacks else 2] if len(parts.args) > 1 + (not stacks) else 0
+    )
+    tensor = parts.args[0]
+    if dim != 0 or not isinstance(tensor, Node) or not isinstance(example(tensor), Tensor):
+        return None
+    count = len(example(parts))
+    return tensor, index % count, count
