@@ -40,6 +40,7 @@ from compile_losses.recognize.rows import (
 from compile_losses.recognize.shadow import Shadow, aten, same_sizes
 from compile_losses.recognize.values import Value
 
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _DEEPEST = 12
 
 
@@ -157,7 +158,7 @@ class Terms:
         return log(self._argument(value, depth))
 
     def _argument(self, value: Value, depth: int) -> Polynomial:
-        """Of a logarithm, an exponential or a pick: sums and scaled tensors count as leaves there."""
+        """Of a logarithm, an exponential or a pick, where sums and scaled tensors are leaves."""
         resolved = self.shadow.resolve(value)
         inner = self.of(resolved, depth)
         if resolved.op is aten.div.Tensor and isinstance(resolved.args[1], Value):
@@ -247,7 +248,24 @@ class Terms:
                 return polynomial
         if value.op is aten.unsqueeze.default:
             raise OpaqueError
-        return self._under_softmax(value)
+        of_rows = self._logsumexp_of_rows(value)
+        return self._under_softmax(value) if of_rows is None else of_rows
+
+    def _logsumexp_of_rows(self, value: Value) -> Polynomial | None:
+        """A view of the logsumexp of a view, as that of the tensor which both are views of."""
+        inner = self.shadow.resolve(value.args[0])
+        if inner.op is not aten.logsumexp.default or value.op not in _VIEWS:
+            return None
+        rows, dims, *keepdim = inner.args
+        if [dim % rows.rank for dim in dims] != [rows.rank - 1] or any(keepdim):
+            return None
+        shape = (*value.fake.shape, rows.fake.shape[-1])
+        while not same_sizes(rows.fake.shape, shape):
+            resolved = self.shadow.resolve(rows)
+            if resolved.op not in _VIEWS:
+                return None
+            rows = resolved.args[0]
+        return atom(("lse", self.leaf(rows), len(shape) - 1))
 
     def _sum(self, value: Value, depth: int) -> Polynomial:
         """Over the classes: of exponentials, and of what a one-hot target selects."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -94,47 +95,71 @@ def _join(pieces: list[Any], stacks: bool, resolve: Resolve, compute: Compute) -
     return compute(first.op, *arguments)
 
 
-def _source(pieces: list[Value], stacks: bool, resolve: Resolve) -> Value | None:
-    """The tensor that pieces are all of, in order; None where they are not."""
-    taken = [_taken(piece, stacks, resolve) for piece in pieces]
-    if any(piece is None for piece in taken):
-        return None
-    tensors = {node for node, _, _ in taken if node is not None}  # type: ignore[misc]
-    counts = {count for _, _, count in taken}  # type: ignore[misc]
-    if len(tensors) != 1 or counts != {len(pieces)}:
-        return None
-    if [index for _, index, _ in taken] != list(range(len(pieces))):  # type: ignore[misc]
-        return None
-    return whole(tensors.pop())
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of a tensor, along dimension 0.
+
+    Attributes:
+        tensor: the node that holds it.
+        start, stop: which of its rows, of how many in all.
+    """
+
+    tensor: Node
+    start: int
+    stop: int
+    rows: int
 
 
-def _taken(piece: Value, stacks: bool, resolve: Resolve) -> tuple[Node, int, int] | None:
-    """Which tensor a piece is one of, its index, and how many there are."""
-    node = piece.node
-    if piece.whole and node.target is operator.getitem and isinstance(node.args[0], Node):
-        (parts, index) = node.args
+def _source(values: list[Value], stacks: bool, resolve: Resolve) -> Value | None:
+    """The tensor that values are all of, in order; None where they are not."""
+    pieces = []
+    place = 0
+    for value in values:
+        piece = _piece(value, stacks, resolve)
+        if piece is None or piece.start != place:
+            return None
+        pieces.append(piece)
+        place = piece.stop
+    (first, *others) = pieces
+    if place != first.rows or any(other.tensor is not first.tensor for other in others):
+        return None
+    return whole(first.tensor)
+
+
+def _piece(value: Value, stacks: bool, resolve: Resolve) -> _Piece | None:
+    """A row of a tensor, without its dimension, where they are stacked; else some rows."""
+    node = value.node
+    if value.whole and node.target is operator.getitem and isinstance(node.args[0], Node):
+        parts, index = node.args
         if isinstance(example(parts), tuple | list) and isinstance(index, int):
-            return _part(parts, index, stacks)
-    value = resolve(piece)
-    if not stacks or value.op is not aten.select.int or not value.args[0].whole:
+            return _part(parts, index, stacks)  # type: ignore[arg-type]
+    value = resolve(value)
+    if value.op is not (aten.select.int if stacks else aten.slice.Tensor):
         return None
-    tensor, dim, index = value.args
-    count = tensor.fake.shape[0]
-    if dim != 0 or not isinstance(index, int) or not isinstance(count, int):
+    tensor, *bounds = value.args
+    rows = tensor.fake.shape[0] if tensor.fake.dim() else None
+    if not tensor.whole or not isinstance(rows, int) or (bounds and bounds[0] != 0):
         return None
-    return tensor.node, index % count, count
+    if not all(isinstance(bound, int | None) for bound in bounds) or bounds[3:] not in ([], [1]):
+        return None
+    start = bounds[1] if len(bounds) > 1 and bounds[1] is not None else 0
+    start %= rows
+    # What is taken says where it ends, whatever the bound was.
+    stop = start + (1 if stacks else value.fake.shape[0])
+    return _Piece(tensor.node, start, stop, rows)
 
 
-def _part(parts: Any, index: int, stacks: bool) -> tuple[Node, int, int] | None:
-    """Of a node that takes a tensor apart."""
+def _part(parts: Node, index: int, stacks: bool) -> _Piece | None:
+    """What a node that takes a tensor apart returns at an index."""
     if parts.target not in (_UNBINDS if stacks else _SPLITS) or not parts.args:
         return None
-    named = dict(parts.kwargs)
-    dim = named.pop(
-        "dim", parts.args[1 if stacks else 2] if len(parts.args) > 1 + (not stacks) else 0
-    )
-    tensor = parts.args[0]
+    tensor, place = parts.args[0], 1 if stacks else 2
+    dim = parts.kwargs.get("dim", parts.args[place] if len(parts.args) > place else 0)
     if dim != 0 or not isinstance(tensor, Node) or not isinstance(example(tensor), Tensor):
         return None
-    count = len(example(parts))
-    return tensor, index % count, count
+    sizes = [1 if stacks else part.shape[0] for part in example(parts)]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    index %= len(sizes)
+    start = sum(sizes[:index])
+    return _Piece(tensor, start, start + sizes[index], sum(sizes))

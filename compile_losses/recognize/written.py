@@ -51,7 +51,7 @@ _ROWS = {
     *_TOTALS,
     *("sub", "subtract", "rsub", "add", "gather", "take_along_dim", "getitem", "squeeze", "view"),
     *("reshape", "log", "exp", "unsqueeze", "kl_div", "xlogy", "flatten", "transpose", "permute"),
-    *("stack", "logaddexp", "lerp", "broadcast_tensors"),
+    *("stack", "cat", "concat", "concatenate", "logaddexp", "lerp", "broadcast_tensors"),
 }
 #: What keeps a part of the rows, and is no loss itself.
 _MASKS = {"masked_fill"}
