@@ -186,8 +186,8 @@ def compile_losses(
             to raise what goes wrong inside this package, instead of leaving a loss to torch (by
             default if COMPILE_LOSSES_STRICT=1 is in the environment); and ``prefer_memory``:
             whether linear cross entropy is also taken where it saves less than half of the logits,
-            which may cost time (by default if COMPILE_LOSSES_PREFER_MEMORY=1 is in the
-            environment).
+            or has to compute them twice for the gradients of unreduced losses, which may cost time
+            (by default if COMPILE_LOSSES_PREFER_MEMORY=1 is in the environment).
 
     Raises:
         RuntimeError: a mode or an option that Inductor does not have.

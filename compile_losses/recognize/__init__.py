@@ -47,8 +47,8 @@ def rewrite(
         strict: whether to raise what goes wrong inside this package, instead of leaving a loss to
             torch; by default if COMPILE_LOSSES_STRICT=1 is in the environment.
         prefer_memory: whether linear cross entropy is also taken where it saves less than half of
-            the logits, which may cost time; by default if COMPILE_LOSSES_PREFER_MEMORY=1 is in the
-            environment.
+            the logits, or has to compute them twice, which may cost time; by default if
+            COMPILE_LOSSES_PREFER_MEMORY=1 is in the environment.
         lowers: whether AOTAutograd's graph of it will be given to ``lower.plan``, as the backend
             does: unreduced losses are then taken together with their linear layer, too.
 
