@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +20,32 @@ def has_cuda_kernels() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The workers of a run share the cores: two threads each, and as many for their children.
-    Faults of the package end a compilation."""
+    """The workers of a run share the cores: two threads each, and as many for their children, none
+    of which keeps a core busy while it waits for another. Faults of the package end a compilation.
+    """
     os.environ.setdefault("COMPILE_LOSSES_STRICT", "1")
+    # OpenMP reads it when it is loaded: in the workers, and in what they start.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if hasattr(config, "workerinput"):
         os.environ.setdefault("OMP_NUM_THREADS", "2")
         torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+#: Files whose tests share what processes of theirs took long to make: one worker runs them all.
+BY_ONE_WORKER = ("tests/distributed/test_processes.py", "tests/distributed/test_benchmark.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Those files first, and then one test after another."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return file if file in BY_ONE_WORKER else nodeid
+
+    return Scheduling(config, log) if config.getvalue("dist") == "load" else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from tests import WITHOUT_VECTORS
 
 MODEL = """
 import sys
@@ -32,6 +35,7 @@ model, x, target = Regression(), torch.randn(700, 600), torch.randn(700, 1000)
 def python(script: str, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", MODEL + textwrap.dedent(script), *arguments],
+        env={**os.environ, **WITHOUT_VECTORS},
         capture_output=True,
         text=True,
         check=False,

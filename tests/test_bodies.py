@@ -98,7 +98,7 @@ def run_compiled(function, way, *inputs):
 
 @pytest.mark.parametrize("way", ["backend", "enable"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_bodies(name, way):
+def test_bodies(name, way, no_code):
     function, op, reason = PROGRAMS[name]
     x, target = torch.randn(8, 12), torch.randn(8, 12)
     torch._dynamo.reset()
@@ -135,7 +135,7 @@ class Classifier(nn.Module):
 
 @pytest.mark.parametrize("way", ["backend", "enable"])
 @pytest.mark.parametrize("budget", [None, 0.9, 0.5, 0.0])
-def test_linear_cross_entropy_is_computed_once(budget, way, graphs, chunks):
+def test_linear_cross_entropy_is_computed_once(budget, way, graphs, chunks, no_code):
     """In a checkpointed region and with an activation memory budget: its gradients are saved."""
     model = Classifier(budget is None)
     inputs = torch.randn(64, 16), torch.randint(40, (64,))
@@ -163,7 +163,7 @@ def test_linear_cross_entropy_is_computed_once(budget, way, graphs, chunks):
     assert ("linear_cross_entropy_backward.default]" in graphs["post"][1]) is (budget == 0.0)
 
 
-def test_memory_budget_is_not_filled_with_unit_gradients(graphs):
+def test_memory_budget_is_not_filled_with_unit_gradients(graphs, no_code):
     """What a budget has the partitioner compute again, it would compute with its gradient."""
     model = Classifier(False)
     inputs = torch.randn(64, 16), torch.randint(40, (64,))

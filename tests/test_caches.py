@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests import WITHOUT_VECTORS
+
 SCRIPT = """
 import sys
 import torch
@@ -68,7 +70,12 @@ for name, function in FUNCTIONS.items():
 def compile_and_run(cache, *options: bool, **environment: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *("yes" if option else "no" for option in options)],
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), **environment},
+        env={
+            **os.environ,
+            **WITHOUT_VECTORS,
+            "TORCHINDUCTOR_CACHE_DIR": str(cache),
+            **environment,
+        },
         capture_output=True,
         text=True,
         check=False,

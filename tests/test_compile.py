@@ -18,6 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import compile_losses
 from compile_losses.backend import _Pass
+from tests import WITHOUT_VECTORS
 
 
 class MeanSquaredError(nn.Module):
@@ -157,7 +158,7 @@ def python(script, **environment):
         [sys.executable, "-c", textwrap.dedent(script)],
         capture_output=True,
         text=True,
-        env={**os.environ, **environment},
+        env={**os.environ, **WITHOUT_VECTORS, **environment},
     )
     assert result.returncode == 0, result.stderr
     return result.stdout

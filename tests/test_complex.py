@@ -28,7 +28,7 @@ def pair():
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_declined(name):
+def test_declined(name, no_code):
     function, (a, b) = CALLS[name], pair()
     (site,) = compile_losses.explain(function, a, b).losses
     assert site.status == "declined"

@@ -38,14 +38,14 @@ FACTORS = {
 
 
 @pytest.mark.parametrize("factor", FACTORS)
-def test_factor(factor, graphs):
+def test_factor(factor, graphs, no_code):
     compare(Head(FACTORS[factor]), (*classes(), torch.tensor(7.0)), factors=(1.0, 3.0))
     assert "grad_output: %" in graphs["joint"][0]
     # What is left for the backward is the tangent alone, and scale_ returns at once when it is 1.
     assert "scale_.default](args = (%getitem_4, %tangents_1)" in graphs["post"][1]
 
 
-def test_dynamic_shapes(graphs):
+def test_dynamic_shapes(graphs, no_code):
     """Divided by a size that is a symbol."""
     model = Head(lambda p, t: F.mse_loss(p, t, reduction="sum") / p.shape[0])
     compiled = torch.compile(copy.deepcopy(model), backend="compile_losses", dynamic=True)
@@ -68,7 +68,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("factor", UNKNOWN)
-def test_no_factor(factor, graphs):
+def test_no_factor(factor, graphs, no_code):
     """The gradient's factor depends on the loss, or may not be computed before it."""
     model, inputs = Head(UNKNOWN[factor]), (*classes(), torch.tensor(7.0))
     if factor == "random":

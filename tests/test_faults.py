@@ -139,7 +139,8 @@ class Injection:
         self.monkeypatch = monkeypatch
         self.expected = loss_and_gradients(self.model, self.model, self.inputs)
 
-    def compile(self, faults: Faults) -> None:
+    def compile(self, faults: Faults, inner: str) -> None:
+        """``inner`` compiles what the recognisers leave: only Inductor has our other passes."""
         torch._dynamo.reset()
         guard._warned.clear()
         with (
@@ -148,7 +149,10 @@ class Injection:
             torch._inductor.config.patch(force_disable_caches=True),
         ):
             compiled = torch.compile(
-                self.model, backend="compile_losses", options={"strict": False}, fullgraph=True
+                self.model,
+                backend="compile_losses",
+                options={"strict": False, "inner_backend": inner},
+                fullgraph=True,
             )
             torch.testing.assert_close(
                 loss_and_gradients(self.model, compiled, self.inputs), self.expected
@@ -159,13 +163,14 @@ class Injection:
     ) -> tuple[int, int]:
         """Lets each function raise that is not in ``seen``, at those of its calls that ``calls_of``
         names; how often one did, and how often the user was told. Some only make a recogniser look
-        no further."""
-        untouched = Faults()
+        no further. Those that raise before Inductor compiles do so without it."""
+        recognising, whole = Faults(), Faults()
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
-            self.compile(untouched)
+            self.compile(recognising, "eager")
+            self.compile(whole, "inductor")
         raised = told = 0
-        for code, calls in untouched.calls.items():
+        for code, calls in whole.calls.items():
             if seen[code]:
                 continue
             seen[code] += 1
@@ -173,7 +178,7 @@ class Injection:
                 faults = Faults(code, at)
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
-                    self.compile(faults)
+                    self.compile(faults, "eager" if at <= recognising.calls[code] else "inductor")
                 raised += (
                     faults.raised
                 )  # not where a result is kept from one compilation to another

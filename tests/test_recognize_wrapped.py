@@ -37,7 +37,7 @@ def check(function, way, inputs, status):
 
 
 @WAYS
-def test_block_mask(way):
+def test_block_mask(way, no_code):
     """A mask of flex attention is made with vmap, by an overload packet that takes lists."""
     documents = torch.arange(256) // 64
 
@@ -61,7 +61,7 @@ LOSSES = {
 @WAYS
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_absorption_inside_torch_func(loss, transform, way):
+def test_absorption_inside_torch_func(loss, transform, way, no_code):
     """What stands before the loss has no storage of its own there."""
     function = LOSSES[loss]
 
@@ -77,7 +77,7 @@ def test_absorption_inside_torch_func(loss, transform, way):
 
 
 @WAYS
-def test_writes_inside_torch_func_beside_a_loss(way):
+def test_writes_inside_torch_func_beside_a_loss(way, no_code):
     def changed(a):
         a = a.clone()
         a.mul_(2)
@@ -105,7 +105,7 @@ class Chunked(torch.autograd.Function):
 
 
 @WAYS
-def test_torch_func_inside_an_autograd_function(way):
+def test_torch_func_inside_an_autograd_function(way, no_code):
     w = torch.randn(8, 8, requires_grad=True)
 
     def step(x, t):

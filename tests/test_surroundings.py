@@ -28,7 +28,7 @@ def gradients(model, function, inputs, factor=1.0):
 
 
 @pytest.mark.parametrize("saved", [torch.ops.aten.addmm.default, None], ids=["addmm", "nothing"])
-def test_selective_checkpointing(saved, graphs):
+def test_selective_checkpointing(saved, graphs, no_code):
     def policy(context, op, *args, **kwargs):
         keep = op is saved
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
@@ -68,7 +68,7 @@ def test_submodule_compiled_alone():
         )
 
 
-def test_compiled_optimizer_step():
+def test_compiled_optimizer_step(no_code):
     """Three steps of a model whose optimizer is compiled as well, after accumulated gradients."""
     model = Head(F.cross_entropy)
     results = []
@@ -89,7 +89,7 @@ def test_compiled_optimizer_step():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-def test_autocast_and_scaler(dtype, inside, device):
+def test_autocast_and_scaler(dtype, inside, device, no_code):
     """A scaled loss of an autocast model, as GradScaler hands it to backward."""
 
     class Mixed(Head):

@@ -32,10 +32,8 @@ def noisy_images():
     return scheduler, scheduler.add_noise(images, noise, steps), noise, steps
 
 
-@pytest.mark.parametrize(
-    "inner_backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
-def test_denoising_step(inner_backend):
+@pytest.mark.parametrize("code", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_denoising_step(code):
     model = unet()
     _, noisy, noise, steps = noisy_images()
 
@@ -43,7 +41,7 @@ def test_denoising_step(inner_backend):
         prediction = model(noisy, steps).sample
         return F.mse_loss(prediction.float(), noise.float())
 
-    check_step(model, step, ["mse_loss"], inner_backend=inner_backend)
+    check_step(model, step, ["mse_loss"], code=code, explained=code)
 
 
 def test_min_snr_weighting():

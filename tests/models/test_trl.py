@@ -65,7 +65,7 @@ def test_distillation_by_the_number_of_tokens():
 
     count = torch.tensor(7)
     model, step = distillation(GKDTrainer, 0.3, False, num_items_in_batch=count)
-    check_step(model, step, ["softmax_js_div"])
+    check_step(model, step, ["softmax_js_div"], explained=True)
 
 
 @pytest.mark.parametrize("name", ["gold.GOLDTrainer", "iw_opd.IWOPDTrainer"])
@@ -103,7 +103,12 @@ def test_supervised_fine_tuning():
     """SFTTrainer's loss is the model's own, with the number of targets over all micro-batches."""
     model, batch = build("Qwen3")
     count = (batch["labels"] != -100).sum()
-    check_step(model, lambda: model(**batch, num_items_in_batch=count).loss, ["cross_entropy"])
+    check_step(
+        model,
+        lambda: model(**batch, num_items_in_batch=count).loss,
+        ["cross_entropy"],
+        explained=True,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import compile_losses
+from compile_losses import backend, recognize
 from compile_losses.report import Report
+from tests.graphs import interpreted
 
 #: float32 on both sides, and the same operations outside the losses. Of all gradients together:
 #: some parameters have gradients that are nothing but rounding errors (the bias of attention keys).
@@ -25,13 +30,34 @@ def gradients(model: nn.Module, step: Callable[[], Tensor]) -> tuple[Tensor, dic
     return loss.detach(), {name: gradient.clone() for name, gradient in found.items()}
 
 
+@contextmanager
+def reported() -> Iterator[Report]:
+    """What is found in the graphs that the backend compiles meanwhile; see explain for the rest."""
+    report, breaks = Report(), dict(counters["graph_break"])
+
+    def rewrite(gm: torch.fx.GraphModule, **options: bool | None) -> None:
+        recognize.rewrite(gm, **options)
+        found = gm.meta["compile_losses"]
+        report.sites += found.sites
+        report.errors += found.errors
+        report.graphs += 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "rewrite", rewrite)
+        yield report
+    report.graph_breaks = [
+        reason for reason, count in counters["graph_break"].items() if count > breaks.get(reason, 0)
+    ]
+
+
 def check_step(
     model: nn.Module,
     step: Callable[[], Tensor],
     rewritten: list[str],
     *,
-    inner_backend: str = "aot_eager",
     compiled: Callable[[], Tensor] | None = None,
+    code: bool = False,
+    explained: bool = False,
 ) -> Report:
     """Asserts that a compiled step does what the eager one does, with the losses rewritten.
 
@@ -39,25 +65,31 @@ def check_step(
         model: holds the parameters; dropout off.
         step: runs the model on data of its own and returns the loss.
         rewritten: the fused ops expected, in any order. A loss that is declined fails the test.
-        inner_backend: see the backend's options.
         compiled: what to run in place of the compiled step, where only a part of it is compiled.
+        code: whether Inductor's code is run, and not the graphs that its passes and ours leave.
+        explained: whether explain is to say the same as the compilation.
 
     Returns:
-        What explain says of the step.
+        What is said of the compiled graphs.
     """
     loss, expected = gradients(model, step)
-    report = compile_losses.explain(step)
-    declined = [site for site in report.losses if site.status != "rewritten"]
-    assert not declined, str(report)
-    assert sorted(site.op for site in report.losses) == sorted(rewritten), str(report)
     torch._dynamo.reset()
-    options = {"inner_backend": inner_backend}
-    compiled = compiled or torch.compile(step, backend="compile_losses", options=options)
-    ours, actual = gradients(model, compiled)
+    compiled = compiled or torch.compile(step, backend="compile_losses")
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        nullcontext() if code else interpreted(patch),
+        reported() as report,
+    ):
+        ours, actual = gradients(model, compiled)
     torch.testing.assert_close(ours, loss, rtol=TOLERANCE, atol=TOLERANCE)
     assert actual.keys() == expected.keys()
     difference = sum((actual[name] - expected[name]).square().sum() for name in expected)
     size = sum(gradient.square().sum() for gradient in expected.values())
     assert size > 0
     assert difference.sqrt() <= TOLERANCE * size.sqrt(), f"{difference.sqrt()} of {size.sqrt()}"
+    for told in (report, *([compile_losses.explain(step)] if explained else [])):
+        declined = [site for site in told.losses if site.status != "rewritten"]
+        assert not declined, str(told)
+        assert sorted(site.op for site in told.losses) == sorted(rewritten), str(told)
+        assert not told.errors, str(told)
     return report
