@@ -21,9 +21,9 @@ Additions, for what models do between the two:
 
 Gradients of a loss that is reduced are computed with the loss, in three matrix products in all, and
 only those that are needed. Where that can't be (reduction none, float16, whose unit gradients
-underflow) the backward recomputes the logits; in a compiled step the gradients of reduction none may
-be in the forward, too (:mod:`compile_losses.lower.row_gradients`). Ignored rows have gradients of exactly 0; in torch a
-row of nan has gradients of nan even when it is ignored.
+underflow) the backward recomputes the logits; in a compiled step the gradients of reduction none
+may be in the forward, too (:mod:`compile_losses.lower.row_gradients`). Ignored rows have gradients
+of exactly 0; in torch a row of nan has gradients of nan even when it is ignored.
 
 Two cases are computed as torch does, over all logits: class probabilities as target, which are as
 large as the logits themselves, and K-dimensional classes (linear_weight [classes, d1, ..., hidden]
