@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._prims_common import compute_elementwise_output_strides
-from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from compile_losses import library
 from compile_losses.distributed import mesh_of
@@ -291,6 +290,9 @@ def _empty_pointwise(
     first: Tensor, second: Tensor, shape: torch.Size, dtype: torch.dtype, *, computed: bool
 ) -> Tensor:
     """As the kernels' function of this name: with the strides of torch's pointwise ops."""
+    # Only tracing and meta tensors ask for it, and the module imports sympy.
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
     decides = computed or not any(guard_or_false(stride == 0) for stride in first.stride())
     if decides and checks.same_shape(first.shape, shape):
         return torch.empty_like(first, dtype=dtype)
