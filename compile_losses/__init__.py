@@ -12,8 +12,10 @@ from compile_losses.linear import LinearCrossEntropyLoss
 
 if TYPE_CHECKING:
     from compile_losses.backend import disable, enable
+    from compile_losses.explanation import explain
     from compile_losses.recognize import rewrite
-    from compile_losses.report import Report, Site, explain
+    from compile_losses.report import Report
+    from compile_losses.sites import Site
 
 __all__ = [
     "LinearCrossEntropyLoss",
@@ -29,10 +31,10 @@ __all__ = [
 #: The names that are imported when they are first asked for, and their modules.
 _LAZY = {
     "Report": "report",
-    "Site": "report",
+    "Site": "sites",
     "disable": "backend",
     "enable": "backend",
-    "explain": "report",
+    "explain": "explanation",
     "rewrite": "recognize",
 }
 #: Modules that are attributes of the package without being imported by name.

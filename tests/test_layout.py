@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -114,3 +118,44 @@ def test_binding_does_no_arithmetic_per_device():
         if path.parts[-2] in ("demo",) or path.name in ("library.py", "__main__.py"):
             continue
         assert '"cuda' not in path.read_text(), f"{path} hard-codes a device"
+
+
+#: The package's modules by their names, and what each of them is made of.
+MODULES = {
+    ".".join(("compile_losses", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    ): ast.parse(path.read_text())
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def run(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but what only a type checker reads."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from run(child)
+
+
+def imported(module: str) -> set[str]:
+    """The package's modules that a module imports, at its top or in a function.
+
+    Not those around it, which Python imports before; nor what the package's ``__getattr__`` imports
+    by name, when a user asks for it.
+    """
+    found = set()
+    for node in run(MODULES[module]):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in MODULES else node.module)
+    return {name for name in found & MODULES.keys() if not module.startswith(f"{name}.")}
+
+
+def test_no_import_cycle():
+    graph = {module: imported(module) for module in MODULES}
+    assert "compile_losses.sites" in graph["compile_losses.recognize"]
+    TopologicalSorter(graph).prepare()  # raises a CycleError that names the modules

@@ -13,10 +13,11 @@ from torch.fx import Graph
 
 from compile_losses.guard import Failure, Snapshot, attempt
 from compile_losses.lower.calls import PARTS
-from compile_losses.lower.decision import Decision, site_of
+from compile_losses.lower.decision import Decision
 from compile_losses.lower.elementwise import scalar_tangents
 from compile_losses.lower.in_place import donated_buffers, in_place
 from compile_losses.lower.plan import plan
+from compile_losses.sites import site_of
 
 __all__ = ["Decision", "donated_buffers", "in_place", "lower_or_leave", "plan"]
 

@@ -21,6 +21,7 @@ from torch._functorch.partitioners import OpTypes
 from torch.fx import Node
 
 from compile_losses.lower.aliases import is_view, storage_of
+from compile_losses.sites import megabytes
 
 aten = torch.ops.aten
 
@@ -69,13 +70,6 @@ class Gradient:
 
     nbytes: int
     fused: bool
-
-
-def megabytes(nbytes: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return f"{nbytes} B"
 
 
 def nbytes_of(value: Any) -> int:

@@ -41,9 +41,10 @@ from compile_losses.lower.aliases import (
     storage_of,
 )
 from compile_losses.lower.calls import Loss, find_losses, fused_call, fused_op, named_arguments
-from compile_losses.lower.decision import Decision, site_of
+from compile_losses.lower.decision import Decision
 from compile_losses.lower.factor import emit, factor_of, move_before
 from compile_losses.ops.checks import REDUCTIONS, same_shape
+from compile_losses.sites import site_of
 
 fused = torch.ops.fused
 

@@ -27,10 +27,11 @@ from torch.utils._pytree import tree_leaves
 from compile_losses.lower.aliases import graph_outputs, is_fused_into_readers, storage_of
 from compile_losses.lower.calls import fused_call, fused_op, has_part, is_elementwise
 from compile_losses.lower.cost import MATMULS
-from compile_losses.lower.decision import Decision, log, site_of
+from compile_losses.lower.decision import Decision, log
 from compile_losses.lower.elementwise import drop_markers
 from compile_losses.lower.hoist import SAVED
 from compile_losses.lower.inline import inline_backward
+from compile_losses.sites import site_of
 
 aten = torch.ops.aten
 fused = torch.ops.fused

@@ -18,10 +18,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from compile_losses.lower.aliases import depends_on_tangents
 from compile_losses.lower.calls import fused_call, named_arguments
 from compile_losses.lower.cost import Cost, hint_of, nbytes_of
-from compile_losses.lower.decision import Decision, site_of
+from compile_losses.lower.decision import Decision
 from compile_losses.lower.factor import emit, factor_of, move_before
 from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, plan
 from compile_losses.ops.linear.leaves import ARGUMENT_COUNT
+from compile_losses.sites import site_of
 
 fused = torch.ops.fused
 _NAME = "linear_cross_entropy"

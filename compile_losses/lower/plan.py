@@ -27,7 +27,7 @@ from compile_losses.lower.cost import (
     kernel_cost,
     nbytes_of,
 )
-from compile_losses.lower.decision import Decision, log, site_of
+from compile_losses.lower.decision import Decision, log
 from compile_losses.lower.elementwise import move_gradients
 from compile_losses.lower.hoist import hoist, overwrites_buffers, refusal, tensors_read
 from compile_losses.lower.in_place import overwritable
@@ -35,6 +35,7 @@ from compile_losses.lower.inline import inline, inline_backward
 from compile_losses.lower.linear import plan_linear
 from compile_losses.lower.slow_paths import is_small, slow_path
 from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.sites import site_of
 
 aten = torch.ops.aten
 

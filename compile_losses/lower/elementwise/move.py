@@ -12,7 +12,7 @@ from torch._functorch.partitioners import get_default_op_list
 from torch.fx import Graph, Node
 
 from compile_losses.lower.cost import Cost, buffers_read, nbytes_of
-from compile_losses.lower.decision import Decision, log, site_of
+from compile_losses.lower.decision import Decision, log
 from compile_losses.lower.elementwise.find import (
     Part,
     cone_of,
@@ -34,6 +34,7 @@ from compile_losses.lower.hoist import (
     _view,
     overwrites_buffers,
 )
+from compile_losses.sites import site_of
 
 aten = torch.ops.aten
 fused = torch.ops.fused
