@@ -45,7 +45,7 @@ def reduction_of(
 def warn(message: str, stacklevel: int) -> None:
     """Warns the caller of the loss; in torch.compile while it traces the call."""
     if torch.compiler.is_dynamo_compiling():
-        from torch._dynamo.comptime import comptime  # in eager code Dynamo need not be loaded
+        from compile_losses.torch_internals.dynamo import comptime  # which eager code need not load
 
         comptime(
             lambda frame: warnings.warn(
@@ -60,7 +60,7 @@ def warn_if_broadcast(input: Tensor, target: Tensor) -> None:
     if input.shape == target.shape:
         return
     if torch.compiler.is_dynamo_compiling():
-        from torch._dynamo.comptime import comptime
+        from compile_losses.torch_internals.dynamo import comptime
 
         comptime(lambda frame: _warn_of_shapes(_shape(frame, "input"), _shape(frame, "target")))
     else:

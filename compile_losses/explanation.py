@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 
 from compile_losses import backend as doors
@@ -19,6 +18,13 @@ from compile_losses.recognize.logits import OUTSIDE
 from compile_losses.recognize.returned import of_parameters, returned_numbers
 from compile_losses.report import Report, Result
 from compile_losses.sites import UNRECOGNISED, Site, first_line, line_in, number_of, source_of
+from compile_losses.torch_internals.dynamo import (
+    counters,
+    lookup_backend,
+    uncompiled,
+    without_recompile_limits,
+)
+from compile_losses.torch_internals.ops import HigherOrderOperator
 
 #: So many lines of a graph are listed for what was not recognised in them.
 _MOST_LINES = 8
@@ -43,8 +49,6 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     Returns:
         A :class:`Report`; print it, or read ``.sites``.
     """
-    from torch._dynamo.utils import counters
-
     report = Report()
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -75,14 +79,14 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         report.graphs += 1
         if any(isinstance(node.target, HigherOrderOperator) for node in gm.graph.nodes):
             # Some of these ops are right only where AOTAutograd has traced them.
-            return torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs)
+            return lookup_backend("aot_eager")(gm, example_inputs)
         return gm.forward
 
     breaks = dict(counters["graph_break"])
     # A fresh backend never meets a cached graph; it must not meet the limit on cached graphs
     # either.
-    with torch._dynamo.config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16):
-        torch.compile(_uncompiled(function), backend=backend)(*args, **kwargs)
+    with without_recompile_limits():
+        torch.compile(uncompiled(function), backend=backend)(*args, **kwargs)
     report.sites = [_located(site, function) for site in report.sites]
     report.graph_breaks = [
         reason for reason, count in counters["graph_break"].items() if count > breaks.get(reason, 0)
@@ -206,11 +210,3 @@ def _located(site: Site, function: Callable[..., Any]) -> Site:
     if site.line > 0 or code is None:
         return site
     return replace(site, file=code.co_filename, line=code.co_firstlineno)
-
-
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    if isinstance(function, torch._dynamo.eval_frame.OptimizedModule):
-        return function._orig_mod
-    if isinstance(function, torch.nn.Module) and function._compiled_call_impl is not None:
-        return function._call_impl
-    return torch._dynamo.eval_frame.innermost_fn(function)

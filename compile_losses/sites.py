@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from compile_losses.torch_internals.graphs import CUSTOM
+
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(, in (?P<function>\w+))?')
 _TORCH = os.path.join(os.path.realpath(os.path.dirname(torch.__file__)), "")
 _LIBRARIES = tuple(
@@ -29,7 +31,7 @@ _LIBRARIES = tuple(
 
 UNRECOGNISED = "unrecognised"
 
-#: Tracing copies ``meta["custom"]`` from a Dynamo node to all nodes that it becomes, and
+#: Tracing copies ``meta[CUSTOM]`` from a Dynamo node to all nodes that it becomes, and
 #: AOTAutograd from a forward node to its backward; this is our entry there.
 _SITE = "compile_losses"
 _numbers = itertools.count()
@@ -87,12 +89,12 @@ class Site:
 def mark(node: Node) -> int:
     """Gives a Dynamo node a number that the nodes which it becomes after autograd carry too."""
     number = next(_numbers)
-    node.meta["custom"] = {**node.meta.get("custom", {}), _SITE: number}
+    node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), _SITE: number}
     return number
 
 
 def site_of(node: Node) -> int | None:
-    custom: dict[str, Any] = node.meta.get("custom") or {}
+    custom: dict[str, Any] = node.meta.get(CUSTOM) or {}
     return custom.get(_SITE)
 
 

@@ -159,3 +159,95 @@ def test_no_import_cycle():
     graph = {module: imported(module) for module in MODULES}
     assert "compile_losses.sites" in graph["compile_losses.recognize"]
     TopologicalSorter(graph).prepare()  # raises a CycleError that names the modules
+
+
+INTERNALS = "compile_losses.torch_internals"
+#: What torch writes into its graphs by names of its own. ``val`` and ``stack_trace`` are not among
+#: them: the documentation of torch.export has them.
+KEYS = {
+    "bw_donated_idxs",
+    "custom",
+    "dislike_padding",
+    "eager_input_vals",
+    "example_value",
+    "fw_metadata",
+    "grapharg",
+    "recompute",
+    "tangents",
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """The private names of torch, and the keys, that a module of the package uses.
+
+    Any attribute with a private name counts, but for what a class of the package names so.
+    ``aten._softmax`` is the name of an op, which graphs that
+    are saved hold, and no private API.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            base = ast.unparse(node.value)
+            if node.attr not in OWN and base not in ("sys", "aten", "torch.ops.aten"):
+                yield ast.unparse(node)
+            continue
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value in KEYS or node.value in PRIVATE_STRINGS:
+                yield repr(node.value)
+            continue
+        else:
+            continue
+        for name in names:
+            first, *others = name.split(".")
+            if first in ("torch", "functorch") and any(map(is_private, others)):
+                yield name
+
+
+def own_names(tree: ast.Module) -> Iterator[str]:
+    """The private names that a module's classes define: methods, and what they give ``self``."""
+    for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for node in ast.walk(kind):
+            if isinstance(node, ast.FunctionDef):
+                yield node.name
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                yield node.attr
+
+
+OWN = {n for m, tree in MODULES.items() if not m.startswith(INTERNALS) for n in own_names(tree)}
+#: What the internals name; elsewhere ``getattr`` could ask for it.
+PRIVATE_STRINGS = {
+    node.attr
+    for module, tree in MODULES.items()
+    if module.startswith(INTERNALS)
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Attribute) and is_private(node.attr)
+} | {"_local_tensor", "_recursive_pre_grad_passes", "_recursive_post_grad_passes"}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith(INTERNALS)])
+def test_no_private_name_of_torch(module):
+    assert not list(private_names(MODULES[module]))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._inductor",
+        "from torch._ops import OpOverload",
+        "from torch.nn import _reduction",
+        "def f(t):\n    return t._version",
+        "def f(op):\n    return torch.ops.fused.scale.default._schema",
+        "getattr(op, '_overloadpacket')",
+        "node.meta['eager_input_vals']",
+        "torch._C._nn.linear",
+    ],
+)
+def test_private_names_are_found(code):
+    assert list(private_names(ast.parse(code)))

@@ -11,7 +11,6 @@ import operator
 from typing import Any
 
 import torch
-from torch._functorch import config as functorch_config
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -23,6 +22,8 @@ from compile_losses.lower.factor import emit, factor_of, move_before
 from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, plan
 from compile_losses.ops.linear.leaves import ARGUMENT_COUNT
 from compile_losses.sites import site_of
+from compile_losses.torch_internals.graphs import EAGER_VALUES, RECOMPUTE
+from compile_losses.torch_internals.inductor import activation_memory_budget
 
 fused = torch.ops.fused
 _NAME = "linear_cross_entropy"
@@ -42,7 +43,7 @@ def plan_linear(graph: Graph) -> list[Decision]:
         cost, stock, reason = _costs(node)
         site = site_of(node)
         choice = "kernel"
-        if part == "with_grad" and functorch_config.activation_memory_budget == 0:
+        if part == "with_grad" and activation_memory_budget() == 0:
             if _compute_again(node):
                 choice = "logits computed again, for an activation memory budget of 0"
         elif part == "with_grad":
@@ -73,7 +74,7 @@ def _compute_again(node: Node) -> bool:
 
     def call(op: Any, args: tuple[Any, ...], value: Any, like: Node) -> Node:
         new = graph.call_function(op, args)
-        new.meta = {k: v for k, v in like.meta.items() if k != "eager_input_vals"}
+        new.meta = {k: v for k, v in like.meta.items() if k != EAGER_VALUES}
         new.meta["val"] = value
         return new
 
@@ -103,7 +104,7 @@ def _save(node: Node) -> None:
     takes an op that it does not know for cheap.
     """
     for each in (node, *node.users):
-        each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        each.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
 
 
 def _take_factor(node: Node, backward: set[Node]) -> bool:
@@ -124,7 +125,7 @@ def _take_factor(node: Node, backward: set[Node]) -> bool:
         scale.args = (scale.args[0], factor.tangent)
     # Both are given other arguments than tracing recorded.
     for changed in (node, *scales):
-        changed.meta.pop("eager_input_vals", None)
+        changed.meta.pop(EAGER_VALUES, None)
     return True
 
 

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._functorch.partitioners import OpTypes, get_default_op_list
 from torch.fx import Graph, Node
 
 from compile_losses.lower.aliases import is_fused_into_readers
@@ -36,6 +35,7 @@ from compile_losses.lower.linear import plan_linear
 from compile_losses.lower.slow_paths import is_small, slow_path
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.sites import site_of
+from compile_losses.torch_internals.inductor import OpTypes, get_default_op_list
 
 aten = torch.ops.aten
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 
 import compile_losses.ops  # noqa: F401  declares what the graphs will call
@@ -19,6 +18,7 @@ from compile_losses.recognize.verify import verify_by_default
 from compile_losses.recognize.written import Recognizer
 from compile_losses.report import Report
 from compile_losses.sites import Site, mark, source_of
+from compile_losses.torch_internals.ops import HigherOrderOperator
 
 __all__ = ["rewrite", "rewrite_graph"]
 
