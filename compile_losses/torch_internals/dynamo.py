@@ -9,19 +9,20 @@ from typing import Any
 import torch
 from torch._dynamo import config, eval_frame
 
-# Runs a function while Dynamo traces the call of it, for warnings about what is traced.
+# Runs a function while Dynamo traces the call of it. Without it the warnings of a compiled loss
+# would break its graph.
 from torch._dynamo.comptime import comptime as comptime
 
-# By which Dynamo asks itself to trace a function anew: not an error, to be passed on.
+# By which Dynamo asks itself to trace a function anew. Taken for an error, it would cost a loss.
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
 
-# An error in which users see no frames of Dynamo; where it is not one, they see them.
+# An error of a backend that reaches users as it is; any other is wrapped into one of Dynamo's.
 from torch._dynamo.exc import ShortenTraceback as ShortenTraceback
 
-# What Dynamo counts; of it, its reasons for graph breaks.
+# What Dynamo counts, its reasons for graph breaks among it. Without it a report has none of these.
 from torch._dynamo.utils import counters as counters
 
-#: From the name of a backend to the backend.
+#: From the name of a backend to the backend, for the option ``inner_backend``.
 lookup_backend = torch._dynamo.lookup_backend
 
 

@@ -8,28 +8,30 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-from torch._functorch.partitioners import OpTypes as OpTypes
 
 # What the partitioner takes for cheap, fusible and random: the costs are as good as these are.
+from torch._functorch.partitioners import OpTypes as OpTypes
 from torch._functorch.partitioners import get_default_op_list as get_default_op_list
 from torch._guards import TracingContext
 
-# Inductor's front, as a module, whose functions tests replace.
+# Inductor's front, as a module, whose functions tests replace. Without its ``inner_compile``
+# explain could not stop before code is generated, and reports would have no plans.
 from torch._inductor import compile_fx as compile_fx
 
 # Inductor's options, and the slots of its custom passes: without the slots no pass runs.
 from torch._inductor import config as config
 
-# The base class of a pass whose identity enters the keys of Inductor's caches.
+# The base class of a pass whose identity enters the keys of Inductor's caches. Of any other class,
+# a pass would switch the caches off.
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 
 # How Inductor writes ops in other ops; inlined losses get the same.
 from torch._inductor.decomposition import select_decomp_table as select_decomp_table
 
-#: The default backend of torch.compile, with a mode and options.
+#: The default backend of torch.compile, with a mode and options, to which losses go rewritten.
 InductorBackend = torch._TorchCompileInductorWrapper
 
-#: The slots of the three passes.
+#: The slots of the three passes. One of another name would be refused as an unknown option.
 PRE_GRAD, JOINT, POST_GRAD = (
     "pre_grad_custom_pass",
     "joint_custom_pre_pass",

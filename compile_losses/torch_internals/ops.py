@@ -17,10 +17,12 @@ from torch._prims_common import (
     compute_elementwise_output_strides as compute_elementwise_output_strides,
 )
 
-# The reduction that the deprecated size_average and reduce ask for, in torch's own words.
+# The reduction that the deprecated size_average and reduce ask for. If its rule changed, a call
+# with these would be rewritten to another reduction than torch's.
 from torch.nn._reduction import legacy_get_string as legacy_get_string
 
-# Any nesting of arguments. Torch's graphs hold nestings of the kinds that these know.
+# For arguments that are nested in any way. A kind of nesting that they did not know would hide the
+# nodes in it.
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -50,22 +52,25 @@ exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 BelowAutograd = torch._C._AutoDispatchBelowAutograd
 #: Whether an op has a kernel for a dispatch key, named; decides what a device is asked to do.
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-#: The name of a device type's dispatch key.
+#: The name of a device type's dispatch key. A wrong one has no kernel, and its gradients stay in
+#: the backward.
 key_of_device = torch._C._dispatch_key_for_device
-#: The names of all ops that are declared, for the list of losses.
+#: The names of all ops that are declared, of which ``python -m compile_losses info`` lists ours.
 op_names = torch._C._dispatch_get_all_op_names
 
 
 def schema_of(op: Any) -> Any:
-    """An overload's schema: names, defaults and aliases of its arguments."""
+    """An overload's schema: names, defaults and aliases of its arguments. Without it no argument of
+    a call is known by its name, and no write to one is seen."""
     return op._schema
 
 
 def packet_of(op: Any) -> Any:
-    """The overloads of which an op is one. Recognition takes those of one name alike."""
+    """The overloads of which an op is one. Recognition takes those of one name alike; without it
+    losses that are written out in ops are not recognised."""
     return op._overloadpacket
 
 
 def handle_of(op: Any) -> Any:
-    """What :data:`call_boxed` calls."""
+    """What :data:`call_boxed` takes for an op; it goes as that goes."""
     return op._handle

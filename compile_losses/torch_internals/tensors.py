@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-# What tracing computes with: the examples in a graph's nodes are of this class.
+# What tracing computes with: the examples in a graph's nodes are of this class. Others are taken
+# for a user's class, whose losses stay torch's.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
@@ -23,5 +24,6 @@ def version_of(tensor: Tensor) -> int:
 
 
 def shard_of(tensor: Any) -> Any:
-    """A rank's own part of a DTensor, not differentiably; any other tensor itself."""
+    """A rank's own part of a DTensor, not differentiably; any other tensor itself. DTensor.to_local
+    is differentiable, and would record a node of its own."""
     return getattr(tensor, "_local_tensor", tensor)
