@@ -1,10 +1,21 @@
-"""Fused losses for torch.compile: unmodified models get ``torch.ops.fused.*`` by themselves."""
+"""Fused losses for torch.compile: unmodified models get ``torch.ops.fused.*`` by themselves.
+
+Importing the package declares the ops and loads nothing of Dynamo or Inductor: what needs these is
+imported when it is first asked for.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from compile_losses import functional
-from compile_losses.backend import disable, enable
 from compile_losses.linear import LinearCrossEntropyLoss
-from compile_losses.recognize import rewrite
-from compile_losses.report import Report, Site, explain
+
+if TYPE_CHECKING:
+    from compile_losses.backend import disable, enable
+    from compile_losses.explanation import explain
+    from compile_losses.recognize import rewrite
+    from compile_losses.report import Report
+    from compile_losses.sites import Site
 
 __all__ = [
     "LinearCrossEntropyLoss",
@@ -16,3 +27,30 @@ __all__ = [
     "functional",
     "rewrite",
 ]
+
+#: The names that are imported when they are first asked for, and their modules.
+_LAZY = {
+    "Report": "report",
+    "Site": "sites",
+    "disable": "backend",
+    "enable": "backend",
+    "explain": "explanation",
+    "rewrite": "recognize",
+}
+#: Modules that are attributes of the package without being imported by name.
+_MODULES = {"backend", "lower", "recognize", "report"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY, *_MODULES})

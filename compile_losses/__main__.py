@@ -16,6 +16,7 @@ import torch
 
 import compile_losses
 from compile_losses import library
+from compile_losses.torch_internals.ops import op_names
 
 
 def info(arguments: argparse.Namespace, _: list[str]) -> int:
@@ -70,11 +71,7 @@ def gather() -> dict[str, Any]:
 
 def public_ops() -> list[str]:
     """The losses under ``torch.ops.fused``, without the ops that they are made of."""
-    names = {
-        name.removeprefix("fused::")
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("fused::")
-    }
+    names = {name.removeprefix("fused::") for name in op_names() if name.startswith("fused::")}
     return sorted(name for name in names if f"{name}_forward" in names)
 
 

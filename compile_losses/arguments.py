@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.comptime import comptime
 
 from compile_losses.ops.checks import REDUCTIONS
 
@@ -33,9 +32,9 @@ def reduction_of(
     if size_average is not None or reduce is not None:
         averages = size_average is None or size_average
         reduction = ("mean" if averages else "sum") if reduce is None or reduce else "none"
-        warn(f"size_average and reduce are deprecated: use reduction={reduction!r}", 6)
+        warn(f"size_average and reduce are deprecated: use reduction={reduction!r}", 4)
     elif reduction == "elementwise_mean":
-        warn("reduction='elementwise_mean' is deprecated: use reduction='mean'", 6)
+        warn("reduction='elementwise_mean' is deprecated: use reduction='mean'", 4)
         reduction = "mean"
     for name in ("none", "mean", "sum"):
         if reduction == name:
@@ -45,18 +44,27 @@ def reduction_of(
 
 def warn(message: str, stacklevel: int) -> None:
     """Warns the caller of the loss; in torch.compile while it traces the call."""
-    comptime(
-        lambda frame: warnings.warn(frame.get_local("message").as_python_constant(), stacklevel=1),
-        lambda: warnings.warn(message, stacklevel=stacklevel),
-    )
+    if torch.compiler.is_dynamo_compiling():
+        from compile_losses.torch_internals.dynamo import comptime  # which eager code need not load
+
+        comptime(
+            lambda frame: warnings.warn(
+                frame.get_local("message").as_python_constant(), stacklevel=1
+            )
+        )
+    else:
+        warnings.warn(message, stacklevel=stacklevel)
 
 
 def warn_if_broadcast(input: Tensor, target: Tensor) -> None:
-    if input.shape != target.shape:
-        comptime(
-            lambda frame: _warn_of_shapes(_shape(frame, "input"), _shape(frame, "target")),
-            lambda: _warn_of_shapes(input.shape, target.shape),
-        )
+    if input.shape == target.shape:
+        return
+    if torch.compiler.is_dynamo_compiling():
+        from compile_losses.torch_internals.dynamo import comptime
+
+        comptime(lambda frame: _warn_of_shapes(_shape(frame, "input"), _shape(frame, "target")))
+    else:
+        _warn_of_shapes(input.shape, target.shape)
 
 
 def _shape(frame: Any, name: str) -> torch.Size:
@@ -67,7 +75,7 @@ def _warn_of_shapes(input: torch.Size, target: torch.Size) -> None:
     warnings.warn(
         f"target of shape {list(target)} and input of shape {list(input)} are broadcast together, "
         "which is probably not what is meant: give them the same shape",
-        stacklevel=6,  # the caller of the loss
+        stacklevel=4,  # the caller of the loss
     )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
-
 import compile_losses.ops  # noqa: F401  declares what the compiled code calls
+from compile_losses.torch_internals.artifacts import SavedCallable
 
 
-class Artifact(BundledAOTAutogradSerializableCallable):
+class Artifact(SavedCallable):
     """Imports this package in the process that loads it, whose code calls its ops.
 
     Torch saves an artifact's class by its name, and so imports its module.

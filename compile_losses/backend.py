@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -15,9 +14,6 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch._dynamo.exc import ShortenTraceback
-from torch._inductor import config
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 from compile_losses.library import fingerprint, loaded
@@ -25,6 +21,20 @@ from compile_losses.lower import Decision, donated_buffers, in_place, lower_or_l
 from compile_losses.recognize import rewrite, rewrite_graph
 from compile_losses.recognize.linear import prefer_memory_by_default
 from compile_losses.recognize.verify import verify_by_default
+from compile_losses.torch_internals import warn_if_untested
+from compile_losses.torch_internals.dynamo import ShortenTraceback, lookup_backend
+from compile_losses.torch_internals.inductor import (
+    JOINT,
+    POST_GRAD,
+    PRE_GRAD,
+    CustomGraphPass,
+    InductorBackend,
+    compile_fx,
+    config,
+    inside_post_grad_passes,
+    inside_pre_grad_passes,
+    without_autograd_cache,
+)
 
 fused = torch.ops.fused
 
@@ -75,23 +85,10 @@ def _rank() -> tuple[int, ...]:
     return (distributed.get_rank(),)
 
 
-def _is_inside_another(graph_passes: str) -> bool:
-    """Whether Inductor runs its passes on the graph of a higher-order op, from inside a graph.
-
-    Args:
-        graph_passes: the name of Inductor's function that calls itself for such graphs.
-    """
-    frame, calls = sys._getframe(), 0
-    while frame is not None:
-        calls += frame.f_code.co_name == graph_passes
-        frame = frame.f_back  # type: ignore[assignment]
-    return calls > 1
-
-
 class _RewritePass(_Pass):
     def run(self, graph: Graph) -> None:
         # What is written to around such a graph only the graph around it tells; which comes later.
-        if _is_inside_another("_recursive_pre_grad_passes"):
+        if inside_pre_grad_passes():
             return
         report = rewrite_graph(graph, strict=self.strict, lowers=True)
         if graph.owning_module is not None:
@@ -143,7 +140,7 @@ class _InPlacePass(_LoweringPass):
     def lower(self, graph: Graph) -> list[Decision]:
         _note_compiled(graph)
         # The numbers of donated buffers are those of the outermost graph's inputs.
-        inside = _is_inside_another("_recursive_post_grad_passes")
+        inside = inside_post_grad_passes()
         return in_place(graph, () if inside else donated_buffers())
 
     def uuid(self) -> Any:
@@ -192,6 +189,7 @@ def compile_losses(
     Raises:
         RuntimeError: a mode or an option that Inductor does not have.
     """
+    warn_if_untested()
     options = dict(options or {})
     inner = options.pop(INNER_BACKEND, "inductor")
     verify, strict = options.pop(VERIFY, None), options.pop(STRICT, None)
@@ -199,7 +197,7 @@ def compile_losses(
     inductor = None
     if inner == "inductor":
         try:
-            inductor = torch._TorchCompileInductorWrapper(mode, options, dynamic=None)
+            inductor = InductorBackend(mode, options, dynamic=None)
         except RuntimeError as error:
             raise InvalidOptionError(str(error)) from None
     rewrite(
@@ -211,7 +209,7 @@ def compile_losses(
     )
     if inductor is None:
         keywords = {k: v for k, v in (("mode", mode), ("options", options)) if v}
-        return torch._dynamo.lookup_backend(inner)(gm, example_inputs, **keywords)
+        return lookup_backend(inner)(gm, example_inputs, **keywords)
     for slot, kind in _LOWERING.items():
         users = _users(inductor.config.get(slot, getattr(config, slot)))
         own = inductor.config[slot] = kind(users, strict=strict)
@@ -234,10 +232,10 @@ class InvalidOptionError(ShortenTraceback):
 
 #: Inductor's slots and the passes that go there.
 _LOWERING: dict[str, type[_Pass]] = {
-    "joint_custom_pre_pass": _PlanPass,
-    "post_grad_custom_post_pass": _InPlacePass,
+    JOINT: _PlanPass,
+    POST_GRAD: _InPlacePass,
 }
-_SLOTS: dict[str, type[_Pass]] = {"pre_grad_custom_pass": _RewritePass, **_LOWERING}
+_SLOTS: dict[str, type[_Pass]] = {PRE_GRAD: _RewritePass, **_LOWERING}
 
 
 def decide(gm: GraphModule, example_inputs: list[Any]) -> list[Decision]:
@@ -246,14 +244,10 @@ def decide(gm: GraphModule, example_inputs: list[Any]) -> list[Decision]:
     Compiles a copy of it with Inductor up to those passes: no code is generated, nothing comes from
     a cache or goes into one, and ``gm`` stays as it is. Only inside a Dynamo backend.
     """
-    from torch._inductor import compile_fx
-
     decisions: list[Decision] = []
     passes = {slot: _users(getattr(config, slot)) for slot in _SLOTS}
-    passes["joint_custom_pre_pass"] = _PlanPass(passes["joint_custom_pre_pass"], decisions)
-    passes["post_grad_custom_post_pass"] = _LastPass(
-        passes["post_grad_custom_post_pass"], decisions
-    )
+    passes[JOINT] = _PlanPass(passes[JOINT], decisions)
+    passes[POST_GRAD] = _LastPass(passes[POST_GRAD], decisions)
 
     def without_code(*args: Any, **kwargs: Any) -> Any:
         with contextlib.suppress(_Stop):
@@ -264,8 +258,7 @@ def decide(gm: GraphModule, example_inputs: list[Any]) -> list[Decision]:
     graph.output(graph.graph_copy(gm.graph, {}))
     copy = GraphModule(gm, graph)
     copy.meta = dict(gm.meta)
-    aot = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
-    with torch._functorch.config.patch(aot):
+    with without_autograd_cache():
         compile_fx.compile_fx(
             copy,
             example_inputs,
@@ -308,13 +301,12 @@ def _note_compiled(graph: Graph) -> None:
 
 def _leave() -> None:
     """Takes the last pass out of its slot, if it was left for backwards and none is to come."""
-    slot = "post_grad_custom_post_pass"
     if not _is_enabled() and not _to_come:
-        setattr(config, slot, _users(getattr(config, slot)))
+        setattr(config, POST_GRAD, _users(getattr(config, POST_GRAD)))
 
 
 def _is_enabled() -> bool:
-    return isinstance(config.pre_grad_custom_pass, _Pass)
+    return isinstance(getattr(config, PRE_GRAD), _Pass)
 
 
 class _Enabled:
@@ -329,7 +321,7 @@ class _Enabled:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        first = config.pre_grad_custom_pass
+        first = getattr(config, PRE_GRAD)
         if isinstance(first, _RewritePass):
             first.calls -= 1
             if first.calls > 0:
@@ -347,6 +339,7 @@ def enable() -> _Enabled:
     Inductor's configuration is that of a thread since torch 2.13: a thread that compiles calls
     ``enable`` itself.
     """
+    warn_if_untested()
     for slot, kind in _SLOTS.items():
         current = getattr(config, slot)
         if not isinstance(current, _Pass):
@@ -364,6 +357,6 @@ def disable() -> None:
     takes it out.
     """
     for slot in _SLOTS:
-        if slot != "post_grad_custom_post_pass":
+        if slot != POST_GRAD:
             setattr(config, slot, _users(getattr(config, slot)))
     _leave()

@@ -11,27 +11,36 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd import forward_ad
+
+from compile_losses.torch_internals.eager import (
+    in_a_mode,
+    is_any_autocast_enabled,
+    is_functorch_wrapped_tensor,
+)
+from compile_losses.torch_internals.ops import (
+    AUTOGRAD_KEY,
+    OpOverload,
+    call_boxed,
+    exclude,
+    handle_of,
+    is_excluded,
+)
 
 PLAIN = (Tensor, torch.nn.Parameter)
-AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
-def below_autograd(op: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:
+def below_autograd(op: OpOverload[..., Any]) -> Callable[..., Any]:
     """The op's own kernel, for plain tensors. Takes positional arguments."""
-    handle, call_boxed = op._handle, torch._C._dispatch_call_boxed
-    # As torch._C._AutoDispatchBelowAutograd, whose object alone costs half a microsecond.
-    is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-    exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+    handle = handle_of(op)
 
     def kernel(*inputs: Any) -> Any:
-        before = is_excluded(AUTOGRAD)
-        exclude(AUTOGRAD, True)
+        # As BelowAutograd, whose object alone costs half a microsecond.
+        before = is_excluded(AUTOGRAD_KEY)
+        exclude(AUTOGRAD_KEY, True)
         try:
             return call_boxed(handle, *inputs)
         finally:
-            exclude(AUTOGRAD, before)
+            exclude(AUTOGRAD_KEY, before)
 
     return kernel
 
@@ -41,7 +50,7 @@ class Leaf:
 
     def __init__(
         self,
-        op: torch._ops.OpOverload[..., Any],
+        op: OpOverload[..., Any],
         backward: Callable[..., Any],
         setup_context: Callable[..., Any],
     ) -> None:
@@ -91,16 +100,6 @@ def records_gradient(input: Tensor, target: Tensor) -> bool:
     return torch.is_grad_enabled() and (input.requires_grad or target.requires_grad)
 
 
-def in_a_mode() -> bool:
-    """Whether calls are intercepted: by dispatch modes, functorch, dual numbers or tracing."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or torch._C._get_tracing_state() is not None
-    )
-
-
 def plain(input: Tensor, target: Tensor) -> bool:
     """Whether a loss of both can take the short way, in input's dtype: they are plain tensors of
     one device, and there are neither modes nor autocast."""
@@ -108,7 +107,7 @@ def plain(input: Tensor, target: Tensor) -> bool:
         type(input) in PLAIN
         and type(target) in PLAIN
         and input.device == target.device
-        and not torch._C._is_any_autocast_enabled()
+        and not is_any_autocast_enabled()
         and not in_a_mode()
         and not is_functorch_wrapped_tensor(input)
         and not is_functorch_wrapped_tensor(target)

@@ -165,7 +165,7 @@ def kl_div(
         return F.kl_div(input, target, size_average, reduce, reduction, log_target)
     legacy = size_average is not None or reduce is not None
     if reduction == "mean" and not legacy:
-        warn(MEAN_OF_KL_DIV, 5)
+        warn(MEAN_OF_KL_DIV, 3)
     if reduction == "batchmean" and not legacy:
         return fused.kl_div(input, target, REDUCTIONS["batchmean"], log_target=log_target)
     enum = reduction_of(reduction, size_average, reduce)

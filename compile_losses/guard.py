@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from compile_losses.torch_internals.dynamo import RestartAnalysis
+
 T = TypeVar("T")
 
 _warned: set[str] = set()
@@ -46,8 +48,6 @@ def attempt(action: Callable[[], T], *, strict: bool | None = None) -> T | Failu
     try:
         return action()
     except Exception as error:
-        from torch._dynamo.exc import RestartAnalysis
-
         if isinstance(error, RestartAnalysis) or (
             strict_by_default() if strict is None else strict
         ):
@@ -68,8 +68,6 @@ def attempt(action: Callable[[], T], *, strict: bool | None = None) -> T | Failu
 
 def is_restart(error: Exception) -> bool:
     """Whether Dynamo asks itself to trace a function anew: no error, and not ours to handle."""
-    from torch._dynamo.exc import RestartAnalysis
-
     return isinstance(error, RestartAnalysis)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from compile_losses.eager import Leaf, below_autograd
+from compile_losses.torch_internals.ops import BelowAutograd, OpOverload
 
 PACKAGE = Path(__file__).parent
 INSTALL_COMMAND = "pip install --no-build-isolation ."
@@ -31,14 +32,14 @@ LIBRARY = torch.library.Library("fused", "DEF")
 kernels: dict[str, Path | str] = {}
 
 
-def define(schema: str) -> torch._ops.OpOverload[..., Any]:
+def define(schema: str) -> OpOverload[..., Any]:
     """Declares ``fused::schema`` and returns its overload."""
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     name = schema.split("(", 1)[0]
     return getattr(torch.ops.fused, name).default
 
 
-def register_fake(op: torch._ops.OpOverload[..., Any], fake: Callable[..., Any]) -> None:
+def register_fake(op: OpOverload[..., Any], fake: Callable[..., Any]) -> None:
     """Registers what tracing and meta tensors see of an op, which refuses tensors of different
     devices as its kernels do: beside a meta tensor a fake would return uninitialised memory."""
 
@@ -57,7 +58,7 @@ def register_fake(op: torch._ops.OpOverload[..., Any], fake: Callable[..., Any])
 
 
 def register_autograd(
-    op: torch._ops.OpOverload[..., Any],
+    op: OpOverload[..., Any],
     backward: Callable[..., Any],
     setup_context: Callable[..., Any],
 ) -> Leaf:
@@ -66,7 +67,7 @@ def register_autograd(
     return Leaf(op, backward, setup_context)
 
 
-def register_not_differentiable(op: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:
+def register_not_differentiable(op: OpOverload[..., Any]) -> Callable[..., Any]:
     """For ops of calls that record no gradient. Returns the op below autograd, a shorter way."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -76,18 +77,18 @@ def register_not_differentiable(op: torch._ops.OpOverload[..., Any]) -> Callable
                 f"{op.name()} is not differentiable: it is for calls that record no gradient. "
                 "Detach its arguments, or call the public op"
             )
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             return op(*args, **kwargs)
 
     implement(op, kernel, "Autograd")
     return below_autograd(op)
 
 
-def implement(op: torch._ops.OpOverload[..., Any], kernel: Callable[..., Any], key: str) -> None:
+def implement(op: OpOverload[..., Any], kernel: Callable[..., Any], key: str) -> None:
     LIBRARY.impl(op.name(), kernel, key)
 
 
-def implement_public(op: torch._ops.OpOverload[..., Any], kernel: Callable[..., Any]) -> None:
+def implement_public(op: OpOverload[..., Any], kernel: Callable[..., Any]) -> None:
     """A public op is made of other ops. It sees the tensors of ``vmap`` and DTensors as they are.
 
     Its kernel asks for their mesh first: ``compile_losses.distributed.mesh_of``.

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
-from torch.utils._device import DeviceContext
 
 from compile_losses import library
 from compile_losses.ops.checks import FLOATING
+from compile_losses.torch_internals.eager import NO_TORCH_FUNCTION, DeviceContext, function_modes
 
 #: Devices that the ops compute on; ``meta`` is answered by their fakes.
 DEVICES = frozenset(
     {"meta"} | {d for d, built in library.kernels.items() if isinstance(built, Path)}
 )
 
-DISABLED: Any = torch._C._disabled_torch_function_impl
+DISABLED: Any = NO_TORCH_FUNCTION
 DEFAULT: Any = Tensor.__torch_function__
 
 
@@ -45,7 +45,7 @@ def overridden(*operands: Any) -> bool:
     """
     if not has_torch_function(operands):
         return False
-    modes = torch.overrides._get_current_function_mode_stack()
+    modes = function_modes()
     if not all(isinstance(mode, DeviceContext) for mode in modes):
         return True
     for operand in operands:

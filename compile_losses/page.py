@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import linecache
 from html import escape
+from typing import TYPE_CHECKING
 
 import torch
 
-from compile_losses.lower.cost import megabytes
-from compile_losses.report import Report, Site, shorten
+from compile_losses.sites import Site, megabytes, shorten
+
+if TYPE_CHECKING:
+    from compile_losses.report import Report
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem;

@@ -19,10 +19,11 @@ from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import compile_losses
-from compile_losses import backend, guard, lower, recognize
+from compile_losses import backend, guard, lower, recognize, sites
 from tests.graphs import Head, classes, distributions, interpreted, real
 
-FOLDERS = tuple(str(Path(module.__file__).parent) for module in (recognize, lower))
+#: Where the functions are: two folders, and the module that both take sites from.
+SOURCES = (*(str(Path(module.__file__).parent) for module in (recognize, lower)), sites.__file__)
 
 
 class PlantedError(Exception):
@@ -30,7 +31,7 @@ class PlantedError(Exception):
 
 
 class Faults:
-    """Counts the calls of the functions of recognize and lower, or lets one of them raise."""
+    """Counts the calls of the functions of the passes, or lets one of them raise."""
 
     def __init__(self, target: types.CodeType | None = None, at: int = 1) -> None:
         self.calls: Counter[types.CodeType] = Counter()
@@ -40,7 +41,7 @@ class Faults:
 
     def profile(self, frame: types.FrameType, event: str, _) -> None:
         code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(FOLDERS):
+        if event != "call" or not code.co_filename.startswith(SOURCES):
             return
         # A generator is called again whenever it goes on, and when it is thrown away.
         if code.co_name == "<genexpr>" or (
@@ -219,7 +220,7 @@ def test_faults_in_every_model(name, monkeypatch, one_chunk_of_sixteen_rows):
 def test_strict():
     """Faults are raised where they are asked for."""
 
-    def planted(*_):
+    def planted(*_, **__):
         raise PlantedError
 
     with pytest.MonkeyPatch.context() as patch, fresh_cache():  # on a warm one there is no plan

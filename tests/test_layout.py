@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -114,3 +118,136 @@ def test_binding_does_no_arithmetic_per_device():
         if path.parts[-2] in ("demo",) or path.name in ("library.py", "__main__.py"):
             continue
         assert '"cuda' not in path.read_text(), f"{path} hard-codes a device"
+
+
+#: The package's modules by their names, and what each of them is made of.
+MODULES = {
+    ".".join(("compile_losses", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    ): ast.parse(path.read_text())
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def run(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but what only a type checker reads."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from run(child)
+
+
+def imported(module: str) -> set[str]:
+    """The package's modules that a module imports, at its top or in a function.
+
+    Not those around it, which Python imports before; nor what the package's ``__getattr__`` imports
+    by name, when a user asks for it.
+    """
+    found = set()
+    for node in run(MODULES[module]):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in MODULES else node.module)
+    return {name for name in found & MODULES.keys() if not module.startswith(f"{name}.")}
+
+
+def test_no_import_cycle():
+    graph = {module: imported(module) for module in MODULES}
+    assert "compile_losses.sites" in graph["compile_losses.recognize"]
+    TopologicalSorter(graph).prepare()  # raises a CycleError that names the modules
+
+
+INTERNALS = "compile_losses.torch_internals"
+#: What torch writes into its graphs by names of its own. ``val`` and ``stack_trace`` are not among
+#: them: the documentation of torch.export has them.
+KEYS = {
+    "bw_donated_idxs",
+    "custom",
+    "dislike_padding",
+    "eager_input_vals",
+    "example_value",
+    "fw_metadata",
+    "grapharg",
+    "recompute",
+    "tangents",
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """The private names of torch, and the keys, that a module of the package uses.
+
+    Any attribute with a private name counts, but for what a class of the package names so.
+    ``aten._softmax`` is the name of an op, which graphs that
+    are saved hold, and no private API.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            base = ast.unparse(node.value)
+            if node.attr not in OWN and base not in ("sys", "aten", "torch.ops.aten"):
+                yield ast.unparse(node)
+            continue
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value in KEYS or node.value in PRIVATE_STRINGS:
+                yield repr(node.value)
+            continue
+        else:
+            continue
+        for name in names:
+            first, *others = name.split(".")
+            if first in ("torch", "functorch") and any(map(is_private, others)):
+                yield name
+
+
+def own_names(tree: ast.Module) -> Iterator[str]:
+    """The private names that a module's classes define: methods, and what they give ``self``."""
+    for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for node in ast.walk(kind):
+            if isinstance(node, ast.FunctionDef):
+                yield node.name
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                yield node.attr
+
+
+OWN = {n for m, tree in MODULES.items() if not m.startswith(INTERNALS) for n in own_names(tree)}
+#: What the internals name; elsewhere ``getattr`` could ask for it.
+PRIVATE_STRINGS = {
+    node.attr
+    for module, tree in MODULES.items()
+    if module.startswith(INTERNALS)
+    for node in ast.walk(tree)
+    if isinstance(node, ast.Attribute) and is_private(node.attr)
+} | {"_local_tensor", "_recursive_pre_grad_passes", "_recursive_post_grad_passes"}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if not m.startswith(INTERNALS)])
+def test_no_private_name_of_torch(module):
+    assert not list(private_names(MODULES[module]))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._inductor",
+        "from torch._ops import OpOverload",
+        "from torch.nn import _reduction",
+        "def f(t):\n    return t._version",
+        "def f(op):\n    return torch.ops.fused.scale.default._schema",
+        "getattr(op, '_overloadpacket')",
+        "node.meta['eager_input_vals']",
+        "torch._C._nn.linear",
+    ],
+)
+def test_private_names_are_found(code):
+    assert list(private_names(ast.parse(code)))

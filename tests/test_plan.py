@@ -19,10 +19,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import compile_losses
 from compile_losses.lower import slow_paths
 from compile_losses.lower.calls import find_losses
-from compile_losses.lower.cost import Feed, Gradient, inline_cost, kernel_cost, megabytes
+from compile_losses.lower.cost import Feed, Gradient, inline_cost, kernel_cost
 from compile_losses.lower.plan import plan
 from compile_losses.lower.slow_paths import SMALL, SMALL_AND_SIMPLE, is_small, slow_path
-from compile_losses.report import Report, Site
+from compile_losses.report import Report
+from compile_losses.sites import Site, megabytes
 from tests.graphs import Head, classes, distributions, real
 
 

@@ -6,24 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-# Its name in torch 2.13, and before.
-_all_gather: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-
-
-def _waited(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, functional.AsyncCollectiveTensor):
-        return tensor.wait()
-    return tensor
+from compile_losses.torch_internals.dtensors import all_gather, all_reduce, waited
 
 
 def gather(shard: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
     """[ranks, ...] of what each rank along a dimension of the mesh has. Not differentiable."""
-    whole = _all_gather(shard.contiguous(), 0, (mesh, mesh_dim))
-    return _waited(whole).view(mesh.size(mesh_dim), *shard.shape)
+    whole = all_gather(shard.contiguous(), 0, (mesh, mesh_dim))
+    return waited(whole).view(mesh.size(mesh_dim), *shard.shape)
 
 
 class _Total(torch.autograd.Function):
@@ -36,7 +28,7 @@ class _Total(torch.autograd.Function):
         ctx.dtypes = [part.dtype for part in parts]
         total = torch.stack([part.to(dtype) for part in parts])
         for group in groups:
-            total = _waited(functional.all_reduce(total, "sum", group))
+            total = waited(all_reduce(total, "sum", group))
         results = total.unbind(0)
         needs = ctx.needs_input_grad[2:]
         ctx.mark_non_differentiable(*(r for r, n in zip(results, needs, strict=True) if not n))

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+
+from compile_losses.torch_internals.dtensors import StridedShard
+from compile_losses.torch_internals.tensors import shard_of
 
 Placements: TypeAlias = tuple[Placement, ...]
 
@@ -37,7 +39,7 @@ def common_mesh(op: str, **tensors: Tensor | None) -> DeviceMesh:
 
 
 def is_shard(placement: Placement) -> bool:
-    return isinstance(placement, Shard | _StridedShard)
+    return isinstance(placement, Shard | StridedShard)
 
 
 def dim_of(placement: Placement) -> int:
@@ -47,8 +49,8 @@ def dim_of(placement: Placement) -> int:
 
 def moved(placement: Placement, dim: int) -> Placement:
     """The same sharding of another dimension."""
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(dim, split_factor=placement.split_factor)
+    if isinstance(placement, StridedShard):
+        return StridedShard(dim, split_factor=placement.split_factor)
     return Shard(dim)
 
 
@@ -69,7 +71,7 @@ class _Local(torch.autograd.Function):
     def forward(ctx: Any, tensor: Any, placements: Placements) -> Tensor:
         ctx.mesh, ctx.placements = tensor.device_mesh, placements
         ctx.shape, ctx.stride = tensor.shape, tensor.stride()
-        shard = tensor._local_tensor
+        shard = shard_of(tensor)
         return shard.view_as(shard)
 
     @staticmethod

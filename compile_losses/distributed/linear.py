@@ -22,8 +22,8 @@ from compile_losses.distributed.layout import (
 )
 from compile_losses.distributed.vocabulary import Vocabulary, once_differentiable
 from compile_losses.ops import checks
+from compile_losses.ops.divisors import divisors
 from compile_losses.ops.linear.arguments import NAME, has_probabilities
-from compile_losses.ops.linear.row_losses import divisors
 from compile_losses.ops.linear.vocabulary_parallel import gradient, parts
 
 NONE, MEAN, SUM = (checks.REDUCTIONS[name] for name in ("none", "mean", "sum"))

@@ -13,7 +13,7 @@ from compile_losses.distributed.collectives import totals
 from compile_losses.distributed.layout import Rows, assemble, local, replicated, summed
 from compile_losses.distributed.vocabulary import Vocabulary, VocabularyParallel
 from compile_losses.ops import checks
-from compile_losses.ops.linear.row_losses import divisors
+from compile_losses.ops.divisors import divisors
 
 NONE, MEAN, SUM = (checks.REDUCTIONS[name] for name in ("none", "mean", "sum"))
 

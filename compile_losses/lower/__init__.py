@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch._ops import OpOverload
 from torch.fx import Graph
 
 from compile_losses.guard import Failure, Snapshot, attempt
 from compile_losses.lower.calls import PARTS
-from compile_losses.lower.decision import Decision, site_of
+from compile_losses.lower.decision import Decision
 from compile_losses.lower.elementwise import scalar_tangents
 from compile_losses.lower.in_place import donated_buffers, in_place
 from compile_losses.lower.plan import plan
+from compile_losses.sites import site_of
+from compile_losses.torch_internals.ops import OpOverload, schema_of
 
 __all__ = ["Decision", "donated_buffers", "in_place", "lower_or_leave", "plan"]
 
@@ -45,7 +46,7 @@ def lower_or_leave(
     if not calls:
         decisions.append(Decision(None, "elementwise", "gradient in backward", found.reason))
     for node, target in calls:
-        loss, _, part = target._schema.name.removeprefix("fused::").rpartition("_")
+        loss, _, part = schema_of(target).name.removeprefix("fused::").rpartition("_")
         if part in PARTS and part != "backward":
             site = attempt(lambda: site_of(node), strict=False)  # noqa: B023
             number = None if isinstance(site, Failure) else site

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from compile_losses.torch_internals.graphs import is_tangent
+from compile_losses.torch_internals.ops import OpOverload, schema_of
+from compile_losses.torch_internals.tensors import storage_id
+
 aten = torch.ops.aten
 
 #: The backwards of slices.
@@ -24,7 +28,7 @@ def storage_of(node: Node) -> Any:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return node
-    return value.untyped_storage()._cdata
+    return storage_id(value)
 
 
 def graph_outputs(graph: Graph) -> list[Node]:
@@ -37,8 +41,7 @@ def depends_on_tangents(graph: Graph) -> set[Node]:
     """The backward half of a joint graph."""
     backward: set[Node] = set()
     for node in graph.nodes:
-        is_tangent = node.op == "placeholder" and node.name.startswith("tangents")
-        if is_tangent or any(source in backward for source in node.all_input_nodes):
+        if is_tangent(node) or any(source in backward for source in node.all_input_nodes):
             backward.add(node)
     return backward
 
@@ -46,8 +49,8 @@ def depends_on_tangents(graph: Graph) -> set[Node]:
 def is_view(node: Node) -> bool:
     """Whether a node's result is another look at its argument's memory."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and any(
-        result.alias_info is not None for result in target._schema.returns
+    return isinstance(target, OpOverload) and any(
+        result.alias_info is not None for result in schema_of(target).returns
     )
 
 
@@ -69,5 +72,5 @@ def is_generated(node: Node) -> bool:
     """Whether a node is an op of elements, or one that pads, which Inductor generates itself."""
     target: Any = node.target
     return target in _SCATTERS or (
-        isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+        isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
     )

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from compile_losses.lower.aliases import graph_outputs, storage_of
+from compile_losses.torch_internals.graphs import EAGER_VALUES
+from compile_losses.torch_internals.ops import OpOverload, schema_of
 
 aten = torch.ops.aten
 
@@ -22,7 +23,7 @@ def fused_call(node: Node) -> tuple[str, str] | None:
     """The loss and the part of a call of ``fused::<loss>_<part>``; None for any other node."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    namespace, _, name = node.target._schema.name.partition("::")
+    namespace, _, name = schema_of(node.target).name.partition("::")
     if namespace != "fused":
         return None
     for part in PARTS:
@@ -38,7 +39,7 @@ def has_part(loss: str, part: str) -> bool:
 
 def is_elementwise(loss: str) -> bool:
     """Whether a loss's forward returns nothing that its backward needs."""
-    return len(fused_op(loss, "forward")._schema.returns) == 1
+    return len(schema_of(fused_op(loss, "forward")).returns) == 1
 
 
 def fused_op(loss: str, part: str) -> OpOverload[..., Any]:
@@ -48,7 +49,7 @@ def fused_op(loss: str, part: str) -> OpOverload[..., Any]:
 def named_arguments(node: Node) -> dict[str, Any]:
     """The arguments of a call of an op by the names in its schema; also those that tracing left out
     because they are the defaults."""
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema = schema_of(node.target)
     names = [argument.name for argument in schema.arguments]
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
     return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -99,7 +100,7 @@ class Loss:
 
 def result(call: Node, index: int) -> Node | None:
     """The node that holds one of a call's results; None where there is not exactly one."""
-    if len(call.target._schema.returns) == 1:  # type: ignore[union-attr]
+    if len(schema_of(call.target).returns) == 1:
         return call
     items = [u for u in call.users if u.target is operator.getitem and u.args[1] == index]
     return items[0] if len(items) == 1 else None
@@ -134,7 +135,7 @@ def merge_twins(graph: Graph) -> None:
         if {storage_of(twin), storage_of(kept)} <= returned:
             with graph.inserting_before(twin):
                 copy = graph.call_function(aten.clone.default, (kept,))
-            copy.meta = {k: v for k, v in twin.meta.items() if k != "eager_input_vals"}
+            copy.meta = {k: v for k, v in twin.meta.items() if k != EAGER_VALUES}
             kept = copy
         twin.replace_all_uses_with(kept)
         graph.erase_node(twin)

@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import SymInt, Tensor
-from torch._functorch.partitioners import OpTypes
 from torch.fx import Node
 
 from compile_losses.lower.aliases import is_view, storage_of
+from compile_losses.sites import megabytes
+from compile_losses.torch_internals.inductor import OpTypes
+from compile_losses.torch_internals.ops import OpOverload, schema_of
 
 aten = torch.ops.aten
 
@@ -69,13 +71,6 @@ class Gradient:
 
     nbytes: int
     fused: bool
-
-
-def megabytes(nbytes: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.3g} {unit}"
-    return f"{nbytes} B"
 
 
 def nbytes_of(value: Any) -> int:
@@ -150,10 +145,10 @@ def _kind(producer: Node, ops: OpTypes) -> str:
         return "cast"
     if target is aten.clone.default:
         return "copy"
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         if torch.Tag.pointwise in target.tags:
-            return f"pointwise {target._schema.name.partition('::')[2]}"
-        return target._schema.name.partition("::")[2]
+            return f"pointwise {schema_of(target).name.partition('::')[2]}"
+        return schema_of(target).name.partition("::")[2]
     return str(producer.name)
 
 

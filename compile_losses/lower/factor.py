@@ -17,6 +17,7 @@ from torch import SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 
 from compile_losses.lower.aliases import is_view
+from compile_losses.torch_internals.ops import OpOverload, schema_of
 
 aten = torch.ops.aten
 
@@ -134,9 +135,9 @@ def move_before(nodes: list[Node], first: Node) -> bool:
 
 def _is_movable(node: Node) -> bool:
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(target, OpOverload):
         return False
-    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    return not schema_of(target).is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def emit(factor: Factor, dtype: torch.dtype, like: Tensor, graph: Graph) -> Node:

@@ -26,9 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import get_default_op_list
-from torch._inductor import config
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -41,9 +38,16 @@ from compile_losses.lower.aliases import (
     storage_of,
 )
 from compile_losses.lower.calls import Loss, find_losses, fused_call, fused_op, named_arguments
-from compile_losses.lower.decision import Decision, site_of
+from compile_losses.lower.decision import Decision
 from compile_losses.lower.factor import emit, factor_of, move_before
 from compile_losses.ops.checks import REDUCTIONS, same_shape
+from compile_losses.sites import site_of
+from compile_losses.torch_internals.graphs import EAGER_VALUES, RECOMPUTE
+from compile_losses.torch_internals.inductor import (
+    activation_memory_budget,
+    config,
+    get_default_op_list,
+)
 
 fused = torch.ops.fused
 
@@ -89,9 +93,9 @@ def refusal(loss: Loss, overwrites: bool) -> str | None:
         return "input is broadcast"
     if gradient.dtype == torch.float16:
         return "a unit gradient would underflow in float16 before the loss scale reaches it"
-    if any(n.meta.get("recompute") is not None for n in (loss.forward, loss.input)):
+    if any(n.meta.get(RECOMPUTE) is not None for n in (loss.forward, loss.input)):
         return "inside a checkpointed region, which runs its forward twice"
-    if functorch_config.activation_memory_budget < 1:
+    if activation_memory_budget() < 1:
         return "with an activation memory budget, for which the forward may run twice"
     if not overwrites and config.triton.cudagraphs:
         return "a CUDA graph of the backward could no longer run twice (retain_graph)"
@@ -177,10 +181,10 @@ def replace(loss: Loss, backward_nodes: set[Node], *, owned: bool) -> bool:
             scaling = factor.tangent
             number = emit(factor, value.meta["val"].dtype, loss.input.meta["val"], graph)
             kwargs["grad_output"] = number
-            if "eager_input_vals" in meta:
-                args_vals, kwargs_vals = meta["eager_input_vals"]
+            if EAGER_VALUES in meta:
+                args_vals, kwargs_vals = meta[EAGER_VALUES]
                 kwargs_vals = {**kwargs_vals, "grad_output": number.meta["val"]}
-                meta["eager_input_vals"] = args_vals, kwargs_vals
+                meta[EAGER_VALUES] = args_vals, kwargs_vals
         both = graph.call_function(with_grad, loss.forward.args, kwargs)
         unit_value = _like(gradient.meta["val"])
         both.meta = {**meta, "val": (value.meta["val"], unit_value)}
@@ -196,7 +200,7 @@ def replace(loss: Loss, backward_nodes: set[Node], *, owned: bool) -> bool:
             # AOTAutograd donates no tensor that shares memory with what the backward returns.
             scaled.meta |= {SAVED: True, "val": _view(unit_value)}
         # What Inductor holds the arguments' strides to; with_grad has those of forward.
-        scaled.meta["eager_input_vals"] = ((unit.meta["val"], scaling.meta["val"]), {})
+        scaled.meta[EAGER_VALUES] = ((unit.meta["val"], scaling.meta["val"]), {})
     value.replace_all_uses_with(first)
     gradient.replace_all_uses_with(scaled)
     _retrace_views(scaled)

@@ -18,19 +18,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
 
 from compile_losses.lower.aliases import graph_outputs, is_fused_into_readers, storage_of
 from compile_losses.lower.calls import fused_call, fused_op, has_part, is_elementwise
 from compile_losses.lower.cost import MATMULS
-from compile_losses.lower.decision import Decision, log, site_of
+from compile_losses.lower.decision import Decision, log
 from compile_losses.lower.elementwise import drop_markers
 from compile_losses.lower.hoist import SAVED
 from compile_losses.lower.inline import inline_backward
+from compile_losses.sites import site_of
+from compile_losses.torch_internals.graphs import DISLIKES_PADDING, EAGER_VALUES
+from compile_losses.torch_internals.inductor import donated_inputs
+from compile_losses.torch_internals.ops import tree_leaves
+from compile_losses.torch_internals.tensors import FakeTensor
 
 aten = torch.ops.aten
 fused = torch.ops.fused
@@ -79,7 +81,7 @@ def _accept_layouts(node: Node) -> None:
     copy where it laid them out otherwise, as it pads the rows of matrix products. The kernels take
     any strides, and gaps between rows leave the strides of their results as they are.
     """
-    if "eager_input_vals" not in node.meta:
+    if EAGER_VALUES not in node.meta:
         return
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     (first, *_) = (value for value in args if isinstance(value, FakeTensor))
@@ -92,7 +94,7 @@ def _accept_layouts(node: Node) -> None:
     if not all(isinstance(s, int) for s in tree_leaves((results, expected))):
         return
     if results == expected and all(map(_has_rows, node.all_input_nodes)):
-        del node.meta["eager_input_vals"]
+        del node.meta[EAGER_VALUES]
 
 
 def _row_views(node: Node) -> list[Node]:
@@ -119,7 +121,7 @@ def _leave_unpadded(node: Node) -> None:
         looks = _row_views(look)
         if looks[-1].target is aten.addmm.default:
             for each in looks:
-                each.meta["dislike_padding"] = True  # which Inductor asks for
+                each.meta[DISLIKES_PADDING] = True  # which Inductor asks for
 
 
 def _gradient_over_input(node: Node, name: str) -> Decision:
@@ -208,7 +210,7 @@ def _multiply(graph: Graph, node: Node, gradient: Node, factor: Any) -> Node:
         )
         factor.meta["val"] = number.to(value.dtype)
     product = graph.call_function(aten.mul.Tensor, (gradient, factor))
-    product.meta = {k: v for k, v in node.meta.items() if k != "eager_input_vals"}
+    product.meta = {k: v for k, v in node.meta.items() if k != EAGER_VALUES}
     return product
 
 
@@ -235,7 +237,4 @@ def donated_buffers() -> tuple[int, ...]:
     Which they are depends on whether the first backward retains its graph, and is in no key of
     torch's caches: a pass that asks has them in its ``uuid``.
     """
-    context = TracingContext.try_get()
-    if context is None or context.fw_metadata is None:
-        return ()
-    return tuple(context.fw_metadata.bw_donated_idxs or ())
+    return donated_inputs()

@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.decomposition import select_decomp_table
 from torch.func import functionalize
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
-from torch.utils._pytree import tree_leaves
 
 import compile_losses.ops
 from compile_losses.lower.aliases import readers_of
@@ -40,6 +38,9 @@ from compile_losses.ops.checks import (
     reduction_name,
     same_shape,
 )
+from compile_losses.torch_internals.graphs import EAGER_VALUES
+from compile_losses.torch_internals.inductor import select_decomp_table
+from compile_losses.torch_internals.ops import schema_of, tree_leaves
 
 aten = torch.ops.aten
 
@@ -87,7 +88,7 @@ def inline_backward(node: Node) -> bool:
 
 def _only_saved_for(loss: Loss) -> bool:
     """Whether what a forward returns besides the loss goes to its backward alone."""
-    if len(loss.forward.target._schema.returns) == 1:  # type: ignore[union-attr]
+    if len(schema_of(loss.forward.target).returns) == 1:
         return True
     readers = {*loss.backwards}
     return all(
@@ -104,7 +105,7 @@ def _trace(node: Node, reference: Callable[..., Tensor]) -> Graph | None:
     """
     name, part = fused_call(node) or ("", "")
     named = named_arguments(node)
-    options = [a.name for a in fused_op(name, "forward")._schema.arguments if a.name != "dtype"]
+    options = [a.name for a in schema_of(fused_op(name, "forward")).arguments if a.name != "dtype"]
     sources = node.all_input_nodes
     values = [source.meta["val"] for source in sources]
     tensors = [value for value in values if isinstance(value, Tensor)]
@@ -211,7 +212,7 @@ def _splice(graph: Graph, node: Node, replacement: Graph) -> tuple[list[Node], l
     placeholders = replacement.find_nodes(op="placeholder")
     copies = dict(zip(placeholders, node.all_input_nodes, strict=True))
     results: Any = None
-    context = {k: v for k, v in node.meta.items() if k not in ("val", "eager_input_vals")}
+    context = {k: v for k, v in node.meta.items() if k not in ("val", EAGER_VALUES)}
     with graph.inserting_before(node):
         for inner in replacement.nodes:
             if inner.op == "call_function":
@@ -219,7 +220,7 @@ def _splice(graph: Graph, node: Node, replacement: Graph) -> tuple[list[Node], l
                 copies[inner].meta = {**context, "val": inner.meta.get("val")}
             elif inner.op == "output":
                 results = torch.fx.node.map_arg(inner.args[0], copies.__getitem__)
-    if len(node.target._schema.returns) == 1:  # type: ignore[union-attr]
+    if len(schema_of(node.target).returns) == 1:
         node.replace_all_uses_with(results)
     else:
         each = results if isinstance(results, tuple | list) else (results,)

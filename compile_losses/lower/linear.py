@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch_config
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
@@ -24,12 +23,16 @@ from torch.utils.checkpoint import CheckpointPolicy
 from compile_losses.lower.aliases import depends_on_tangents
 from compile_losses.lower.calls import fused_call, named_arguments, same_arguments
 from compile_losses.lower.cost import Cost, hint_of, nbytes_of
-from compile_losses.lower.decision import Decision, site_of
+from compile_losses.lower.decision import Decision
 from compile_losses.lower.factor import emit, factor_of, move_before
 from compile_losses.lower.row_gradients import RowGradients, row_gradients
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, plan
 from compile_losses.ops.linear.leaves import ARGUMENT_COUNT
+from compile_losses.sites import site_of
+from compile_losses.torch_internals.graphs import EAGER_VALUES, RECOMPUTE
+from compile_losses.torch_internals.inductor import activation_memory_budget
+from compile_losses.torch_internals.ops import schema_of
 
 aten = torch.ops.aten
 fused = torch.ops.fused
@@ -50,7 +53,7 @@ def plan_linear(graph: Graph) -> list[Decision]:
         cost, stock, reason = _costs(node)
         site = site_of(node)
         choice = "kernel"
-        if part == "with_grad" and functorch_config.activation_memory_budget == 0:
+        if part == "with_grad" and activation_memory_budget() == 0:
             if _compute_again(node):
                 choice = "logits computed again, for an activation memory budget of 0"
         elif part == "with_grad":
@@ -88,7 +91,7 @@ def _plan_rows(node: Node, backwards: list[Node], prefer_memory: bool) -> Decisi
         torch.float16
     ):
         reason = "a unit gradient would underflow in float16 before the loss scale reaches it"
-    elif functorch_config.activation_memory_budget == 0:
+    elif activation_memory_budget() == 0:
         reason = "the activation memory budget is 0"
     elif needs == (True, False, False):
         _scale_rows(node, backwards[0])
@@ -109,7 +112,7 @@ def _plan_rows(node: Node, backwards: list[Node], prefer_memory: bool) -> Decisi
 def _call(op: Any, args: tuple[Any, ...], like: Node, value: Any = None) -> Node:
     """A call where the graph inserts."""
     new = like.graph.call_function(op, args)
-    new.meta = {k: v for k, v in like.meta.items() if k not in ("val", "eager_input_vals")}
+    new.meta = {k: v for k, v in like.meta.items() if k not in ("val", EAGER_VALUES)}
     if value is None:
         (fake, *_) = (v for n in new.all_input_nodes if isinstance(v := n.meta["val"], Tensor))
         with fake.fake_mode:  # type: ignore[attr-defined]
@@ -121,7 +124,7 @@ def _call(op: Any, args: tuple[Any, ...], like: Node, value: Any = None) -> Node
 def _arguments(node: Node) -> tuple[Any, ...]:
     """Of a forward or a backward, those of both."""
     named = named_arguments(node)
-    names = [a.name for a in fused.linear_cross_entropy_forward.default._schema.arguments]
+    names = [a.name for a in schema_of(fused.linear_cross_entropy_forward.default).arguments]
     return tuple(named[name] for name in names)
 
 
@@ -269,7 +272,7 @@ def _compute_again(node: Node) -> bool:
 
     def call(op: Any, args: tuple[Any, ...], value: Any, like: Node) -> Node:
         new = graph.call_function(op, args)
-        new.meta = {k: v for k, v in like.meta.items() if k != "eager_input_vals"}
+        new.meta = {k: v for k, v in like.meta.items() if k != EAGER_VALUES}
         new.meta["val"] = value
         return new
 
@@ -299,7 +302,7 @@ def _save(node: Node) -> None:
     takes an op that it does not know for cheap.
     """
     for each in (node, *node.users):
-        each.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        each.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
 
 
 def _take_factor(node: Node, backward: set[Node]) -> bool:
@@ -320,7 +323,7 @@ def _take_factor(node: Node, backward: set[Node]) -> bool:
         scale.args = (scale.args[0], factor.tangent)
     # Both are given other arguments than tracing recorded.
     for changed in (node, *scales):
-        changed.meta.pop("eager_input_vals", None)
+        changed.meta.pop(EAGER_VALUES, None)
     return True
 
 

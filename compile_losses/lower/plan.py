@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._functorch.partitioners import OpTypes, get_default_op_list
 from torch.fx import Graph, Node
 
 from compile_losses.lower.aliases import is_fused_into_readers
@@ -27,7 +26,7 @@ from compile_losses.lower.cost import (
     kernel_cost,
     nbytes_of,
 )
-from compile_losses.lower.decision import Decision, log, site_of
+from compile_losses.lower.decision import Decision, log
 from compile_losses.lower.elementwise import move_gradients
 from compile_losses.lower.hoist import hoist, overwrites_buffers, refusal, tensors_read
 from compile_losses.lower.in_place import overwritable
@@ -35,6 +34,8 @@ from compile_losses.lower.inline import inline, inline_backward
 from compile_losses.lower.linear import plan_linear, plan_rows
 from compile_losses.lower.slow_paths import is_small, slow_path
 from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.sites import site_of
+from compile_losses.torch_internals.inductor import OpTypes, get_default_op_list
 
 aten = torch.ops.aten
 

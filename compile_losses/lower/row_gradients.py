@@ -31,6 +31,7 @@ from compile_losses.lower.elementwise.find import cone_of, linear_part
 from compile_losses.lower.factor import is_one_number, move_before
 from compile_losses.ops.checks import same_shape
 from compile_losses.ops.linear.row_function import Operand, Step, encode, is_of_elements
+from compile_losses.torch_internals.graphs import EAGER_VALUES
 
 aten = torch.ops.aten
 
@@ -197,9 +198,7 @@ class _Writer:
     def _copied(self) -> dict[Node, Node]:
         """Copies of the early nodes for a tangent of 1, before the losses."""
         value: Tensor = self.tangent.meta["val"]
-        context = {
-            k: v for k, v in self.losses.meta.items() if k not in ("val", "eager_input_vals")
-        }
+        context = {k: v for k, v in self.losses.meta.items() if k not in ("val", EAGER_VALUES)}
         options: dict[str, Any] = {
             "dtype": value.dtype,
             "device": value.device,

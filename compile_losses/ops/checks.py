@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from compile_losses.torch_internals.eager import is_any_autocast_enabled
+
 #: Values of the ``reduction`` argument, as in ``torch.nn.functional``'s own enumeration.
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2, "batchmean": 3}
 
@@ -188,7 +190,7 @@ def loss_dtype(dtype: torch.dtype | None, input: Tensor, *others: Tensor) -> tor
             )
         return dtype
     promoted = promoted_dtype(input, *others)
-    if not torch._C._is_any_autocast_enabled() or promoted == torch.float64:
+    if not is_any_autocast_enabled() or promoted == torch.float64:
         return promoted
     device = input.device.type
     return torch.float32 if _autocasts(device) else promoted

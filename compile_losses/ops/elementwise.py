@@ -21,8 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import compute_elementwise_output_strides
-from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from compile_losses import library
 from compile_losses.distributed import mesh_of
@@ -31,6 +29,7 @@ from compile_losses.ops import checks
 from compile_losses.ops.transforms import double_backward, needs_torch
 from compile_losses.ops.weights import NO_WEIGHTS, Weights
 from compile_losses.ops.with_grad import declare_with_grad
+from compile_losses.torch_internals.ops import compute_elementwise_output_strides, schema_of
 
 MEAN, SUM = checks.REDUCTIONS["mean"], checks.REDUCTIONS["sum"]
 
@@ -124,8 +123,10 @@ def declare(
         weights.check(name, shape, input, given)
         return shape
 
-    names = [argument.name for argument in public._schema.arguments]
-    defaults = {a.name: a.default_value for a in public._schema.arguments if a.has_default_value()}
+    names = [argument.name for argument in schema_of(public).arguments]
+    defaults = {
+        a.name: a.default_value for a in schema_of(public).arguments if a.has_default_value()
+    }
     #: What X_forward takes between target and dtype, by default.
     options = (
         *(defaults[n] for n in (*weights.names, "reduction", *(p.name for p in parameters))),
@@ -291,6 +292,9 @@ def _empty_pointwise(
     first: Tensor, second: Tensor, shape: torch.Size, dtype: torch.dtype, *, computed: bool
 ) -> Tensor:
     """As the kernels' function of this name: with the strides of torch's pointwise ops."""
+    # Only tracing and meta tensors ask for it, and the module imports sympy.
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
     decides = computed or not any(guard_or_false(stride == 0) for stride in first.stride())
     if decides and checks.same_shape(first.shape, shape):
         return torch.empty_like(first, dtype=dtype)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from compile_losses import library
+from compile_losses.torch_internals.eager import retains_graph
 
 scale = library.define("scale(Tensor grad, Tensor factor) -> Tensor")
 scale_ = library.define("scale_(Tensor(a!) grad, Tensor factor) -> ()")
@@ -26,7 +27,7 @@ library.implement(
 
 
 def scale_saved_kernel(grad: Tensor, factor: Tensor) -> Tensor:
-    if torch._C._autograd._get_current_graph_task_keep_graph():
+    if retains_graph():
         return scale(grad, factor)
     scale_(grad, factor)
     result = grad.detach()

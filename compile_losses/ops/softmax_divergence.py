@@ -36,6 +36,7 @@ from compile_losses.ops.elementwise import Parameter
 from compile_losses.ops.row_pair import statistics
 from compile_losses.ops.transforms import double_backward, needs_torch
 from compile_losses.ops.with_grad import declare_with_grad
+from compile_losses.torch_internals.ops import schema_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,7 +92,7 @@ def declare(
     )
     own_names = {p.name for p in parameters}
     own_defaults = [
-        (a.name, a.default_value) for a in public._schema.arguments if a.name in own_names
+        (a.name, a.default_value) for a in schema_of(public).arguments if a.name in own_names
     ]
 
     def check_all(input: Tensor, target: Tensor, *options: Any) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
+
+from compile_losses.torch_internals.eager import in_forward_mode, is_functorch_wrapped_tensor
 
 
 def needs_torch(*tensors: Tensor | None) -> bool:
@@ -18,7 +19,7 @@ def needs_torch(*tensors: Tensor | None) -> bool:
     """
     if any(t is not None and is_functorch_wrapped_tensor(t) for t in tensors):
         return True
-    return forward_ad._current_level >= 0 and any(
+    return in_forward_mode() and any(
         t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors
     )
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from compile_losses import library
 from compile_losses.ops import checks
+from compile_losses.torch_internals.ops import OpOverload, schema_of
 
-Op = torch._ops.OpOverload[..., Any]
+Op = OpOverload[..., Any]
 
 
 def declare_with_grad(name: str, arguments: str, forward_fake: Callable[..., Any]) -> tuple[Op, Op]:
@@ -28,7 +29,7 @@ def declare_with_grad(name: str, arguments: str, forward_fake: Callable[..., Any
     given = f"{arguments}, Tensor? grad_output=None"
     with_grad = library.define(f"{name}_with_grad(Tensor input, {given}) -> (Tensor, Tensor)")
     with_grad_ = library.define(f"{name}_with_grad_(Tensor(a!) input, {given}) -> Tensor")
-    count = len(with_grad._schema.arguments) - 1
+    count = len(schema_of(with_grad).arguments) - 1
 
     def in_place_fake(*arguments: Any, grad_output: Tensor | None = None) -> Tensor:
         for number in (grad_output, *arguments[count:]):

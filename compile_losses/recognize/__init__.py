@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch._ops import HigherOrderOperator
 from torch.fx import Graph, GraphModule, Node
 
 import compile_losses.ops  # noqa: F401  declares what the graphs will call
 from compile_losses.guard import Failure, attempt
-from compile_losses.lower.decision import mark
 from compile_losses.recognize.guards import refusal
 from compile_losses.recognize.linear import prefer_memory_by_default, through_linear
 from compile_losses.recognize.match import Decline, Match
@@ -18,7 +16,9 @@ from compile_losses.recognize.table import bind
 from compile_losses.recognize.verify import verify as compare
 from compile_losses.recognize.verify import verify_by_default
 from compile_losses.recognize.written import Recognizer
-from compile_losses.report import Report, Site, source_of
+from compile_losses.report import Report
+from compile_losses.sites import Site, mark, source_of
+from compile_losses.torch_internals.ops import HigherOrderOperator
 
 __all__ = ["rewrite", "rewrite_graph"]
 

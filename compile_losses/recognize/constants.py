@@ -15,6 +15,7 @@ import torch
 
 from compile_losses.recognize.shadow import Shadow, aten
 from compile_losses.recognize.values import Value, example
+from compile_losses.torch_internals.ops import packet_of
 
 _FUNCTIONS: dict[Any, Callable[..., float]] = {
     aten.neg: lambda x: -x,
@@ -49,7 +50,7 @@ def constant(argument: Any, dtype: torch.dtype, shadow: Shadow) -> float | None:
     value = shadow.resolve(argument)
     if value.op is None:
         return _source(value)
-    packet = value.op._overloadpacket
+    packet = packet_of(value.op)
     if packet is aten._to_copy:
         return constant(value.args[0], dtype, shadow)
     if packet not in _FUNCTIONS or value.kwargs:

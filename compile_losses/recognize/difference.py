@@ -20,6 +20,7 @@ from torch import Tensor
 from compile_losses.recognize.piecewise import OPS, Evaluation, NotPiecewiseError, subtraction
 from compile_losses.recognize.shadow import Shadow
 from compile_losses.recognize.values import Value
+from compile_losses.torch_internals.ops import packet_of
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def differences(body: Value, shadow: Shadow) -> Iterator[tuple[Value, Value]]:
     seen: set[Value] = set()
     while waiting and len(seen) < _LARGEST_BODY:
         value = shadow.resolve(waiting.pop(0))
-        if value in seen or value.op is None or value.op._overloadpacket not in OPS:
+        if value in seen or value.op is None or packet_of(value.op) not in OPS:
             continue
         seen.add(value)
         pair = subtraction(value, shadow)

@@ -6,10 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from compile_losses import library
 from compile_losses.distributed import are_dtensors
@@ -17,6 +14,9 @@ from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.memory import memory_of, storage_of
 from compile_losses.recognize.shadow import expanded_source
 from compile_losses.recognize.values import Value, examples, fake_mode
+from compile_losses.torch_internals.eager import is_functorch_wrapped_tensor
+from compile_losses.torch_internals.ops import tree_leaves
+from compile_losses.torch_internals.tensors import FakeTensor
 
 
 def _tensors(match: Match) -> list[Tensor]:

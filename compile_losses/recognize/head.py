@@ -13,8 +13,9 @@ from torch.fx import Node
 from compile_losses.recognize.match import example
 from compile_losses.recognize.shadow import aten, compute
 from compile_losses.recognize.values import Value, whole
+from compile_losses.torch_internals.ops import nn_functions
 
-_LINEAR = (torch._C._nn.linear, torch.nn.functional.linear, aten.linear.default)
+_LINEAR = (nn_functions.linear, torch.nn.functional.linear, aten.linear.default)
 #: input @ weight.t(); as methods, by their names.
 _PRODUCTS = (
     *(operator.matmul, torch.matmul, torch.mm, aten.matmul.default, aten.mm.default),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from compile_losses.recognize.normal_form import NormalForm
 from compile_losses.recognize.shadow import Shadow, aten
 from compile_losses.recognize.values import Value
+from compile_losses.torch_internals.ops import packet_of
 
 INFINITE = "terms of infinite logits count as 0, and as nan in the op"
 NAN = "terms that are nan are left out, and make the op's loss nan"
@@ -39,7 +40,7 @@ def _kept(value: Value, shadow: Shadow, depth: int) -> Value:
     resolved = shadow.resolve(value)
     if resolved.op is None or depth > _DEEPEST:
         return value
-    packet, args = resolved.op._overloadpacket, resolved.args
+    packet, args = packet_of(resolved.op), resolved.args
     if packet is aten.masked_fill and args[2] == 0 and _tests_infinity(args[1], shadow, 0):
         return shadow.resolve(args[0])
     if packet in _SUMS:
@@ -53,9 +54,9 @@ def _tests_infinity(mask: Value, shadow: Shadow, depth: int) -> bool:
     mask = shadow.resolve(mask)
     if mask.op is None or depth > _DEEPEST:
         return False
-    if mask.op._overloadpacket in _TESTS:
+    if packet_of(mask.op) in _TESTS:
         return True
-    return mask.op._overloadpacket in _LOGICAL and any(
+    return packet_of(mask.op) in _LOGICAL and any(
         _tests_infinity(argument, shadow, depth + 1)
         for argument in mask.args
         if isinstance(argument, Value)

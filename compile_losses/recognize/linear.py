@@ -15,6 +15,7 @@ from compile_losses.recognize.head import NotAbsorbedError, computed
 from compile_losses.recognize.logits import Logits, find_logits
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.shadow import Shadow, aten
+from compile_losses.torch_internals.tensors import shard_of
 
 #: Chunks of more than this part of the logits save too little for their launches, unless memory
 #: is preferred. A label shifted away leaves one row less than twice a chunk.
@@ -69,13 +70,13 @@ def _check_gain(match: Match, logits: Logits, prefer_memory: bool) -> None:
     if not isinstance(target, Tensor) or target.is_floating_point():
         raise NotAbsorbedError("the target is not class indices")
     needs_grad = example(match.root).requires_grad
-    output = getattr(output, "_local_tensor", output)  # of a DTensor the shard is what is held
+    output = shard_of(output)  # of a DTensor the shard is what is held
     if needs_grad and output.dtype == torch.float16:
         raise NotAbsorbedError("gradients in float16 would need the logits twice")
     hidden, classes = logits.input.fake.shape[logits.class_dim], output.shape[-1]
     if not isinstance(hidden, int) or not isinstance(classes, int):
         raise NotAbsorbedError("its sizes are not known")
-    taken = getattr(logits.input.fake, "_local_tensor", logits.input.fake)
+    taken = shard_of(logits.input.fake)
     made, picked = _rows(output, classes), _rows(taken, hidden)
     if made is None or picked is None:
         raise NotAbsorbedError("its sizes are not known")

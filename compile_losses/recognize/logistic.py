@@ -29,6 +29,7 @@ from compile_losses.recognize.polynomial import (
 )
 from compile_losses.recognize.shadow import Shadow, aten, compute, same_sizes
 from compile_losses.recognize.values import Value, example
+from compile_losses.torch_internals.ops import packet_of
 
 #: What is looked for, in words.
 BODY = (
@@ -77,11 +78,11 @@ class Logistic:
 def find_logistic(body: Value, shadow: Shadow) -> Iterator[Logistic]:
     """Whether a body is the loss of one of the tensors that it is made of."""
     parts = _parts(body, shadow)
-    if not any(part.op and part.op._overloadpacket in _LOGARITHMS for part in parts):
+    if not any(part.op and packet_of(part.op) in _LOGARITHMS for part in parts):
         return
     tried = set()
     for part in parts:
-        if part.op is None or part.op._overloadpacket not in _OF_LOGITS:
+        if part.op is None or packet_of(part.op) not in _OF_LOGITS:
             continue
         for argument in part.args[:2]:
             logit = _unsigned(argument, shadow) if isinstance(argument, Value) else None
@@ -103,7 +104,7 @@ def _parts(body: Value, shadow: Shadow) -> list[Value]:
         value = shadow.resolve(waiting.pop(0))
         if value not in found:
             found[value] = None
-            if value.op is not None and value.op._overloadpacket in _LOGARITHMS | _INSIDE:
+            if value.op is not None and packet_of(value.op) in _LOGARITHMS | _INSIDE:
                 waiting += [argument for argument in value.args if isinstance(argument, Value)]
     return list(found)
 
@@ -222,7 +223,7 @@ class _Body:
         fake, op, args = value.fake, value.op, value.args
         if op is None or len(self.done) > _LARGEST_BODY:
             raise OpaqueError
-        packet = op._overloadpacket
+        packet = packet_of(op)
         if packet is aten.neg and (fake.is_floating_point() or fake.dtype in _SIGNED):
             return self.of(args[0]) * -1.0
         if packet in _SUMS:
@@ -342,7 +343,7 @@ class _Body:
     def _where(self, condition: Any, chosen: Any, other: Any) -> Polynomial:
         """Of lines on either side of 0."""
         compared = self.shadow.resolve(condition)
-        packet = compared.op._overloadpacket if compared.op else None
+        packet = packet_of(compared.op) if compared.op else None
         if packet in (aten.lt, aten.le):
             packet = aten.ge if packet is aten.lt else aten.gt
             chosen, other = other, chosen

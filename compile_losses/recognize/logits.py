@@ -22,6 +22,8 @@ from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.shadow import Shadow, aten, same_sizes
 from compile_losses.recognize.values import Value, fake_mode
+from compile_losses.torch_internals.graphs import GRAPH_ARGUMENT
+from compile_losses.torch_internals.ops import packet_of
 
 _MULTIPLIES = (aten.mul.Tensor, aten.mul.Scalar)
 _FACTORS = (*_MULTIPLIES, aten.div.Tensor, aten.div.Scalar)
@@ -127,7 +129,7 @@ def _comes_from_outside(node: Node) -> bool:
     """Whether a graph's input is the result of something that torch differentiates."""
     if node.op != "placeholder":
         return False
-    given = getattr(node.meta.get("grapharg"), "example", None)
+    given = getattr(node.meta.get(GRAPH_ARGUMENT), "example", None)
     return isinstance(given, Tensor) and given.grad_fn is not None
 
 
@@ -507,7 +509,7 @@ def _aligned(tensor: Value, step: Value) -> list[Any]:
 def _why_it_stays(step: Value) -> str:
     assert step.op is not None
     return _STAY.get(
-        step.op._overloadpacket, "is none of a cast, a factor, an addend, a soft-cap and a view"
+        packet_of(step.op), "is none of a cast, a factor, an addend, a soft-cap and a view"
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from compile_losses.recognize.values import Value, computed_at, emit, example, sources
+from compile_losses.torch_internals.ops import OpOverload
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Match:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def overload(self) -> torch._ops.OpOverload[..., Any]:
+    def overload(self) -> OpOverload[..., Any]:
         return getattr(torch.ops.fused, self.op).default
 
     @property

@@ -17,14 +17,20 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
 from compile_losses.distributed import are_dtensors
 from compile_losses.recognize.values import example
+from compile_losses.torch_internals.eager import get_unwrapped, is_functorch_wrapped_tensor
+from compile_losses.torch_internals.graphs import GRAPH_ARGUMENT
+from compile_losses.torch_internals.ops import (
+    HigherOrderOperator,
+    OpOverload,
+    OpOverloadPacket,
+    schema_of,
+    tree_leaves,
+)
+from compile_losses.torch_internals.tensors import FakeTensor, shard_of, storage_id, version_of
 
 aten = torch.ops.aten
 
@@ -72,7 +78,7 @@ class Memory:
         #: Graph inputs of a class that their example values don't have, and its name.
         self.classes: dict[int | None, str] = {}
         for node in graph.find_nodes(op="placeholder"):
-            given = getattr(node.meta.get("grapharg"), "example", None)
+            given = getattr(node.meta.get(GRAPH_ARGUMENT), "example", None)
             value = example(node)
             is_hidden = type(value) is FakeTensor and isinstance(given, Tensor)
             if is_hidden and type(given) not in _PLAIN:
@@ -146,11 +152,11 @@ def storage_of(value: Any) -> int | None:
     while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
         value = get_unwrapped(value)
     if are_dtensors(value):
-        value = value._local_tensor
+        value = shard_of(value)
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested:
         return None
     try:
-        return value.untyped_storage()._cdata
+        return storage_id(value)
     except NotImplementedError:  # a subclass without memory of its own
         return None
 
@@ -171,7 +177,7 @@ def _version(value: Any) -> int:
         value = get_unwrapped(value)
     if not isinstance(value, Tensor) or value.is_inference():  # which has no version
         return 0
-    return value._version
+    return version_of(value)
 
 
 def _written_by(node: Node) -> list[Any]:
@@ -235,7 +241,7 @@ def _says_in_place(node: Node) -> bool:
 def _by_schema(node: Node, overloads: Iterable[Any]) -> Iterator[Any]:
     """What one of some overloads would write to, of the arguments that the node gives."""
     for overload in overloads:
-        for place, argument in enumerate(overload._schema.arguments):
+        for place, argument in enumerate(schema_of(overload).arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             if argument.name in node.kwargs:

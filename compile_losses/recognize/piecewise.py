@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compile_losses.recognize.shadow import Shadow, aten
 from compile_losses.recognize.values import Value
+from compile_losses.torch_internals.ops import packet_of
 
 
 class NotPiecewiseError(Exception):
@@ -51,7 +52,7 @@ OPS = {
     *(aten.add, aten.sub, aten.rsub, aten.neg, aten.div, aten.pow, aten.abs, aten.sgn, aten.sign),
     *(aten._to_copy, aten.scalar_tensor, aten.detach, aten.alias),
     *(*_COMPARISONS, *_BOUNDS, *_EXTREMES, *_ANYWHERE, *_NUMBERS),
-    *(op._overloadpacket for op in _LOSSES),
+    *(packet_of(op) for op in _LOSSES),
 }
 
 
@@ -115,7 +116,7 @@ class Evaluation:
         sign = 1.0 if keys == self.pair else -1.0 if keys and keys[::-1] == self.pair else None
         if sign is not None and value.op not in _LOSSES:
             return self.points * sign, _Line(sign, 0.0, False)
-        if value.op is None or value.op._overloadpacket not in OPS or len(self.done) > 2 * len(OPS):
+        if value.op is None or packet_of(value.op) not in OPS or len(self.done) > 2 * len(OPS):
             raise NotPiecewiseError
         if value.op in _LOSSES:
             if sign is None:
@@ -128,7 +129,7 @@ class Evaluation:
         return self._op(value)
 
     def _op(self, value: Value) -> tuple[Tensor, _Line | None]:
-        packet = value.op._overloadpacket  # type: ignore[union-attr]
+        packet = packet_of(value.op)
         if packet is aten._to_copy:
             return self._cast(value)
         if packet in _NUMBERS or packet is aten.scalar_tensor:

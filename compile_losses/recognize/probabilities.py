@@ -27,6 +27,7 @@ from compile_losses.recognize.polynomial import (
 from compile_losses.recognize.shadow import Shadow, aten, compute, same_sizes
 from compile_losses.recognize.terms import Terms
 from compile_losses.recognize.values import Value
+from compile_losses.torch_internals.ops import packet_of
 
 #: What is looked for, in words: q and p are probabilities, x and z logits, t a class index.
 BODIES = [
@@ -207,7 +208,7 @@ def _guarded(p: Value) -> bool:
     """
     if p.op is None:
         return False
-    packet, rest = p.op._overloadpacket, p.args[1:]
+    packet, rest = packet_of(p.op), p.args[1:]
     plus = packet in (aten.add, aten.sub) and not isinstance(rest[0], Value)
     return plus or packet in (aten.clamp, aten.clamp_min, aten.maximum)
 

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._pytree import tree_leaves
 
-from compile_losses.lower.decision import site_of
 from compile_losses.recognize.memory import bodies
 from compile_losses.recognize.values import example
+from compile_losses.sites import site_of
+from compile_losses.torch_internals.ops import HigherOrderOperator, tree_leaves
 
 
 @dataclass

@@ -10,6 +10,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.recognize.shadow import Shadow, aten, compute, equal_sizes, same_sizes
 from compile_losses.recognize.values import Size, Value, example
+from compile_losses.torch_internals.ops import packet_of
 
 _SOFTMAXES = (aten._log_softmax.default, aten._softmax.default)
 
@@ -122,7 +123,7 @@ def pushed_under_softmax(value: Value, shadow: Shadow) -> Value | None:
     """A view of a softmax as the softmax of a view, where the view leaves the classes together."""
     inner = shadow.resolve(value.args[0])
     if inner.op not in _SOFTMAXES:
-        if inner.op is None or inner.op._overloadpacket not in _VIEWS:
+        if inner.op is None or packet_of(inner.op) not in _VIEWS:
             return None
         deeper = pushed_under_softmax(inner, shadow)
         if deeper is None:
@@ -161,7 +162,7 @@ _VIEWS = {aten.slice, aten.select, aten.permute, aten.transpose, aten.t, aten.vi
 def _new_place(value: Value, inner: Value, dim: int) -> int | None:
     """Where the view puts the dimension of the classes; None if it cuts or merges them."""
     rank = inner.rank
-    packet = value.op._overloadpacket  # type: ignore[union-attr]
+    packet = packet_of(value.op)
     if packet is aten.t:
         return rank - 1 - dim
     if packet is aten.transpose:

@@ -15,17 +15,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from compile_losses.distributed import are_dtensors
 from compile_losses.recognize.unrolled import JOINS, rejoined
 from compile_losses.recognize.values import Value, example, examples, fake_mode, whole
+from compile_losses.torch_internals.eager import TorchDispatchMode
+from compile_losses.torch_internals.ops import (
+    HigherOrderOperator,
+    OpOverload,
+    packet_of,
+    schema_of,
+    tree_map_only,
+)
+from compile_losses.torch_internals.tensors import FakeTensor
 
 aten = torch.ops.aten
 
@@ -57,7 +62,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             raise _MutationError
         result = func(*args, **kwargs)
         first, whole = result, func
@@ -120,7 +125,7 @@ class Shadow:
     def _key(self, value: Value, depth: int) -> Hashable:
         if value.op is None:
             return value.node
-        if depth == _DEEPEST or value.op._overloadpacket not in _REPEATABLE:
+        if depth == _DEEPEST or packet_of(value.op) not in _REPEATABLE:
             return value
         parts = tree_map_only(Value, lambda v: self.key(v, depth + 1), (value.args, value.kwargs))
         # Computed once more without gradients a tensor has the same numbers, and is another one.

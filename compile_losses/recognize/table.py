@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.fx import Node
-from torch.nn import _reduction
 
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.recognize.absorb import absorb
 from compile_losses.recognize.match import Decline, Match, example
+from compile_losses.torch_internals.ops import legacy_get_string, nn_functions, schema_of
 
 Arguments = Mapping[str, Any]
 
@@ -50,10 +50,10 @@ class Loss:
         packet = getattr(torch.ops.aten, self.aten)
         for overload in packet.overloads():
             op = getattr(packet, overload)
-            if not op._schema.is_mutable:
-                found[op] = _signature(op._schema)
-        found[packet] = _signature(packet.default._schema)
-        for module in (torch._C._nn, torch):
+            if not schema_of(op).is_mutable:
+                found[op] = _signature(schema_of(op))
+        found[packet] = _signature(schema_of(packet.default))
+        for module in (nn_functions, torch):
             if hasattr(module, self.aten):
                 found[getattr(module, self.aten)] = found[packet]
         return found
@@ -82,7 +82,7 @@ def reduction_of(arguments: Arguments) -> int:
     if size_average is not None or reduce is not None:
         if value == "batchmean":
             raise UnsupportedError("size_average or reduce together with reduction='batchmean'")
-        value = _reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+        value = legacy_get_string(size_average, reduce, emit_warning=False)
     if isinstance(value, int):
         return value
     if value not in REDUCTIONS:

@@ -39,6 +39,8 @@ from compile_losses.recognize.rows import (
 )
 from compile_losses.recognize.shadow import Shadow, aten, same_sizes
 from compile_losses.recognize.values import Value
+from compile_losses.torch_internals.graphs import is_erased
+from compile_losses.torch_internals.ops import packet_of
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _DEEPEST = 12
@@ -63,7 +65,7 @@ class Terms:
         """A tensor with this key that is there ahead of root: others may be computed later, or
         have gone with another match."""
         for value in self._values[key]:
-            if not value.node._erased and value.node < root:
+            if not is_erased(value.node) and value.node < root:
                 return value
         return None
 
@@ -88,7 +90,7 @@ class Terms:
         return None
 
     def _of(self, value: Value, depth: int) -> Polynomial:
-        packet = value.op._overloadpacket  # type: ignore[union-attr]
+        packet = packet_of(value.op)
         args = value.args
         if packet in (aten.add, aten.sub, aten.mul, aten.div, aten.rsub, aten.xlogy):
             return self._arithmetic(packet, value, depth)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
-from torch.utils._pytree import tree_leaves, tree_map
 
 from compile_losses.distributed import are_dtensors
+from compile_losses.torch_internals.graphs import EXAMPLE
+from compile_losses.torch_internals.ops import OpOverload, tree_leaves, tree_map
+from compile_losses.torch_internals.tensors import FakeTensor, FakeTensorMode, shard_of
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class Size:
 def fake_mode(value: Any) -> FakeTensorMode | None:
     """The mode of a fake tensor, or of a DTensor whose shards are fakes."""
     if are_dtensors(value):
-        value = value._local_tensor
+        value = shard_of(value)
     return value.fake_mode if isinstance(value, FakeTensor) else None
 
 
@@ -74,7 +74,7 @@ def example(argument: Any) -> Any:
     if isinstance(argument, Size):
         return example(argument.node).shape[argument.dim]
     if isinstance(argument, Node):
-        return argument.meta.get("example_value", argument.meta.get("val"))
+        return argument.meta.get(EXAMPLE, argument.meta.get("val"))
     return argument
 
 
@@ -117,5 +117,5 @@ def emit(graph: Graph, argument: Any, meta: dict[str, Any]) -> Any:
         node = graph.call_function(argument.op, args, kwargs)
     else:
         return argument.node if isinstance(argument, Value) else argument
-    node.meta = {**meta, "example_value": example(argument)}
+    node.meta = {**meta, EXAMPLE: example(argument)}
     return node

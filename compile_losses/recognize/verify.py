@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from compile_losses.recognize.match import Match
 from compile_losses.recognize.sizes import NoSizeError, Sizes
 from compile_losses.recognize.values import Size, Value, example
+from compile_losses.torch_internals.eager import no_modes
+from compile_losses.torch_internals.ops import schema_of, tree_leaves, tree_map
 
 _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CASTS = {"float", "half", "bfloat16"}
@@ -163,7 +163,7 @@ class _Comparison:
         place = 0 if match.op == "linear_cross_entropy" else min(logits.dim() - 1, 1)
         classes = self.sizes.of(logits.shape[place])
         target = torch.randint(classes, shape, generator=self.generator)
-        names = [argument.name for argument in match.overload._schema.arguments]
+        names = [argument.name for argument in schema_of(match.overload).arguments]
         bound = dict(zip(names, match.args, strict=False)) | match.kwargs
         ignored = bound.get("ignore_index")
         if bound.get("target") is node and isinstance(ignored, int) and -(2**31) < ignored < 2**7:
@@ -175,7 +175,7 @@ class _Comparison:
 def _as_outside() -> Iterator[None]:
     """Runs ops as outside any compiler, whatever is in force here."""
     plain = torch.autocast("cpu", enabled=False)
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), plain:
+    with no_modes(), torch.inference_mode(False), torch.enable_grad(), plain:
         yield
 
 

@@ -38,6 +38,7 @@ from compile_losses.recognize.table import (
 )
 from compile_losses.recognize.terms import Terms
 from compile_losses.recognize.values import Value, example, sources, whole
+from compile_losses.torch_internals.ops import SIZE_ASSERTIONS, schema_of
 
 #: Cheap tests of what a root can be: names of functions and methods. A whole graph's sum, first;
 _TOTALS = {
@@ -224,7 +225,7 @@ class Recognizer:
         inner = next(self.candidates(form.body.node))
         if not isinstance(inner, Match):
             return
-        names = [argument.name for argument in inner.overload._schema.arguments]
+        names = [argument.name for argument in schema_of(inner.overload).arguments]
         place = names.index("reduction")
         if len(inner.args) <= place or inner.args[place] != REDUCTIONS["none"]:
             return
@@ -286,7 +287,7 @@ class Recognizer:
         )
 
 
-_ASSERTIONS = (aten._assert_scalar.default, torch._check, torch._check_is_size)
+_ASSERTIONS = SIZE_ASSERTIONS
 
 
 def _size_checks(node: Node) -> set[Node]:
@@ -333,5 +334,5 @@ def _declared(op: str) -> bool:
 
 @cache
 def _takes_weight(op: str) -> bool:
-    schema = getattr(torch.ops.fused, op).default._schema
+    schema = schema_of(getattr(torch.ops.fused, op).default)
     return any(argument.name == "weight" for argument in schema.arguments)

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 from compile_losses.lower.aliases import depends_on_tangents, graph_outputs
 from compile_losses.lower.cost import CASTS, behind_views
 from compile_losses.lower.factor import is_one_number
+from compile_losses.torch_internals.graphs import is_tangent
 
 aten = torch.ops.aten
 
@@ -72,7 +73,7 @@ class Part:
 def scalar_tangents(graph: Graph) -> list[Node]:
     """The tangents of one number: without any there is nothing to be found in a graph."""
     placeholders = graph.find_nodes(op="placeholder")
-    return [n for n in placeholders if n.name.startswith("tangents") and is_one_number(n)]
+    return [n for n in placeholders if is_tangent(n) and is_one_number(n)]
 
 
 def find_parts(graph: Graph) -> list[Part]:

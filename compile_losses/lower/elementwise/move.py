@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.partitioners import get_default_op_list
 from torch.fx import Graph, Node
 
 from compile_losses.lower.cost import Cost, buffers_read, nbytes_of
-from compile_losses.lower.decision import Decision, log, site_of
+from compile_losses.lower.decision import Decision, log
 from compile_losses.lower.elementwise.find import (
     Part,
     cone_of,
@@ -34,6 +33,9 @@ from compile_losses.lower.hoist import (
     _view,
     overwrites_buffers,
 )
+from compile_losses.sites import site_of
+from compile_losses.torch_internals.graphs import EAGER_VALUES
+from compile_losses.torch_internals.inductor import get_default_op_list
 
 aten = torch.ops.aten
 fused = torch.ops.fused
@@ -105,7 +107,7 @@ def _loss_of(part: Part) -> Node | None:
 def _move(part: Part, loss: Node, *, owned: bool) -> None:
     """Computes the gradients in the forward for a tangent of 1, and scales them in the backward."""
     graph = loss.graph
-    context = {k: v for k, v in loss.meta.items() if k not in ("val", "eager_input_vals")}
+    context = {k: v for k, v in loss.meta.items() if k not in ("val", EAGER_VALUES)}
     unit_of = _copy_in_the_forward(part, context)
     kept = loss
     for gradient in part.gradients:

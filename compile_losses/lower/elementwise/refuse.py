@@ -7,15 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch import config as functorch_config
-from torch._functorch.partitioners import get_default_op_list
-from torch._inductor import config
 from torch.fx import Graph, Node
 
 from compile_losses.lower.aliases import is_generated, is_view, readers_of, storage_of
 from compile_losses.lower.cost import CASTS, MATMULS, buffers_read, nbytes_of
 from compile_losses.lower.elementwise.find import Part, cone_of, forward_outputs
 from compile_losses.lower.hoist import is_returned
+from compile_losses.torch_internals.graphs import RECOMPUTE
+from compile_losses.torch_internals.inductor import (
+    activation_memory_budget,
+    config,
+    get_default_op_list,
+)
+from compile_losses.torch_internals.ops import OpOverload, has_kernel, key_of_device, schema_of
 
 aten = torch.ops.aten
 
@@ -32,8 +36,8 @@ def pays(gradient: Node) -> bool:
     device = value.device
     if nbytes_of(value) < SMALL or (device.type == "cpu" and not ON_CPU):
         return False
-    key = torch._C._dispatch_key_for_device(device.type)
-    return torch._C._dispatch_has_kernel_for_dispatch_key("fused::scale_", key)
+    key = key_of_device(device.type)
+    return has_kernel("fused::scale_", key)
 
 
 def refusal(part: Part, losses: Iterable[Node], overwrites: bool) -> str | None:
@@ -47,9 +51,9 @@ def refusal(part: Part, losses: Iterable[Node], overwrites: bool) -> str | None:
         return "a unit gradient would underflow in float16 before the loss scale reaches it"
     if len({node.meta["val"].device for node in nodes}) > 1:
         return "it is computed on several devices"
-    if any(n.meta.get("recompute") is not None for n in (*losses, *part.nodes, *part.operands)):
+    if any(n.meta.get(RECOMPUTE) is not None for n in (*losses, *part.nodes, *part.operands)):
         return "inside a checkpointed region, which runs its forward twice"
-    if functorch_config.activation_memory_budget < 1:
+    if activation_memory_budget() < 1:
         return "with an activation memory budget, for which the forward may run twice"
     cone = cone_of(part.operands)
     if any(map(_is_random, cone - cone_of(forward_outputs(part.tangent.graph)))):
@@ -87,10 +91,7 @@ def refusal_to_share(moved: Part, whole: Part) -> str | None:
 
 def _is_random(node: Node) -> bool:
     target: Any = node.target
-    return (
-        isinstance(target, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in target.tags
-    )
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _is_written(graph: Graph, cone: set[Node]) -> bool:
@@ -99,7 +100,7 @@ def _is_written(graph: Graph, cone: set[Node]) -> bool:
     return any(
         storage_of(source) in storages
         for node in graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if isinstance(node.target, OpOverload) and schema_of(node.target).is_mutable
         for source in node.all_input_nodes
     )
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from compile_losses.lower.cost import hint_of
+from compile_losses.torch_internals.graphs import EAGER_VALUES
 
 aten = torch.ops.aten
 
@@ -149,7 +150,7 @@ def _sum_rows_first(found: Sum) -> Node:
     result: Tensor = node.meta["val"]
     graph = node.graph
     wide = torch.float64 if torch.float64 in (result.dtype, value.dtype) else torch.float32
-    context = {k: v for k, v in node.meta.items() if k not in ("val", "eager_input_vals")}
+    context = {k: v for k, v in node.meta.items() if k not in ("val", EAGER_VALUES)}
 
     def call(op: Any, *args: Any) -> Node:
         new = graph.call_function(op, args)

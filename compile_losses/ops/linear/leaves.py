@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 
 from compile_losses import library
 from compile_losses.ops.checks import REDUCTIONS
@@ -15,6 +14,11 @@ from compile_losses.ops.linear.arguments import check
 from compile_losses.ops.linear.reference import autocast_off, reference
 from compile_losses.ops.scale import scale, scale_
 from compile_losses.ops.transforms import double_backward
+from compile_losses.torch_internals.eager import (
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+    retains_graph,
+)
 
 ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "
@@ -157,7 +161,7 @@ def _are_ours_to_overwrite(gradients: tuple[Tensor, ...], grad_output: Tensor) -
         return False
     if torch.compiler.is_compiling():
         return False
-    return not torch._C._autograd._get_current_graph_task_keep_graph()
+    return not retains_graph()
 
 
 library.register_autograd(with_grad, with_grad_vjp, setup_with_grad)

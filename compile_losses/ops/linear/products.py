@@ -8,6 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from compile_losses.torch_internals.ops import has_kernel
+
 aten = torch.ops.aten
 
 #: Products that are added to a sum in float32 are made in blocks of about this size, on devices
@@ -58,9 +60,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, starts: bool) -> None:
             torch.mm(a, b, out=total)
         else:
             total.addmm_(a, b)
-    elif torch._C._dispatch_has_kernel_for_dispatch_key(
-        "aten::addmm.dtype_out", total.device.type.upper()
-    ):
+    elif has_kernel("aten::addmm.dtype_out", total.device.type.upper()):
         if starts:
             aten.mm.dtype_out(a, b, total.dtype, out=total)
         else:

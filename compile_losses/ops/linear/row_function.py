@@ -23,7 +23,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
+
+from compile_losses.torch_internals.ops import OpOverload, schema_of
 
 aten = torch.ops.aten
 
@@ -46,7 +47,7 @@ def is_of_elements(op: Any) -> bool:
     """Whether an op works element by element, and always does the same."""
     if not isinstance(op, OpOverload) or op.namespace not in ("aten", "prims"):
         return False
-    if op._schema.is_mutable or torch.Tag.nondeterministic_seeded in op.tags:
+    if schema_of(op).is_mutable or torch.Tag.nondeterministic_seeded in op.tags:
         return False
     return op in CASTS or op in _FILLED or torch.Tag.pointwise in op.tags
 

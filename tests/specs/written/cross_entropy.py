@@ -386,7 +386,7 @@ NEAR_MISSES = [
     Spelling(
         "changed log-probabilities", changed_log_probabilities, plain_classes, "changed in place"
     ),
-    Spelling("changed logits", changed_logits, plain_classes),
+    Spelling("changed logits", changed_logits, plain_classes, "changed in place"),
     Spelling("gradient cut", cut_log_probabilities, classes, "without gradients"),
     Spelling(
         "detached",

@@ -1,0 +1,212 @@
+"""How ``explain`` finds out what it tells."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from compile_losses import backend as doors
+from compile_losses.guard import Failure, attempt, is_restart
+from compile_losses.lower.decision import Decision
+from compile_losses.recognize import rewrite
+from compile_losses.recognize.logits import OUTSIDE
+from compile_losses.recognize.returned import of_parameters, returned_numbers
+from compile_losses.report import Report, Result
+from compile_losses.sites import UNRECOGNISED, Site, first_line, line_in, number_of, source_of
+from compile_losses.torch_internals.dynamo import (
+    counters,
+    lookup_backend,
+    uncompiled,
+    without_recompile_limits,
+)
+from compile_losses.torch_internals.ops import HigherOrderOperator
+
+#: So many lines of a graph are listed for what was not recognised in them.
+_MOST_LINES = 8
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+    """Runs ``function(*args, **kwargs)`` once under Dynamo and reports on every loss in it.
+
+    Nothing that was compiled before is used or thrown away, so the answer is the same whatever is
+    cached. The function really runs, once and with its side effects, its rewritten graphs
+    without a compiler. Each graph is also compiled by Inductor up to the point where code would be
+    generated, for the plan; its inputs' gradients are those that ``args`` ask for.
+
+    Every number that is returned, or on which ``backward`` is called, and that needs a gradient is
+    followed back to the losses found in it. Where a sum, mean or norm in it holds none of them, its
+    line is listed with the status ``"unrecognised"``: it may be a loss that is not known, and is
+    not number_of as one.
+
+    Args:
+        function: any callable or module, compiled or not.
+
+    Returns:
+        A :class:`Report`; print it, or read ``.sites``.
+    """
+    report = Report()
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        rewrite(gm, lowers=True)
+        found: Report = gm.meta["compile_losses"]
+        decisions: list[Decision] = []
+        failure = ""
+        rewritten = any(site.status == "rewritten" for site in found.sites)
+        if rewritten or _is_trained(gm, example_inputs):
+            try:
+                decisions = doors.decide(gm, example_inputs)
+            except Exception as error:  # the graphs without a compiler still run
+                if is_restart(error):
+                    raise
+                if rewritten:
+                    failure = f"no plan: {first_line(f'{type(error).__name__}: {error}')}"
+        report.errors += [*found.errors, *filter(None, [failure])]
+        sites = [_planned(site, decisions) for site in found.sites]
+        for site in _with_elementwise(sites, decisions):
+            if failure and site.status == "rewritten":
+                site = replace(site, details=(failure,))
+            if report.graphs > 0 and OUTSIDE in site.reason:
+                site = replace(site, reason=f"{site.reason}, after a graph break")
+            report.sites.append(replace(site, graph=report.graphs))
+        unknown = attempt(lambda: _add_results(report, gm.graph))
+        if isinstance(unknown, Failure):
+            report.errors.append(f"what is not recognised is not known: {unknown.reason}")
+        report.graphs += 1
+        if any(isinstance(node.target, HigherOrderOperator) for node in gm.graph.nodes):
+            # Some of these ops are right only where AOTAutograd has traced them.
+            return lookup_backend("aot_eager")(gm, example_inputs)
+        return gm.forward
+
+    breaks = dict(counters["graph_break"])
+    # A fresh backend never meets a cached graph; it must not meet the limit on cached graphs
+    # either.
+    with without_recompile_limits():
+        torch.compile(uncompiled(function), backend=backend)(*args, **kwargs)
+    report.sites = [_located(site, function) for site in report.sites]
+    report.graph_breaks = [
+        reason for reason, count in counters["graph_break"].items() if count > breaks.get(reason, 0)
+    ]
+    return report
+
+
+def _planned(site: Site, decisions: Sequence[Decision]) -> Site:
+    """A site with what was decided about it, found by its mark."""
+    own = [d for d in decisions if site.mark is not None and d.site == site.mark]
+    if site.status != "rewritten" or not own:
+        return site
+    compared = [d for d in own if d.cost is not None and d.stock is not None]
+    # An op that was written out and then moved has two, of which the last counts.
+    compared = [d for d in compared if d.loss == "elementwise"] or compared
+    if len(compared) == 1:
+        cost, stock = compared[0].cost, compared[0].stock
+        assert cost is not None
+        assert stock is not None
+        site = replace(
+            site,
+            bytes_moved=cost.moved,
+            bytes_held=cost.held,
+            stock_bytes_moved=stock.moved,
+            stock_bytes_held=stock.held,
+        )
+    details = [f"{d.choice}: {d.reason}" for d in own if d.reason]
+    return replace(site, plan=tuple(d.choice for d in own), details=tuple(details))
+
+
+def _is_trained(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+    """Whether a graph may have a backward."""
+    tensors = [t for t in (*example_inputs, *gm.parameters()) if isinstance(t, torch.Tensor)]
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _with_elementwise(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[Site]:
+    """Sites, and those of losses that are no op: each is that which was declined in its line, or
+    one of its own."""
+    result = list(sites)
+    for decision in (d for d in decisions if d.loss == "elementwise"):
+        file, line = line_in(decision.trace)
+        there = [
+            i
+            for i, site in enumerate(result)
+            if (
+                site.mark == decision.site
+                if decision.site is not None
+                else (site.file, site.line) == (file, line)
+            )
+        ]
+        declined = [i for i in there if result[i].status == "declined"]
+        if decision.cost is None or decision.stock is None:
+            if not there:
+                result.append(Site("elementwise", "declined", decision.reason, file, line))
+            continue
+        if there and not declined and decision.site is not None:
+            continue  # an op that was written out, of whose plan it is one more step
+        if not declined:
+            result.append(Site("elementwise", "rewritten", "", file, line))
+        index = declined[0] if declined else -1
+        result[index] = replace(
+            result[index],
+            status="rewritten",
+            reason="",
+            plan=(f"elementwise, {decision.choice}",),
+            bytes_moved=decision.cost.moved,
+            bytes_held=decision.cost.held,
+            stock_bytes_moved=decision.stock.moved,
+            stock_bytes_held=decision.stock.held,
+        )
+    return result
+
+
+def _add_results(report: Report, graph: Graph) -> None:
+    """Adds what a graph returns to a report that has its sites, and what no site covers."""
+    own = [site for site in report.sites if site.graph == report.graphs]
+    lines = {(site.file, site.line) for site in own if site.op == "elementwise"}
+    known = {site.mark: site for site in own if site.mark is not None}
+    reductions: dict[tuple[str, int, bool], list[Node]] = {}
+    for returned in returned_numbers(graph, set(known)):
+        below = [site for mark, site in known.items() if mark in returned.marks]
+        found = [f"{site.op} ({site.status})" for site in below]
+        for node in reversed(returned.reductions):  # the walk to them starts at the end
+            file, line = source_of(node)
+            if (file, line) in lines:
+                found.append("elementwise")
+                continue
+            found.append(f"{_function_of(node)} ({UNRECOGNISED})")
+            there = reductions.setdefault((file, line, of_parameters(node)), [])
+            there += [node] if node not in there else []
+        file, line = source_of(returned.node)
+        report.results.append(Result(file, line, report.graphs, tuple(_counted(found))))
+    for i, ((file, line, parameters), nodes) in enumerate(reductions.items()):
+        if i == _MOST_LINES:
+            more = f"and {number_of(len(reductions) - i, 'line')} more like it"
+            last = report.sites[-1]
+            report.sites[-1] = replace(last, reason=f"{last.reason}; {more}")
+            break
+        names = ", ".join(_counted(map(_function_of, nodes)))
+        reason = "of parameters alone" if parameters else "no loss that is known was found in it"
+        reason = f"{names}: {reason}" if len(nodes) > 1 else reason
+        op = _function_of(nodes[0])
+        report.sites.append(Site(op, UNRECOGNISED, reason, file, line, graph=report.graphs))
+
+
+def _function_of(node: Node) -> str:
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return str(name).partition(".")[0]
+
+
+def _counted(names: Iterable[str]) -> list[str]:
+    """Each name once, with how often it was there."""
+    counts = Counter(names)
+    return [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
+
+
+def _located(site: Site, function: Callable[..., Any]) -> Site:
+    """A function of torch's, explained by itself, has no frame of the user's: its line counts."""
+    code = getattr(function, "__code__", None)
+    if site.line > 0 or code is None:
+        return site
+    return replace(site, file=code.co_filename, line=code.co_firstlineno)

@@ -1,0 +1,143 @@
+"""Where a loss stands in a user's program, and the mark by which lower graphs know it again.
+
+Recognition, the passes on lower graphs and the report share what is here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sysconfig
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from compile_losses.torch_internals.graphs import CUSTOM
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(, in (?P<function>\w+))?')
+_TORCH = os.path.join(os.path.realpath(os.path.dirname(torch.__file__)), "")
+_LIBRARIES = tuple(
+    os.path.join(os.path.realpath(path), "")
+    for path in {
+        os.path.dirname(torch.__file__),
+        sysconfig.get_paths()["purelib"],
+        sysconfig.get_paths()["platlib"],
+        sysconfig.get_paths()["stdlib"],
+    }
+)
+
+UNRECOGNISED = "unrecognised"
+
+#: Tracing copies ``meta[CUSTOM]`` from a Dynamo node to all nodes that it becomes, and
+#: AOTAutograd from a forward node to its backward; this is our entry there.
+_SITE = "compile_losses"
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Site:
+    """One loss in a user's program.
+
+    Attributes:
+        op: the fused op, or the torch function that was left alone; ``"elementwise"`` for what is
+            neither, and whose gradient may be computed with it; of what was not recognised, the
+            function that reduces a tensor to a number.
+        status: ``"rewritten"``; ``"declined"``; or ``"unrecognised"``, for what is part of a number
+            that the function returns or differentiates, and may be a loss that nobody knew.
+        reason: why it was declined, or what was absorbed into the op; may be empty.
+        file, line: the innermost frame of the user's own code, outside installed libraries; that
+            of a library's model where there is none.
+        graph: the index of the graph it lies in, number_of from 0.
+        plan: what Inductor's graphs make of a rewritten loss, in steps; empty where that is not
+            known for certain.
+        details: the reasons for the plan.
+        bytes_moved, bytes_held: an estimate of the bytes that the loss's forward and backward move,
+            and of the most that are held for it at a time; None where it is not known.
+        stock_bytes_moved, stock_bytes_held: the same for torch's own ops.
+        mark: the loss's number in the process; it identifies the loss in lower graphs.
+    """
+
+    op: str
+    status: str
+    reason: str
+    file: str
+    line: int
+    graph: int = 0
+    plan: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
+    bytes_moved: int | None = None
+    bytes_held: int | None = None
+    stock_bytes_moved: int | None = None
+    stock_bytes_held: int | None = None
+    mark: int | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def traffic(self) -> str:
+        """The bytes moved, against those of torch's own ops."""
+        if self.bytes_moved is None or self.stock_bytes_moved is None:
+            return ""
+        return f"{megabytes(self.bytes_moved)} / {megabytes(self.stock_bytes_moved)}"
+
+    @property
+    def notes(self) -> str:
+        return "; ".join(note for note in (self.reason, *self.details) if note)
+
+
+def mark(node: Node) -> int:
+    """Gives a Dynamo node a number that the nodes which it becomes after autograd carry too."""
+    number = next(_numbers)
+    node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), _SITE: number}
+    return number
+
+
+def site_of(node: Node) -> int | None:
+    custom: dict[str, Any] = node.meta.get(CUSTOM) or {}
+    return custom.get(_SITE)
+
+
+def source_of(node: Node) -> tuple[str, int]:
+    """The file and line of the user's code that made a node, as Dynamo recorded it.
+
+    Where a library's model is compiled by itself no line is the user's. The nearest to it is then
+    in the ``forward`` of that model, and not in the functions that it calls for its loss.
+    """
+    return line_in(node.meta.get("stack_trace") or "")
+
+
+def line_in(trace: str) -> tuple[str, int]:
+    """The file and line of the user's code in a stack trace, as for :func:`source_of`."""
+    frames = list(_FRAME.finditer(trace))
+    if not frames:
+        return "<unknown>", 0
+    paths = [os.path.realpath(frame["file"]) for frame in frames]
+    own = [f for f, path in zip(frames, paths, strict=True) if not path.startswith(_LIBRARIES)]
+    models = [
+        frame
+        for frame, path in zip(frames, paths, strict=True)
+        if frame["function"] == "forward" and not path.startswith(_TORCH)
+    ]
+    frame = (own or models or frames)[-1]
+    return frame["file"], int(frame["line"])
+
+
+def shorten(file: str) -> str:
+    relative = os.path.relpath(file)
+    return file if relative.startswith("..") else relative
+
+
+def megabytes(nbytes: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes} B"
+
+
+def first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else "unknown"
+
+
+def number_of(number: int, singular: str, plural: str | None = None) -> str:
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"

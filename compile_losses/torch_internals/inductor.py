@@ -1,0 +1,81 @@
+"""AOTAutograd and Inductor. Importing this loads them."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch._functorch.config
+
+# What the partitioner takes for cheap, fusible and random: the costs are as good as these are.
+from torch._functorch.partitioners import OpTypes as OpTypes
+from torch._functorch.partitioners import get_default_op_list as get_default_op_list
+from torch._guards import TracingContext
+
+# Inductor's front, as a module, whose functions tests replace. Without its ``inner_compile``
+# explain could not stop before code is generated, and reports would have no plans.
+from torch._inductor import compile_fx as compile_fx
+
+# Inductor's options, and the slots of its custom passes: without the slots no pass runs.
+from torch._inductor import config as config
+
+# The base class of a pass whose identity enters the keys of Inductor's caches. Of any other class,
+# a pass would switch the caches off.
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+
+# How Inductor writes ops in other ops; inlined losses get the same.
+from torch._inductor.decomposition import select_decomp_table as select_decomp_table
+
+#: The default backend of torch.compile, with a mode and options, to which losses go rewritten.
+InductorBackend = torch._TorchCompileInductorWrapper
+
+#: The slots of the three passes. One of another name would be refused as an unknown option.
+PRE_GRAD, JOINT, POST_GRAD = (
+    "pre_grad_custom_pass",
+    "joint_custom_pre_pass",
+    "post_grad_custom_post_pass",
+)
+
+
+def activation_memory_budget() -> float:
+    """Of what autograd saves, the part that may be kept; below 1 a forward may run twice."""
+    budget: float = torch._functorch.config.activation_memory_budget
+    return budget
+
+
+def without_autograd_cache() -> AbstractContextManager[Any]:
+    """AOTAutograd compiles anew, and a backward at once: explain is told of every pass."""
+    return torch._functorch.config.patch(
+        enable_autograd_cache=False, force_non_lazy_backward_lowering=True
+    )
+
+
+def donated_inputs() -> tuple[int, ...]:
+    """The places of the inputs that the backward being compiled may overwrite. Without them the
+    gradient is scaled in a new buffer."""
+    context = TracingContext.try_get()
+    if context is None or context.fw_metadata is None:
+        return ()
+    return tuple(context.fw_metadata.bw_donated_idxs or ())
+
+
+def inside_pre_grad_passes() -> bool:
+    """Whether Inductor's passes before autograd run on a graph that is inside another."""
+    return _calls_of("_recursive_pre_grad_passes") > 1
+
+
+def inside_post_grad_passes() -> bool:
+    """The same of its passes after autograd; taken for the outermost graph, such a graph would
+    overwrite inputs that are not its own."""
+    return _calls_of("_recursive_post_grad_passes") > 1
+
+
+def _calls_of(function: str) -> int:
+    """How many calls of a function of Inductor's this one is inside of."""
+    frame, calls = sys._getframe(), 0
+    while frame is not None:
+        calls += frame.f_code.co_name == function
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls

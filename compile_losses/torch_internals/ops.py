@@ -1,0 +1,76 @@
+"""Ops, their schemas and the dispatcher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# The classes of what a graph's node calls: without them ops can't be told from other functions.
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+
+# The strides of a pointwise op's result. If their rule changed, a fake would say other strides than
+# the kernels, which torch's opcheck finds.
+from torch._prims_common import (
+    compute_elementwise_output_strides as compute_elementwise_output_strides,
+)
+
+# The reduction that the deprecated size_average and reduce ask for. If its rule changed, a call
+# with these would be rewritten to another reduction than torch's.
+from torch.nn._reduction import legacy_get_string as legacy_get_string
+
+# For arguments that are nested in any way. A kind of nesting that they did not know would hide the
+# nodes in it.
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
+
+#: Torch's C functions of neural networks, as Dynamo's graphs hold them. A function that moved from
+#: here would not be recognised where a model calls it by this name.
+nn_functions: Any = torch._C._nn
+
+#: The assertions about sizes that Dynamo records. Other ones would count as users of a loss's
+#: parts, which then stays torch's.
+SIZE_ASSERTIONS: tuple[Any, ...] = (
+    torch.ops.aten._assert_scalar.default,
+    torch._check,
+    torch._check_is_size,
+)
+
+#: The dispatch key of autograd and what is above it. Excluding another one would record gradients.
+AUTOGRAD_KEY = torch._C.DispatchKey.AutogradFunctionality
+
+#: Runs an op by its handle, past Python's part of the dispatcher. Without it the short way of eager
+#: calls is gone.
+call_boxed = torch._C._dispatch_call_boxed
+#: Whether this thread excludes a dispatch key, and its setter: as BelowAutograd, at less cost.
+is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+#: The context below autograd. Without it ops that are not differentiable would call themselves.
+BelowAutograd = torch._C._AutoDispatchBelowAutograd
+#: Whether an op has a kernel for a dispatch key, named; decides what a device is asked to do.
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+#: The name of a device type's dispatch key. A wrong one has no kernel, and its gradients stay in
+#: the backward.
+key_of_device = torch._C._dispatch_key_for_device
+#: The names of all ops that are declared, of which ``python -m compile_losses info`` lists ours.
+op_names = torch._C._dispatch_get_all_op_names
+
+
+def schema_of(op: Any) -> Any:
+    """An overload's schema: names, defaults and aliases of its arguments. Without it no argument of
+    a call is known by its name, and no write to one is seen."""
+    return op._schema
+
+
+def packet_of(op: Any) -> Any:
+    """The overloads of which an op is one. Recognition takes those of one name alike; without it
+    losses that are written out in ops are not recognised."""
+    return op._overloadpacket
+
+
+def handle_of(op: Any) -> Any:
+    """What :data:`call_boxed` takes for an op; it goes as that goes."""
+    return op._handle

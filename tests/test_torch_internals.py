@@ -1,0 +1,631 @@
+"""Each private name of torch that the package uses, on the torch that is installed."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+from compile_losses import backend, torch_internals
+from compile_losses.library import PACKAGE
+from compile_losses.torch_internals import (
+    dtensors,
+    dynamo,
+    eager,
+    graphs,
+    inductor,
+    ops,
+    tensors,
+)
+
+aten = torch.ops.aten
+
+#: The check of each public name: ``module.name``.
+CHECKS: dict[str, Callable[[], Any]] = {}
+
+
+def checks(*names: str):
+    """Registers a check for names of one module."""
+
+    def register(function):
+        CHECKS.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def public_names() -> list[str]:
+    """What the modules define for the rest of the package."""
+    found = []
+    for path in sorted((PACKAGE / "torch_internals").glob("*.py")):
+        module = "" if path.stem == "__init__" else f"{path.stem}."
+        for node in ast.parse(path.read_text()).body:
+            names = []
+            if isinstance(node, ast.FunctionDef):
+                names = [node.name]
+            elif isinstance(node, ast.ImportFrom):
+                names = [alias.asname for alias in node.names if alias.asname]
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+            found += [f"{module}{name}" for name in names if not name.startswith("_")]
+    return found
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_name(name):
+    CHECKS[name]()
+
+
+def test_no_check_is_left_over():
+    assert CHECKS.keys() == set(public_names())
+
+
+def captured(function, *inputs) -> torch.fx.Graph:
+    """The graph that Dynamo makes of a function."""
+    found = []
+
+    def keep(gm, _):
+        found.append(gm.graph)
+        return gm.forward
+
+    torch.compile(function, backend=keep, fullgraph=True)(*inputs)
+    (graph,) = found
+    return graph
+
+
+# The package itself
+
+
+@checks("NEWEST_TESTED", "warn_if_untested")
+def newest_tested():
+    def warned(version: str) -> list[str]:
+        torch_internals.warn_if_untested.cache_clear()
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            patch.setattr(torch, "__version__", version)
+            for _ in range(2):
+                torch_internals.warn_if_untested()
+        return [str(w.message) for w in caught]
+
+    major, minor = torch_internals.NEWEST_TESTED
+    try:
+        assert not warned(torch.__version__)
+        assert not warned(f"{major}.{minor}.7+cu130")
+        for newer in (f"{major}.{minor + 1}.0.dev20300101+cpu", f"{major + 1}.0.0"):
+            (message,) = warned(newer)
+            assert newer in message
+    finally:
+        torch_internals.warn_if_untested.cache_clear()
+
+
+def test_newer_torch_warns_once_and_works(monkeypatch):
+    monkeypatch.setattr(torch_internals, "NEWEST_TESTED", (2, 0))
+    torch_internals.warn_if_untested.cache_clear()
+    a, b = torch.rand(4), torch.rand(4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for factor in (1, 2):
+            torch._dynamo.reset()
+            compiled = torch.compile(
+                lambda a, b, f=factor: f * F.mse_loss(a, b),
+                backend="compile_losses",
+                options={"inner_backend": "aot_eager"},
+            )
+            torch.testing.assert_close(compiled(a, b), factor * F.mse_loss(a, b))
+    assert sum("compile_losses was tested with" in str(w.message) for w in caught) == 1
+    torch_internals.warn_if_untested.cache_clear()
+
+
+# ops
+
+
+@checks("ops.HigherOrderOperator", "ops.OpOverload", "ops.OpOverloadPacket")
+def classes_of_ops():
+    assert type(aten.add.Tensor) is ops.OpOverload
+    assert type(aten.add) is ops.OpOverloadPacket
+    assert isinstance(torch.ops.higher_order.cond, ops.HigherOrderOperator)
+
+
+@checks("ops.compute_elementwise_output_strides")
+def strides():
+    a, b = torch.empty(3, 4).t(), torch.empty(4, 3)
+    assert ops.compute_elementwise_output_strides(a, b) == (a + b).stride()
+
+
+@checks("ops.legacy_get_string")
+def legacy_reduction():
+    assert ops.legacy_get_string(False, None, emit_warning=False) == "sum"
+    assert ops.legacy_get_string(None, False, emit_warning=False) == "none"
+
+
+@checks("ops.tree_leaves", "ops.tree_map", "ops.tree_map_only")
+def trees():
+    tree = {"a": [1, 2.0], "b": (3,)}
+    assert ops.tree_leaves(tree) == [1, 2.0, 3]
+    assert ops.tree_map(lambda x: x + 1, tree) == {"a": [2, 3.0], "b": (4,)}
+    assert ops.tree_map_only(int, lambda x: 0, tree) == {"a": [0, 2.0], "b": (0,)}
+
+
+@checks("ops.nn_functions")
+def nn_functions():
+    assert ops.nn_functions.linear is F.linear
+    a = torch.rand(3)
+    torch.testing.assert_close(ops.nn_functions.mse_loss(a, a + 1, 1), torch.tensor(1.0))
+
+
+@checks("ops.SIZE_ASSERTIONS")
+def size_assertions():
+    def function(x):
+        size = x.max().item()
+        torch._check(size >= 2)
+        return torch.zeros(size)
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        graph = captured(function, torch.tensor([2, 3]))
+    assert any(node.target in ops.SIZE_ASSERTIONS for node in graph.nodes)
+
+
+@checks(
+    "ops.AUTOGRAD_KEY", "ops.call_boxed", "ops.exclude", "ops.is_excluded", "ops.BelowAutograd",
+    "ops.handle_of",
+)  # fmt: skip
+def below_autograd():
+    x = torch.rand(3, requires_grad=True)
+    handle = ops.handle_of(aten.exp.default)
+    assert ops.call_boxed(handle, x).requires_grad
+    before = ops.is_excluded(ops.AUTOGRAD_KEY)
+    assert not before
+    ops.exclude(ops.AUTOGRAD_KEY, True)
+    try:
+        assert ops.is_excluded(ops.AUTOGRAD_KEY)
+        assert not ops.call_boxed(handle, x).requires_grad
+    finally:
+        ops.exclude(ops.AUTOGRAD_KEY, before)
+    with ops.BelowAutograd():
+        assert not aten.exp.default(x).requires_grad
+    assert aten.exp.default(x).requires_grad
+
+
+@checks("ops.has_kernel", "ops.key_of_device")
+def kernels():
+    assert ops.has_kernel("fused::scale_", ops.key_of_device("cpu"))
+    assert not ops.has_kernel("fused::scale_", ops.key_of_device("mps"))
+    assert ops.has_kernel("aten::addmm", "CPU")
+
+
+@checks("ops.op_names")
+def op_names():
+    assert {"aten::add.Tensor", "fused::mse_loss"} <= set(ops.op_names())
+
+
+@checks("ops.schema_of", "ops.packet_of")
+def schemas():
+    assert [a.name for a in ops.schema_of(aten.mm.default).arguments] == ["self", "mat2"]
+    assert ops.schema_of(aten.add_.Tensor).is_mutable
+    assert ops.packet_of(aten.add.Tensor) is aten.add
+
+
+# eager
+
+
+@checks("eager.is_functorch_wrapped_tensor", "eager.get_unwrapped", "eager.is_legacy_batchedtensor")
+def functorch():
+    x = torch.rand(2, 3)
+
+    def inside(row):
+        assert eager.is_functorch_wrapped_tensor(row)
+        assert eager.in_a_mode()
+        assert eager.get_unwrapped(row).shape == x.shape
+        return row
+
+    torch.func.vmap(inside)(x)
+    assert not eager.is_functorch_wrapped_tensor(x)
+    assert not eager.is_legacy_batchedtensor(x)
+
+    seen = []
+    y = x.requires_grad_().square().sum(0)
+    y.register_hook(lambda grad: seen.append(eager.is_legacy_batchedtensor(grad)))
+    torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True)
+    assert seen == [True]
+
+
+@checks("eager.DeviceContext", "eager.function_modes")
+def function_modes():
+    assert eager.function_modes() == []
+    with torch.device("cpu"):
+        (mode,) = eager.function_modes()
+        assert isinstance(mode, eager.DeviceContext)
+
+
+@checks("eager.TorchDispatchMode", "eager.no_modes", "eager.in_a_mode")
+def dispatch_modes():
+    seen = []
+
+    class Recorder(eager.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.rand(3)
+    assert not eager.in_a_mode()
+    with Recorder():
+        assert eager.in_a_mode()
+        _ = x + 1
+        with eager.no_modes():
+            assert not eager.in_a_mode()
+            _ = x * 2
+    assert seen == [aten.add.Tensor]
+
+
+@checks("eager.is_any_autocast_enabled")
+def autocast():
+    assert not eager.is_any_autocast_enabled()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert eager.is_any_autocast_enabled()
+
+
+@checks("eager.retains_graph")
+def retains_graph():
+    seen = []
+    x = torch.rand(3, requires_grad=True)
+    loss = x.square().sum()
+    x.register_hook(lambda _: seen.append(bool(eager.retains_graph())))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert seen == [True, False]
+
+
+@checks("eager.NO_TORCH_FUNCTION")
+def no_torch_function():
+    override = torch.nn.Parameter.__torch_function__
+    assert getattr(override, "__func__", override) is eager.NO_TORCH_FUNCTION
+
+
+@checks("eager.in_forward_mode")
+def forward_mode():
+    assert not eager.in_forward_mode()
+    with torch.autograd.forward_ad.dual_level():
+        assert eager.in_forward_mode()
+        assert eager.in_a_mode()
+
+
+# tensors
+
+
+@checks("tensors.FakeTensor", "tensors.FakeTensorMode")
+def fakes():
+    with tensors.FakeTensorMode() as mode:
+        fake = torch.empty(3)
+    assert type(fake) is tensors.FakeTensor
+    assert fake.fake_mode is mode
+
+
+@checks("tensors.storage_id")
+def storages():
+    with tensors.FakeTensorMode():
+        a, b = torch.empty(4), torch.empty(4)
+        assert tensors.storage_id(a) == tensors.storage_id(a[2:]) != tensors.storage_id(b)
+
+
+@checks("tensors.version_of")
+def versions():
+    x = torch.rand(3)
+    before = tensors.version_of(x)
+    x[0] = 1
+    assert tensors.version_of(x) > before
+
+
+def on_one_rank(script: str) -> None:
+    """Runs a script in a process group of one process, in a process of its own."""
+    script = f"""
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from compile_losses.torch_internals import dtensors, tensors
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+x = torch.rand(4, 3)
+{script}
+dist.destroy_process_group()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@checks("tensors.shard_of")
+def shards():
+    x = torch.rand(3)
+    assert tensors.shard_of(x) is x
+    on_one_rank("""
+shard = tensors.shard_of(distribute_tensor(x, mesh, [Shard(0)]))
+assert type(shard) is torch.Tensor
+torch.testing.assert_close(shard, x)
+""")
+
+
+@checks("dtensors.all_gather", "dtensors.all_reduce", "dtensors.waited")
+def collectives():
+    assert dtensors.waited(x := torch.rand(2)) is x
+    on_one_rank("""
+whole = dtensors.waited(dtensors.all_gather(x, 0, (mesh, 0)))
+torch.testing.assert_close(whole, x)
+torch.testing.assert_close(dtensors.waited(dtensors.all_reduce(x, "sum", (mesh, 0))), x)
+""")
+
+
+@checks("dtensors.StridedShard")
+def strided_shards():
+    placement = dtensors.StridedShard(1, split_factor=2)
+    assert (placement.dim, placement.split_factor) == (1, 2)
+
+
+# graphs
+
+
+@checks("graphs.EXAMPLE", "graphs.GRAPH_ARGUMENT")
+def examples():
+    x, seen = torch.rand(3), []
+
+    def look(gm, _):
+        placeholder, call, _ = gm.graph.nodes
+        seen.append(call.meta[graphs.EXAMPLE].shape)
+        assert placeholder.meta[graphs.GRAPH_ARGUMENT].example is x
+        return gm.forward
+
+    torch.compile(lambda x: x.exp(), backend=look)(x)
+    assert seen == [(3,)]
+
+
+@checks("graphs.is_erased")
+def erased():
+    graph = torch.fx.Graph()
+    node = graph.placeholder("x")
+    assert not graphs.is_erased(node)
+    graph.erase_node(node)
+    assert graphs.is_erased(node)
+
+
+@checks("graphs.DISLIKES_PADDING")
+def padding():
+    from torch._inductor import graph
+
+    assert f'"{graphs.DISLIKES_PADDING}"' in inspect.getsource(graph)
+
+
+# AOTAutograd and Inductor
+
+
+class Look(inductor.CustomGraphPass):
+    """A pass that only calls a function with each graph."""
+
+    def __init__(self, function: Callable[[torch.fx.Graph], Any]) -> None:
+        self.function = function
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.function(graph)
+
+    def uuid(self) -> None:
+        return None
+
+
+def step_in_inductor(function, *inputs, **looks: Callable[[torch.fx.Graph], Any]) -> None:
+    """A forward and a backward, by Inductor with a function in each slot that is named. Dynamo's
+    nodes are marked."""
+
+    def compiler(gm, example_inputs):
+        for node in gm.graph.nodes:
+            node.meta[graphs.CUSTOM] = {"a test": 1}
+        default = inductor.InductorBackend(None, {}, dynamic=None)
+        for slot, look in looks.items():
+            default.config[slot] = Look(look)
+        return default(gm, example_inputs)
+
+    with inductor.config.patch(force_disable_caches=True):
+        torch.compile(function, backend=compiler, fullgraph=True)(*inputs).backward()
+
+
+def fused_loss(x, y):
+    return torch.ops.fused.mse_loss(x.exp(), y)
+
+
+@checks(
+    "graphs.CUSTOM", "graphs.EAGER_VALUES", "graphs.is_tangent", "inductor.CustomGraphPass",
+    "inductor.InductorBackend", "inductor.PRE_GRAD", "inductor.JOINT", "inductor.POST_GRAD",
+)  # fmt: skip
+def slots():
+    found: dict[str, list[torch.fx.Graph]] = {}
+    slots = (inductor.PRE_GRAD, inductor.JOINT, inductor.POST_GRAD)
+    looks = {slot: (lambda graph, s=slot: found.setdefault(s, []).append(graph)) for slot in slots}
+    step_in_inductor(fused_loss, torch.rand(4, 3, requires_grad=True), torch.rand(4, 3), **looks)
+    assert [len(found[slot]) for slot in slots] == [1, 1, 2]
+    (joint,) = found[inductor.JOINT]
+    placeholders = joint.find_nodes(op="placeholder")
+    assert [graphs.is_tangent(node) for node in placeholders] == [False, False, True]
+    calls = {node.target: node for node in joint.nodes}
+    for part in ("forward", "backward"):
+        call = calls[getattr(torch.ops.fused, f"mse_loss_{part}").default]
+        assert call.meta[graphs.CUSTOM] == {"a test": 1}
+        assert graphs.EAGER_VALUES in call.meta
+
+
+@checks("graphs.RECOMPUTE")
+def recompute():
+    def function(x):
+        return checkpoint(lambda x: x.exp().sin(), x, use_reentrant=False).sum()
+
+    found = []
+
+    def look(graph):
+        found.extend(node.meta.get(graphs.RECOMPUTE) for node in graph.nodes)
+
+    step_in_inductor(function, torch.rand(3, requires_grad=True), **{inductor.JOINT: look})
+    assert any(found)
+
+
+@checks(
+    "inductor.donated_inputs", "inductor.inside_pre_grad_passes", "inductor.inside_post_grad_passes"
+)
+def post_grad_passes():
+    donated, inside = [], []
+
+    def look(_):
+        donated.append(inductor.donated_inputs())
+        inside.append((inductor.inside_pre_grad_passes(), inductor.inside_post_grad_passes()))
+
+    def function(x):
+        return x.exp().sin().sum() + torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)).sum()
+
+    assert inductor.donated_inputs() == ()
+    slots = (inductor.PRE_GRAD, inductor.POST_GRAD)
+    step_in_inductor(function, torch.rand(3, requires_grad=True), **dict.fromkeys(slots, look))
+    assert any(donated)
+    assert {(False, False), (True, False), (False, True)} == set(inside)
+
+
+@checks("inductor.OpTypes", "inductor.get_default_op_list")
+def op_types():
+    gm = make_fx(lambda x: torch.rand_like(x.exp()) @ x)(torch.rand(3, 3))
+    nodes = {node.target: node for node in gm.graph.nodes}
+    types = inductor.get_default_op_list()
+    assert isinstance(types, inductor.OpTypes)
+    exp, product = nodes[aten.exp.default], nodes[aten.mm.default]
+    assert types.is_fusible(exp)
+    assert types.is_recomputable(exp)
+    assert not types.is_fusible(product)
+    assert not types.is_recomputable(product)
+
+
+@checks("inductor.compile_fx")
+def compile_fx():
+    x = torch.rand(3)
+    gm = make_fx(lambda x: (x.exp(),))(x)
+    parameters = inspect.signature(inductor.compile_fx.compile_fx).parameters
+    assert {"inner_compile", "config_patches"} <= parameters.keys()
+    assert callable(inductor.compile_fx.compile_fx_inner)
+    (actual,) = inductor.compile_fx.compile_fx_inner(gm, [x])([x])
+    torch.testing.assert_close(actual, x.exp())
+
+
+@checks("inductor.config")
+def config():
+    assert isinstance(inductor.config.triton.cudagraphs, bool)
+    for slot in (inductor.PRE_GRAD, inductor.JOINT, inductor.POST_GRAD):
+        assert getattr(inductor.config, slot) is None
+
+
+@checks("inductor.select_decomp_table")
+def decompositions():
+    assert aten.huber_loss.default in inductor.select_decomp_table()
+
+
+@checks("inductor.activation_memory_budget")
+def activation_memory_budget():
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        assert inductor.activation_memory_budget() == 0.5
+    assert inductor.activation_memory_budget() == 1
+
+
+@checks("inductor.without_autograd_cache")
+def without_autograd_cache():
+    config = torch._functorch.config
+    with inductor.without_autograd_cache():
+        assert not config.enable_autograd_cache
+        assert config.force_non_lazy_backward_lowering
+
+
+# Dynamo
+
+
+#: What comptime saw: a function that it is given may have no free variables.
+SEEN: list[torch.Size] = []
+
+
+@checks("dynamo.comptime")
+def comptime():
+    def function(x):
+        dynamo.comptime(lambda frame: SEEN.append(frame.get_local("x").as_fake().shape))
+        return x + 1
+
+    SEEN.clear()
+    function(torch.rand(3))
+    assert not SEEN
+    torch.compile(function, backend="eager", fullgraph=True)(torch.rand(3))
+    assert SEEN == [(3,)]
+
+
+@checks("dynamo.RestartAnalysis", "dynamo.ShortenTraceback")
+def errors():
+    """Dynamo traces anew what asks for it, and shows users the errors of a backend that shorten."""
+    assert issubclass(dynamo.RestartAnalysis, Exception)
+    with pytest.raises(RuntimeError, match="no_such_option") as raised:
+        torch.compile(lambda x: x + 1, backend="compile_losses", options={"no_such_option": 1})(
+            torch.rand(3)
+        )
+    assert isinstance(raised.value, dynamo.ShortenTraceback)
+
+
+@checks("dynamo.counters")
+def counters():
+    def function(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    before = sum(dynamo.counters["graph_break"].values())
+    torch.compile(function, backend="eager")(torch.rand(3))
+    assert sum(dynamo.counters["graph_break"].values()) > before
+
+
+@checks("dynamo.lookup_backend")
+def lookup_backend():
+    assert dynamo.lookup_backend("compile_losses") is backend.compile_losses
+
+
+@checks("dynamo.without_recompile_limits")
+def recompile_limits():
+    count = []
+
+    def keep(gm, _):
+        count.append(1)
+        return gm.forward
+
+    compiled = torch.compile(lambda x, n: x + n, backend=keep, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=1), dynamo.without_recompile_limits():
+        for n in range(3):
+            compiled(torch.rand(3), n)
+    assert len(count) == 3
+
+
+@checks("dynamo.uncompiled")
+def uncompiled():
+    def function(x):
+        return x
+
+    module = torch.nn.Linear(2, 2)
+    assert dynamo.uncompiled(function) is function
+    assert dynamo.uncompiled(torch.compile(function)) is function
+    assert dynamo.uncompiled(torch.compile(module)) is module
+    module.compile()
+    assert dynamo.uncompiled(module) == module._call_impl
+
+
+@checks("artifacts.SavedCallable")
+def saved_callable():
+    if not hasattr(torch.compiler, "load_compiled_function"):
+        return  # this torch has no aot_compile
+    from compile_losses.torch_internals import artifacts
+
+    assert hasattr(artifacts.SavedCallable, "serialize_compile_artifacts")
+    assert hasattr(artifacts.SavedCallable, "deserialize_compile_artifacts")
