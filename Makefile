@@ -35,7 +35,7 @@ TESTS_OF_A_WHEEL ?= tests/test_library.py tests/test_errors.py
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all conformance asan memcheck racecheck synccheck lint bench \
+.PHONY: help setup demo test test-all conformance asan memcheck racecheck synccheck lint bench readme \
 	cuda-check sdist wheel check-wheel clean
 
 help:  ## this list
@@ -112,6 +112,9 @@ lint: $(STAMP)  ## ruff, mypy and clang-format
 
 bench: $(STAMP)  ## the benchmarks
 	$(BIN)/python -m benchmarks
+
+readme: $(STAMP)  ## the tables of README.md and docs/performance.md, from the results' CSV files
+	$(BIN)/python -m benchmarks.pages
 
 cuda-check:  ## compile every CUDA source, if there is an nvcc; needs neither torch nor a GPU
 	@if command -v $(NVCC) > /dev/null; then \

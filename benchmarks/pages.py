@@ -1,0 +1,186 @@
+"""The tables in README.md and docs/performance.md, from the CSV files of results.
+
+``python -m benchmarks.pages`` writes them. A table stands between ``<!-- table: NAME -->`` and
+``<!-- end of table -->``, where NAME is that of a function here. A test says when a page has other
+figures than the files.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from benchmarks.report import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+_TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+#: Contenders of the reference cases, by their names in the files and in the tables.
+_CONTENDERS = {
+    "eager": "eager",
+    "inductor": "torch.compile",
+    "inductor_max_autotune": "max-autotune",
+    "quack": "quack",
+    "liger": "Liger",
+    "ours_compiled": "ours, compiled",
+    "ours_eager": "ours, eager op",
+    "ours_kernel": "ours, kernels",
+}
+_MODELS = {
+    "llama": "Llama",
+    "qwen3": "Qwen3",
+    "gemma2": "Gemma 2",
+    "bert": "BERT",
+    "gpt": "GPT",
+    "unet": "UNet",
+    "distillation": "distillation of a GPT",
+}
+
+
+def rows_of(name: str) -> list[dict[str, str]]:
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def one(rows: Iterable[dict[str, str]], **values: str) -> dict[str, str]:
+    """The row with these values."""
+    (found,) = [row for row in rows if all(row[k.rstrip("_")] == v for k, v in values.items())]
+    return found
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def short(figure: str) -> str:
+    """Three digits of a figure; a dash where there is none."""
+    return f"{float(figure):.3g}" if figure else "-"
+
+
+def pair(row: dict[str, str]) -> str:
+    """Milliseconds and MiB."""
+    return f"{short(row['ms'])} ms, {float(row['peak_mib']):.0f} MiB"
+
+
+def taken(*rows: dict[str, str]) -> str:
+    """What the figures were taken on, and at which commits."""
+    commits: dict[str, dict[str, None]] = {}
+    for row in rows:
+        where = f"{row['device']}, torch {row['torch']}"
+        commits.setdefault(where, {})[row["commit"][:7]] = None
+    return "; ".join(f"{where}, commit {', '.join(found)}" for where, found in commits.items())
+
+
+def front() -> str:
+    """Four rows: a head, a training step, a regression loss and a distillation loss."""
+    linear = rows_of("linear-nvidia-h200.csv")
+    shape = {"shape": "8192x4096x128256", "ignored": "0"}
+    steps = rows_of("steps-nvidia-h200.csv")
+    cases = rows_of("nvidia-h200.csv")
+    whole = {"pass_": "fwd_bwd"}
+    found = [
+        (
+            "cross entropy of 128256 classes with its head",
+            one(linear, contender="inductor", **shape),
+            one(linear, contender="ours_compiled", **shape),
+        ),
+        (
+            "a training step of Llama, 2 layers",
+            one(steps, model="llama", contender="stock"),
+            one(steps, model="llama", contender="ours"),
+        ),
+        (
+            "`F.mse_loss` of 2^30 numbers",
+            one(cases, case="mse_loss", contender="inductor", **whole),
+            one(cases, case="mse_loss", contender="ours_compiled", **whole),
+        ),
+        (
+            "distillation, 8192 rows of 32000 classes",
+            one(cases, case="distillation", contender="inductor", **whole),
+            one(cases, case="distillation", contender="ours_compiled", **whole),
+        ),
+    ]
+    rows = [(name, pair(stock), pair(ours)) for name, stock, ours in found]
+    table = markdown(("forward and backward", "stock `torch.compile`", "ours"), rows)
+    measured = taken(*(row for _, *both in found for row in both))
+    return f"{table}\nMemory is what is held above inputs. {measured}.\n"
+
+
+def _cases(name: str, contenders: Sequence[str]) -> str:
+    rows = rows_of(name)
+    found: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
+    for row in rows:
+        key = row["case"], row["shape"], row["dtype"], row["pass"]
+        found.setdefault(key, {})[row["contender"]] = row
+    lines = []
+    for (case, shape, dtype, which), figures in found.items():
+        cells = []
+        for contender in contenders:
+            row = figures.get(contender)
+            cells.append("-" if row is None else short(row["ms"]) if row["ms"] else "wrong")
+        floor = short(next(iter(figures.values()))["floor_ms"])
+        label = "forward" if which == "fwd" else "forward + backward"
+        lines.append((f"{case} {shape} {dtype}", label, *cells, floor))
+    header = ("case", "pass", *(_CONTENDERS[c] for c in contenders), "floor")
+    return markdown(header, lines) + f"\n{taken(*rows)}.\n"
+
+
+def cases_gpu() -> str:
+    return _cases("nvidia-h200.csv", tuple(_CONTENDERS))
+
+
+def cases_cpu() -> str:
+    names = ("eager", "inductor", "inductor_max_autotune", "ours_eager", "ours_compiled")
+    return _cases("cpu.csv", names)
+
+
+def linear() -> str:
+    """Milliseconds a step, and MiB above inputs and gradients."""
+    rows = [row for row in rows_of("linear-nvidia-h200.csv") if row["ignored"] == "0"]
+    contenders = {
+        "inductor": "torch.compile",
+        "ours_compiled": "ours, compiled",
+        "liger": "Liger",
+        "cut_cross_entropy": "cut-cross-entropy",
+    }
+    lines = [
+        (shape, *(pair(one(rows, shape=shape, contender=c)) for c in contenders))
+        for shape in dict.fromkeys(row["shape"] for row in rows)
+    ]
+    table = markdown(("rows x hidden x classes", *contenders.values()), lines)
+    return f"{table}\n{taken(*rows)}.\n"
+
+
+def steps() -> str:
+    rows = rows_of("steps-nvidia-h200.csv")
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        stock, ours = (one(rows, model=model, contender=c) for c in ("stock", "ours"))
+        size, _, layers = ours["size"].partition(", ")
+        name = f"{_MODELS[model]}, {layers}"
+        curve = f"{float(ours['curve_difference']):.2g}", f"{float(ours['noise']):.2g}"
+        lines.append((name, size, pair(stock), pair(ours), *curve, ours["curve_steps"]))
+    header = ("model", "size", "stock", "ours", "curves differ by", "noise", "steps")
+    return markdown(header, lines) + f"\n{taken(*rows)}.\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__: function for function in (front, cases_gpu, cases_cpu, linear, steps)
+}
+
+
+def filled(text: str) -> str:
+    """A page with its tables as the files have them."""
+    return _TABLE.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
+
+
+def main() -> None:
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()

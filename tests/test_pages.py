@@ -1,0 +1,95 @@
+"""README.md and docs/: their tables are those of the results, their links lead somewhere, and their
+Python runs."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+import torch
+
+from benchmarks import pages
+from tests import ROOT
+
+pytestmark = pytest.mark.skipif(
+    not pages.RESULTS.exists(), reason="benchmarks/results is in a checkout alone"
+)
+
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
+_CODE = re.compile(r"```.*?```", re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", pages.PAGES, ids=lambda path: path.name)
+def test_tables_are_current(page):
+    """They are generated: make readme."""
+    text = page.read_text()
+    assert pages.filled(text) == text
+    assert "<!-- table: " in text
+
+
+def test_front_page_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def anchors(path):
+    """Of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", _CODE.sub("", path.read_text()), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links(page):
+    text = _CODE.sub("", page.read_text())
+    for target in _LINK.findall(text):
+        if re.match(r"https?://", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (page.parent / name).resolve() if name else page
+        assert path.exists(), f"{page.name} links to {target}"
+        if anchor and path.suffix == ".md":
+            assert anchor in anchors(path), f"{page.name} links to {target}"
+
+
+def test_every_page_is_linked():
+    text = "".join(page.read_text() for page in PAGES)
+    for page in DOCS:
+        assert f"{page.name})" in text or f"{page.name}#" in text, page.name
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/getting-started.md", "docs/heads.md", "docs/losses.md"]
+)
+def test_python_runs(name):
+    """One block after the other, for a model that is there."""
+    import compile_losses
+
+    names = {"torch": torch, "model": torch.nn.Linear(4, 4)}
+    blocks = _PYTHON.findall((ROOT / name).read_text())
+    assert blocks
+    try:
+        for block in blocks:
+            exec(compile(block, name, "exec"), names)
+    finally:
+        compile_losses.disable()
+
+
+def test_explained_example(tmp_path, monkeypatch, capsys):
+    """The model of docs/explain.md, and what is said there of it."""
+    from compile_losses.__main__ import main
+
+    text = (ROOT / "docs" / "explain.md").read_text()
+    (model,) = _PYTHON.findall(text)
+    (tmp_path / "model.py").write_text(model)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["compile_losses", "explain", "model.py:step"])
+    main()
+    told = capsys.readouterr().out
+    for line in ("1 graph, 3 losses, 2 rewritten", "model.py:16", "model.py:17", "model.py:18"):
+        assert line in told
+        assert line in text
