@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from compile_losses.recognize import rewrite
     from compile_losses.report import Report
     from compile_losses.sites import Site
+    from compile_losses.switches import counters
 
 __all__ = [
     "LinearCrossEntropyLoss",
     "Report",
     "Site",
+    "counters",
     "disable",
     "enable",
     "explain",
@@ -32,6 +34,7 @@ __all__ = [
 _LAZY = {
     "Report": "report",
     "Site": "sites",
+    "counters": "switches",
     "disable": "backend",
     "enable": "backend",
     "explain": "explanation",

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-import compile_losses
 from compile_losses import library
 from compile_losses.torch_internals.ops import op_names
 
@@ -104,8 +103,29 @@ def load(target: str) -> Callable[..., Any]:
 
 def explain(arguments: argparse.Namespace, _: list[str]) -> int:
     """Calls the function without arguments and prints what would be rewritten."""
-    print(compile_losses.explain(load(arguments.target)))
-    return 0
+    from compile_losses.backend import InvalidOptionError
+    from compile_losses.explanation import explain_call
+
+    function = load(arguments.target)
+    try:
+        report = explain_call(function, mode=arguments.mode, options=arguments.options)
+    except InvalidOptionError as error:
+        raise SystemExit(str(error)) from None
+    print(json.dumps(report.to_dict(), indent=2) if arguments.json else report)
+    if arguments.html is not None:
+        arguments.html.write_text(report.to_html())
+    return int(any(site.status in arguments.fail_on for site in report.sites))
+
+
+def options_of(text: str) -> dict[str, Any]:
+    """The backend's options, written as JSON."""
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected JSON, got {text!r}: {error}") from None
+    if not isinstance(options, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
+    return options
 
 
 def demo(_: argparse.Namespace, rest: list[str]) -> int:
@@ -126,6 +146,19 @@ def main(argv: list[str] | None = None) -> int:
         sub.set_defaults(command=command)
         if command is explain:
             sub.add_argument("target", metavar="SCRIPT_OR_MODULE:FUNCTION")
+            sub.add_argument("--mode", help="as for torch.compile")
+            sub.add_argument(
+                "--options", type=options_of, metavar="JSON", help="as for torch.compile"
+            )
+            sub.add_argument("--json", action="store_true", help="for programs to read")
+            sub.add_argument("--html", type=Path, metavar="FILE", help="writes a page as well")
+            sub.add_argument(
+                "--fail-on",
+                action="append",
+                default=[],
+                choices=("declined", "unrecognised"),
+                help="exits with 1 if there is such a loss; may be given twice",
+            )
         if command is info:
             sub.add_argument("--json", action="store_true", help="for programs to read")
     arguments, rest = parser.parse_known_args(argv)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
@@ -16,11 +17,13 @@ from weakref import WeakSet
 import torch
 from torch.fx import Graph, GraphModule
 
+from compile_losses import switches
 from compile_losses.library import fingerprint, loaded
 from compile_losses.lower import Decision, donated_buffers, in_place, lower_or_leave, plan
+from compile_losses.lower.decision import log
 from compile_losses.recognize import rewrite, rewrite_graph
 from compile_losses.recognize.linear import prefer_memory_by_default
-from compile_losses.recognize.verify import verify_by_default
+from compile_losses.report import Report
 from compile_losses.torch_internals import warn_if_untested
 from compile_losses.torch_internals.dynamo import ShortenTraceback, lookup_backend
 from compile_losses.torch_internals.inductor import (
@@ -46,6 +49,8 @@ VERIFY = "verify"
 STRICT = "strict"
 #: The option that takes linear cross entropy where it saves memory and may cost time.
 PREFER_MEMORY = "prefer_memory"
+#: The options that name the losses to rewrite, and those to leave alone.
+LOSSES, EXCEPT = "losses", "except"
 
 
 class _Pass(CustomGraphPass):
@@ -74,7 +79,8 @@ class _Pass(CustomGraphPass):
         ids = [getattr(other, "uuid", lambda: None)() for other in self.previous]
         if None in ids:  # as without us: an unidentified pass switches the caches off
             return None
-        return (type(self).__name__, fingerprint(), loaded(), *_rank(), *ids)
+        environment = switches.environment()
+        return (type(self).__name__, fingerprint(), loaded(), *environment, *_rank(), *ids)
 
 
 def _rank() -> tuple[int, ...]:
@@ -88,16 +94,20 @@ def _rank() -> tuple[int, ...]:
 class _RewritePass(_Pass):
     def run(self, graph: Graph) -> None:
         # What is written to around such a graph only the graph around it tells; which comes later.
-        if inside_pre_grad_passes():
+        if inside_pre_grad_passes() or not switches.runs(switches.REWRITE):
             return
-        report = rewrite_graph(graph, strict=self.strict, lowers=True)
+        lowers = switches.runs(switches.PLAN)
+        report = rewrite_graph(graph, strict=self.strict, lowers=lowers)
         if graph.owning_module is not None:
             graph.owning_module.meta["compile_losses"] = report
+        _tell(report)
 
-    def uuid(self) -> Any:
-        own = super().uuid()
-        # What it declines depends on them.
-        return own and (*own, verify_by_default(), prefer_memory_by_default())
+
+def _tell(report: Report) -> None:
+    """Logs a line, and counts, what became of the losses of a graph."""
+    log.info("%s", report.summary)
+    for site in report.losses:
+        switches.counters()[site.status][site.op] += 1
 
 
 class _LoweringPass(_Pass):
@@ -109,21 +119,33 @@ class _LoweringPass(_Pass):
         super().__init__(previous, strict=strict)
         self.decisions = decisions
 
+    #: Its name for COMPILE_LOSSES_PASSES.
+    name = ""
+
     def lower(self, graph: Graph) -> list[Decision]:
         raise NotImplementedError
 
     def run(self, graph: Graph) -> None:
+        if not switches.runs(self.name):
+            return
         found = lower_or_leave(self.lower, graph, strict=self.strict)
         if self.decisions is not None:
             self.decisions += found
+        else:
+            switches.counters()["plan"].update(decision.choice for decision in found)
 
 
 class _PlanPass(_LoweringPass):
+    name = switches.PLAN
     #: The backend's option of that name; None is the environment's.
     prefer_memory: bool | None = None
+    #: The losses that the backend's options leave; None are the environment's.
+    losses: frozenset[str] | None = None
 
     def lower(self, graph: Graph) -> list[Decision]:
-        decisions = plan(graph, prefer_memory=self._prefers_memory())
+        decisions = plan(
+            graph, prefer_memory=self._prefers_memory(), elementwise=self._takes_elementwise()
+        )
         if self.calls:
             _note_backward(graph)
         return decisions
@@ -131,12 +153,18 @@ class _PlanPass(_LoweringPass):
     def _prefers_memory(self) -> bool:
         return prefer_memory_by_default() if self.prefer_memory is None else self.prefer_memory
 
+    def _takes_elementwise(self) -> bool:
+        losses = switches.chosen() if self.losses is None else self.losses
+        return switches.ELEMENTWISE in losses
+
     def uuid(self) -> Any:
         own = super().uuid()
-        return own and (*own, self._prefers_memory())
+        return own and (*own, self._prefers_memory(), self._takes_elementwise())
 
 
 class _InPlacePass(_LoweringPass):
+    name = switches.IN_PLACE
+
     def lower(self, graph: Graph) -> list[Decision]:
         _note_compiled(graph)
         # The numbers of donated buffers are those of the outermost graph's inputs.
@@ -176,45 +204,38 @@ def compile_losses(
     Args:
         gm, example_inputs: what Dynamo passes to a backend.
         mode: as for ``torch.compile``'s own backend.
-        options: Inductor's options, and ``inner_backend``: the name of another backend to hand the
-            rewritten graph to (``"aot_eager"``, ``"eager"``, ...); and ``verify``: whether to
-            evaluate every loss and its rewrite on random numbers, and to leave alone what differs
-            (by default if COMPILE_LOSSES_VERIFY=1 is in the environment); and ``strict``: whether
-            to raise what goes wrong inside this package, instead of leaving a loss to torch (by
-            default if COMPILE_LOSSES_STRICT=1 is in the environment); and ``prefer_memory``:
-            whether linear cross entropy is also taken where it saves less than half of the logits,
-            or has to compute them twice for the gradients of unreduced losses, which may cost time
-            (by default if COMPILE_LOSSES_PREFER_MEMORY=1 is in the environment).
+        options: Inductor's options, and those of this package, for each of which a variable in the
+            environment is the default; docs/getting-started.md has them in a table:
+
+            - ``inner_backend``: the name of another backend to hand the rewritten graph to
+              (``"aot_eager"``, ``"eager"``, ...).
+            - ``losses``, ``except``: the names of the losses to rewrite, and of those to leave
+              alone: ops, and ``"elementwise"`` (COMPILE_LOSSES_ONLY, COMPILE_LOSSES_EXCEPT).
+            - ``prefer_memory``: whether linear cross entropy is also taken where it saves less than
+              half of the logits, or has to compute them twice for the gradients of unreduced
+              losses, which may cost time (COMPILE_LOSSES_PREFER_MEMORY=1).
+            - ``verify``: whether to evaluate every loss and its rewrite on random numbers, and to
+              leave alone what differs (COMPILE_LOSSES_VERIFY=1).
+            - ``strict``: whether to raise what goes wrong inside this package, instead of leaving a
+              loss to torch (COMPILE_LOSSES_STRICT=1).
 
     Raises:
-        RuntimeError: a mode or an option that Inductor does not have.
+        RuntimeError: a mode or an option that Inductor does not have; a loss that there is not.
     """
     warn_if_untested()
-    options = dict(options or {})
-    inner = options.pop(INNER_BACKEND, "inductor")
-    verify, strict = options.pop(VERIFY, None), options.pop(STRICT, None)
-    prefer_memory = options.pop(PREFER_MEMORY, None)
-    inductor = None
-    if inner == "inductor":
-        try:
-            inductor = InductorBackend(mode, options, dynamic=None)
-        except RuntimeError as error:
-            raise InvalidOptionError(str(error)) from None
-    rewrite(
-        gm,
-        verify=verify,
-        strict=strict,
-        prefer_memory=prefer_memory,
-        lowers=inductor is not None,
-    )
+    settings = Settings.of(mode, options)
+    if switches.runs(switches.REWRITE):
+        _tell(settings.rewrite(gm))
+    inductor = settings.inductor
     if inductor is None:
-        keywords = {k: v for k, v in (("mode", mode), ("options", options)) if v}
-        return lookup_backend(inner)(gm, example_inputs, **keywords)
+        given = (("mode", mode), ("options", settings.others))
+        keywords = {k: v for k, v in given if v}
+        return lookup_backend(settings.inner_backend)(gm, example_inputs, **keywords)
     for slot, kind in _LOWERING.items():
         users = _users(inductor.config.get(slot, getattr(config, slot)))
-        own = inductor.config[slot] = kind(users, strict=strict)
+        own = inductor.config[slot] = kind(users, strict=settings.strict)
         if isinstance(own, _PlanPass):
-            own.prefer_memory = prefer_memory
+            own.prefer_memory, own.losses = settings.prefer_memory, settings.losses
     compiled = inductor(gm, example_inputs)
     if getattr(compiled, "serialize", None) is not None:  # compiled ahead of time, to be saved
         from compile_losses.artifact import Artifact
@@ -223,8 +244,58 @@ def compile_losses(
     return compiled
 
 
+@dataclass(frozen=True)
+class Settings:
+    """The options of the backend, read; None is what the environment says.
+
+    Attributes:
+        inductor: Inductor with its own options and the mode; None where another backend compiles.
+        others: the options that are not this package's.
+    """
+
+    inner_backend: str
+    verify: bool | None
+    strict: bool | None
+    prefer_memory: bool | None
+    losses: frozenset[str]
+    inductor: Any
+    others: dict[str, Any]
+
+    @classmethod
+    def of(cls, mode: str | None, options: dict[str, Any] | None) -> Settings:
+        """
+        Raises:
+            InvalidOptionError: a mode, an option or a loss that there is not.
+        """
+        others = dict(options or {})
+        inner = others.pop(INNER_BACKEND, "inductor")
+        verify, strict = others.pop(VERIFY, None), others.pop(STRICT, None)
+        prefer_memory = others.pop(PREFER_MEMORY, None)
+        only, excluded = others.pop(LOSSES, None), others.pop(EXCEPT, None)
+        try:
+            switches.check_environment()
+            losses = switches.chosen(only, excluded)
+            inductor = InductorBackend(mode, others, dynamic=None) if inner == "inductor" else None
+        except RuntimeError as error:
+            raise InvalidOptionError(str(error)) from None
+        return cls(inner, verify, strict, prefer_memory, losses, inductor, others)
+
+    def rewrite(self, gm: GraphModule) -> Report:
+        """Rewrites a Dynamo graph."""
+        rewrite(
+            gm,
+            verify=self.verify,
+            strict=self.strict,
+            prefer_memory=self.prefer_memory,
+            losses=self.losses,
+            lowers=self.inductor is not None and switches.runs(switches.PLAN),
+        )
+        report: Report = gm.meta["compile_losses"]
+        return report
+
+
 class InvalidOptionError(ShortenTraceback):
-    """A mode or an option that Inductor does not have; a RuntimeError, as stock torch.compile's."""
+    """A mode or an option that there is not; a RuntimeError, as stock torch.compile's."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, first_useful_frame=None)
@@ -238,15 +309,20 @@ _LOWERING: dict[str, type[_Pass]] = {
 _SLOTS: dict[str, type[_Pass]] = {PRE_GRAD: _RewritePass, **_LOWERING}
 
 
-def decide(gm: GraphModule, example_inputs: list[Any]) -> list[Decision]:
+def decide(
+    gm: GraphModule, example_inputs: list[Any], settings: Settings | None = None
+) -> list[Decision]:
     """What the passes on AOTAutograd's graphs decide about a rewritten Dynamo graph.
 
     Compiles a copy of it with Inductor up to those passes: no code is generated, nothing comes from
     a cache or goes into one, and ``gm`` stays as it is. Only inside a Dynamo backend.
     """
     decisions: list[Decision] = []
-    passes = {slot: _users(getattr(config, slot)) for slot in _SLOTS}
-    passes[JOINT] = _PlanPass(passes[JOINT], decisions)
+    settings = settings or Settings.of(None, None)
+    given: dict[str, Any] = {} if settings.inductor is None else settings.inductor.config
+    passes = {slot: _users(given.get(slot, getattr(config, slot))) for slot in _SLOTS}
+    passes[JOINT] = planning = _PlanPass(passes[JOINT], decisions)
+    planning.prefer_memory, planning.losses = settings.prefer_memory, settings.losses
     passes[POST_GRAD] = _LastPass(passes[POST_GRAD], decisions)
 
     def without_code(*args: Any, **kwargs: Any) -> Any:
@@ -263,7 +339,7 @@ def decide(gm: GraphModule, example_inputs: list[Any]) -> list[Decision]:
             copy,
             example_inputs,
             inner_compile=without_code,
-            config_patches={"force_disable_caches": True, **passes},
+            config_patches={**given, "force_disable_caches": True, **passes},
         )
     return decisions
 
@@ -338,7 +414,11 @@ def enable() -> _Enabled:
 
     Inductor's configuration is that of a thread since torch 2.13: a thread that compiles calls
     ``enable`` itself.
+
+    Raises:
+        RuntimeError: a variable in the environment names a loss or a pass that there is not.
     """
+    switches.check_environment()
     warn_if_untested()
     for slot, kind in _SLOTS.items():
         current = getattr(config, slot)

@@ -11,9 +11,9 @@ import torch
 from torch.fx import Graph, Node
 
 from compile_losses import backend as doors
+from compile_losses import switches
 from compile_losses.guard import Failure, attempt, is_restart
 from compile_losses.lower.decision import Decision
-from compile_losses.recognize import rewrite
 from compile_losses.recognize.logits import OUTSIDE
 from compile_losses.recognize.returned import of_parameters, returned_numbers
 from compile_losses.report import Report, Result
@@ -41,7 +41,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     Every number that is returned, or on which ``backward`` is called, and that needs a gradient is
     followed back to the losses found in it. Where a sum, mean or norm in it holds none of them, its
     line is listed with the status ``"unrecognised"``: it may be a loss that is not known, and is
-    not number_of as one.
+    not counted as one.
 
     Args:
         function: any callable or module, compiled or not.
@@ -49,17 +49,35 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     Returns:
         A :class:`Report`; print it, or read ``.sites``.
     """
+    return explain_call(function, args, kwargs)
+
+
+def explain_call(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Report:
+    """As :func:`explain`, of what is compiled with this ``mode`` and these ``options``.
+
+    Raises:
+        RuntimeError: a mode, an option or a loss that there is not.
+    """
+    settings = doors.Settings.of(mode, options)
     report = Report()
+    if not switches.is_on():
+        report.errors.append("COMPILE_LOSSES=0: compiled in this environment, nothing is rewritten")
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        rewrite(gm, lowers=True)
-        found: Report = gm.meta["compile_losses"]
+        found = settings.rewrite(gm)
         decisions: list[Decision] = []
         failure = ""
         rewritten = any(site.status == "rewritten" for site in found.sites)
         if rewritten or _is_trained(gm, example_inputs):
             try:
-                decisions = doors.decide(gm, example_inputs)
+                decisions = doors.decide(gm, example_inputs, settings)
             except Exception as error:  # the graphs without a compiler still run
                 if is_restart(error):
                     raise
@@ -86,7 +104,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     # A fresh backend never meets a cached graph; it must not meet the limit on cached graphs
     # either.
     with without_recompile_limits():
-        torch.compile(uncompiled(function), backend=backend)(*args, **kwargs)
+        torch.compile(uncompiled(function), backend=backend)(*args, **(kwargs or {}))
     report.sites = [_located(site, function) for site in report.sites]
     report.graph_breaks = [
         reason for reason, count in counters["graph_break"].items() if count > breaks.get(reason, 0)

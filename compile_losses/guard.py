@@ -7,7 +7,6 @@ environment, it ends the compilation instead.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from compile_losses.switches import is_set
 from compile_losses.torch_internals.dynamo import RestartAnalysis
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Failure:
 
 def strict_by_default() -> bool:
     """Whether the environment asks for it: COMPILE_LOSSES_STRICT=1."""
-    return os.environ.get("COMPILE_LOSSES_STRICT", "0").lower() not in ("", "0", "false")
+    return is_set("COMPILE_LOSSES_STRICT")
 
 
 def attempt(action: Callable[[], T], *, strict: bool | None = None) -> T | Failure:

@@ -28,6 +28,9 @@ INSTALL_CUDA = (
 #: ``fused::`` as PyTorch knows it. Every op, fake and formula is registered through it.
 LIBRARY = torch.library.Library("fused", "DEF")
 
+#: The names of the ops that losses are rewritten to.
+public_ops: list[str] = []
+
 #: Device type -> the file its kernels were loaded from, or the reason why there are none.
 kernels: dict[str, Path | str] = {}
 
@@ -95,6 +98,7 @@ def implement_public(op: OpOverload[..., Any], kernel: Callable[..., Any]) -> No
     """
     implement(op, kernel, "CompositeImplicitAutograd")
     implement(op, kernel, "FuncTorchBatched")
+    public_ops.append(op.name().removeprefix("fused::"))
 
 
 def _cpu_candidates() -> list[Path]:

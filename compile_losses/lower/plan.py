@@ -43,13 +43,15 @@ aten = torch.ops.aten
 _MARGIN = 1.05
 
 
-def plan(graph: Graph, *, prefer_memory: bool = False) -> list[Decision]:
+def plan(graph: Graph, *, prefer_memory: bool = False, elementwise: bool = True) -> list[Decision]:
     """Decides about every loss of a graph; returns what was decided, for each loss.
 
     Args:
         prefer_memory: whether logits are computed twice where they would be held otherwise.
+        elementwise: whether gradients of losses without an op are moved into the forward.
     """
-    return [*_plan_ops(graph, prefer_memory), *move_gradients(graph)]
+    decisions = _plan_ops(graph, prefer_memory)
+    return [*decisions, *move_gradients(graph)] if elementwise else decisions
 
 
 def _plan_ops(graph: Graph, prefer_memory: bool) -> list[Decision]:

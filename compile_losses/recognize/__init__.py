@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 
 from torch.fx import Graph, GraphModule, Node
@@ -18,6 +19,7 @@ from compile_losses.recognize.verify import verify_by_default
 from compile_losses.recognize.written import Recognizer
 from compile_losses.report import Report
 from compile_losses.sites import Site, mark, source_of
+from compile_losses.switches import chosen
 from compile_losses.torch_internals.ops import HigherOrderOperator
 
 __all__ = ["rewrite", "rewrite_graph"]
@@ -29,6 +31,9 @@ _INSIDE = {
     "autograd_function_apply": "inside an autograd.Function, which has a gradient of its own",
 }
 
+_LINEAR = "linear_cross_entropy"
+_NOT_CHOSEN = "it is not among the losses that options name"
+
 
 def rewrite(
     gm: GraphModule,
@@ -36,6 +41,7 @@ def rewrite(
     verify: bool | None = None,
     strict: bool | None = None,
     prefer_memory: bool | None = None,
+    losses: Container[str] | None = None,
     lowers: bool = False,
 ) -> GraphModule:
     """Replaces the losses in a Dynamo graph by ``torch.ops.fused.*``.
@@ -49,6 +55,8 @@ def rewrite(
         prefer_memory: whether linear cross entropy is also taken where it saves less than half of
             the logits, or has to compute them twice, which may cost time; by default if
             COMPILE_LOSSES_PREFER_MEMORY=1 is in the environment.
+        losses: the names of the ops to rewrite to; by default those that COMPILE_LOSSES_ONLY and
+            COMPILE_LOSSES_EXCEPT leave, which are all.
         lowers: whether AOTAutograd's graph of it will be given to ``lower.plan``, as the backend
             does: unreduced losses are then taken together with their linear layer, too.
 
@@ -57,7 +65,12 @@ def rewrite(
         ``gm.meta["compile_losses"]``. Whatever is not certain to be the same is left alone.
     """
     gm.meta["compile_losses"] = rewrite_graph(
-        gm.graph, verify=verify, strict=strict, prefer_memory=prefer_memory, lowers=lowers
+        gm.graph,
+        verify=verify,
+        strict=strict,
+        prefer_memory=prefer_memory,
+        losses=losses,
+        lowers=lowers,
     )
     gm.graph.lint()
     gm.recompile()
@@ -70,13 +83,16 @@ def rewrite_graph(
     verify: bool | None = None,
     strict: bool | None = None,
     prefer_memory: bool | None = None,
+    losses: Container[str] | None = None,
     lowers: bool = False,
 ) -> Report:
     """As :func:`rewrite`, for the graph alone; with the graphs of its higher-order ops."""
     verify = verify_by_default() if verify is None else verify
     if prefer_memory is None:
         prefer_memory = prefer_memory_by_default()
-    rewriting = _Rewriting(verify, strict, prefer_memory, lowers)
+    if losses is None:
+        losses = chosen()
+    rewriting = _Rewriting(verify, strict, prefer_memory, losses, lowers)
     failure = attempt(lambda: rewriting.run(graph), strict=strict)
     report = Report(rewriting.sites[::-1], graphs=1)
     if isinstance(failure, Failure):
@@ -88,11 +104,17 @@ class _Rewriting:
     """One graph and those inside it. Sites are collected from the end."""
 
     def __init__(
-        self, verify: bool, strict: bool | None, prefer_memory: bool, lowers: bool
+        self,
+        verify: bool,
+        strict: bool | None,
+        prefer_memory: bool,
+        losses: Container[str],
+        lowers: bool,
     ) -> None:
         self.verify = verify
         self.strict = strict
         self.prefer_memory = prefer_memory
+        self.losses = losses
         self.lowers = lowers
         self.sites: list[Site] = []
         self.seen: set[Graph] = set()
@@ -158,14 +180,18 @@ class _Rewriting:
         refused: tuple[Site, list[Node]] | None = None
         for candidate in recognizer.candidates(node):
             found = candidate
-            if isinstance(found, Match) and inside is None:
+            if isinstance(found, Match) and inside is None and _LINEAR in self.losses:
                 found = through_linear(
                     found,
                     recognizer.shadow,
                     prefer_memory=self.prefer_memory,
                     lowers=self.lowers,
                 )
-            reason = found.reason if isinstance(found, Decline) else inside or refusal(found)
+            if isinstance(found, Decline):
+                reason: str | None = found.reason
+            else:
+                unwanted = None if found.op in self.losses else _NOT_CHOSEN
+                reason = inside or unwanted or refusal(found)
             if self.verify and reason is None:
                 assert isinstance(found, Match)
                 reason, note = compare(found)

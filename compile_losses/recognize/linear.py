@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from compile_losses.recognize.head import NotAbsorbedError, computed
 from compile_losses.recognize.logits import Logits, find_logits
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.shadow import Shadow, aten
+from compile_losses.switches import is_set
 from compile_losses.torch_internals.tensors import shard_of
 
 #: Chunks of more than this part of the logits save too little for their launches, unless memory
@@ -26,7 +25,8 @@ COPIED_WEIGHTS = 4
 
 
 def prefer_memory_by_default() -> bool:
-    return os.environ.get("COMPILE_LOSSES_PREFER_MEMORY", "") == "1"
+    """Whether the environment asks for it: COMPILE_LOSSES_PREFER_MEMORY=1."""
+    return is_set("COMPILE_LOSSES_PREFER_MEMORY")
 
 
 def through_linear(

@@ -7,7 +7,6 @@ root.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from torch.fx import Node
 from compile_losses.recognize.match import Match
 from compile_losses.recognize.sizes import NoSizeError, Sizes
 from compile_losses.recognize.values import Size, Value, example
+from compile_losses.switches import is_set
 from compile_losses.torch_internals.eager import no_modes
 from compile_losses.torch_internals.ops import schema_of, tree_leaves, tree_map
 
@@ -35,7 +35,7 @@ class _NotVerifiableError(Exception):
 
 def verify_by_default() -> bool:
     """Whether the environment asks for it: COMPILE_LOSSES_VERIFY=1."""
-    return os.environ.get("COMPILE_LOSSES_VERIFY", "0").lower() not in ("", "0", "false")
+    return is_set("COMPILE_LOSSES_VERIFY")
 
 
 def verify(match: Match) -> tuple[str | None, str]:

@@ -1,0 +1,114 @@
+"""What users switch on and off: which losses, which passes, everything; and what was counted.
+
+Each option of the backend that has a variable in the environment takes it where it is not given.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from compile_losses import library
+
+#: Of losses that have no op, whose gradients are computed with them.
+ELEMENTWISE = "elementwise"
+#: The passes, in their order: on Dynamo's graph, and twice on AOTAutograd's.
+REWRITE, PLAN, IN_PLACE = PASSES = ("rewrite", "plan", "in_place")
+
+#: What compiled graphs depend on.
+VARIABLES = (
+    "COMPILE_LOSSES",
+    "COMPILE_LOSSES_EXCEPT",
+    "COMPILE_LOSSES_ONLY",
+    "COMPILE_LOSSES_PASSES",
+    "COMPILE_LOSSES_PREFER_MEMORY",
+    "COMPILE_LOSSES_VERIFY",
+)
+
+_counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+
+def is_set(variable: str, default: str = "0") -> bool:
+    return os.environ.get(variable, default).lower() not in ("", "0", "false")
+
+
+def environment() -> tuple[str | None, ...]:
+    """The values of the variables, for the keys of caches."""
+    return tuple(os.environ.get(variable) for variable in VARIABLES)
+
+
+def is_on() -> bool:
+    """Whether anything is done at all: not with ``COMPILE_LOSSES=0``."""
+    return is_set("COMPILE_LOSSES", "1")
+
+
+def runs(name: str) -> bool:
+    """Whether a pass runs: where ``COMPILE_LOSSES_PASSES`` names any, it names those that do."""
+    named = _names("COMPILE_LOSSES_PASSES")
+    return is_on() and (named is None or name in named)
+
+
+def check_environment() -> None:
+    """
+    Raises:
+        RuntimeError: a variable names a pass or a loss that there is not.
+    """
+    _check("COMPILE_LOSSES_PASSES", _names("COMPILE_LOSSES_PASSES") or [], PASSES)
+    chosen()
+
+
+def losses() -> list[str]:
+    """What an option may name: the ops, and ``"elementwise"``."""
+    return sorted({*library.public_ops, ELEMENTWISE})
+
+
+def chosen(
+    only: Iterable[str] | None = None, excluded: Iterable[str] | None = None
+) -> frozenset[str]:
+    """The losses that are rewritten.
+
+    Args:
+        only: these; by default those of ``COMPILE_LOSSES_ONLY``, or all.
+        excluded: without these; by default those of ``COMPILE_LOSSES_EXCEPT``.
+
+    Raises:
+        RuntimeError: a name that is none of :func:`losses`.
+    """
+    known = losses()
+    wanted = _names("COMPILE_LOSSES_ONLY") if only is None else _listed("losses", only)
+    others = _names("COMPILE_LOSSES_EXCEPT") if excluded is None else _listed("except", excluded)
+    _check("losses", wanted or [], known)
+    _check("except", others or [], known)
+    return frozenset(known if wanted is None else wanted) - frozenset(others or [])
+
+
+def _listed(option: str, names: Iterable[str]) -> list[str]:
+    if isinstance(names, str):
+        raise RuntimeError(f"{option}: expected a list of names, got {names!r}")
+    return list(names)
+
+
+def _names(variable: str) -> list[str] | None:
+    """Names with commas between them; None where the variable has none."""
+    return [
+        name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()
+    ] or None
+
+
+def _check(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise RuntimeError(f"{what}: expected some of {', '.join(known)}, got {name!r}")
+
+
+def counters() -> defaultdict[str, Counter[str]]:
+    """What was compiled in this process, as ``torch._dynamo.utils.counters``.
+
+    ``counters()["rewritten"]["mse_loss"]`` is how many losses became this op,
+    ``counters()["declined"]`` counts those that were seen and left to torch by their names, and
+    ``counters()["plan"]`` what was decided about losses in AOTAutograd's graphs, in the words of
+    :func:`compile_losses.explain`. What comes from a cache is not compiled, and not counted.
+    ``counters().clear()`` begins anew.
+    """
+    return _counters

@@ -1,0 +1,208 @@
+"""What users switch on and off, and what is counted."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import compile_losses
+from compile_losses import __main__ as command_line
+from compile_losses import switches
+from compile_losses.explanation import explain_call
+from compile_losses.library import public_ops
+from tests.graphs import recorded
+from tests.specs import SPECS
+
+pytestmark = pytest.mark.usefixtures("no_code")
+
+
+def two_losses(x, t, labels):
+    return F.mse_loss(x, t) + F.cross_entropy(x, labels)
+
+
+def inputs():
+    return torch.randn(64, 8, requires_grad=True), torch.randn(64, 8), torch.randint(8, (64,))
+
+
+def ops_of(report):
+    return {site.op for site in report.losses if site.status == "rewritten"}
+
+
+@pytest.fixture
+def counted():
+    compile_losses.counters().clear()
+    yield compile_losses.counters()
+    compile_losses.counters().clear()
+
+
+def compiled(way, **options):
+    """Compiles two losses; their results are torch's whatever is switched."""
+    torch._dynamo.reset()
+    arguments = inputs()
+    if way == "backend":
+        function = torch.compile(two_losses, backend="compile_losses", options=options)
+        loss = function(*arguments)
+    else:
+        with compile_losses.enable():
+            loss = torch.compile(two_losses)(*arguments)
+    gradient = torch.autograd.grad(loss, arguments[0])
+    expected = two_losses(*arguments)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, arguments[0]))
+
+
+def test_names():
+    assert {spec.public or spec.name for spec in SPECS.values()} <= set(public_ops)
+    assert switches.losses() == sorted([*public_ops, "elementwise"])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"mse_loss": 1, "cross_entropy": 1}),
+        ({"losses": ["mse_loss"]}, {"mse_loss": 1}),
+        ({"losses": []}, {}),
+        ({"except": ["mse_loss", "elementwise"]}, {"cross_entropy": 1}),
+        ({"losses": ["mse_loss"], "except": ["mse_loss"]}, {}),
+    ],
+    ids=str,
+)
+def test_chosen_losses(options, expected, counted):
+    compiled("backend", **options)
+    assert counted["rewritten"] == expected
+    assert sum(counted["declined"].values()) == 2 - len(expected)
+    report = explain_call(two_losses, inputs(), options=options)
+    assert ops_of(report) == set(expected)
+    reasons = {site.reason for site in report.losses if site.status == "declined"}
+    assert reasons <= {"it is not among the losses that options name"}
+
+
+@pytest.mark.parametrize("way", ["backend", "enable"])
+def test_chosen_in_the_environment(way, counted, monkeypatch):
+    monkeypatch.setenv("COMPILE_LOSSES_ONLY", "mse_loss, cross_entropy")
+    monkeypatch.setenv("COMPILE_LOSSES_EXCEPT", "mse_loss")
+    compiled(way)
+    assert counted["rewritten"] == {"cross_entropy": 1}
+
+
+def test_a_head_without_its_op(chunks, counted):
+    """Where linear cross entropy is not wanted the cross entropy still is."""
+
+    def step(h, w, t):
+        return F.cross_entropy(F.linear(h, w), t)
+
+    h, w, t = torch.randn(64, 8, requires_grad=True), torch.randn(50, 8), torch.randint(50, (64,))
+    report = explain_call(step, (h, w, t), options={"except": ["linear_cross_entropy"]})
+    assert ops_of(report) == {"cross_entropy"}
+    assert ops_of(compile_losses.explain(step, h, w, t)) == {"linear_cross_entropy"}
+
+
+@pytest.mark.parametrize("way", ["backend", "enable"])
+def test_off(way, counted, monkeypatch):
+    """The graphs are then torch's own."""
+    monkeypatch.setenv("COMPILE_LOSSES", "0")
+    with recorded(monkeypatch) as graphs:
+        compiled(way)
+    assert counted == {}
+    assert "fused" not in "".join(graphs["post"])
+    report = compile_losses.explain(two_losses, *inputs())
+    assert any("COMPILE_LOSSES=0" in error for error in report.errors)
+
+
+@pytest.mark.parametrize("way", ["backend", "enable"])
+@pytest.mark.parametrize("passes", ["rewrite", "rewrite,plan", "rewrite,in_place", "plan"])
+def test_passes(passes, way, counted, monkeypatch):
+    monkeypatch.setenv("COMPILE_LOSSES_PASSES", passes)
+    compiled(way)
+    assert bool(counted["rewritten"]) == ("rewrite" in passes)
+    assert bool(counted["plan"]) == (passes == "rewrite,plan")
+
+
+def test_keys_of_caches(monkeypatch):
+    """A graph that was compiled with other switches is another one."""
+    from compile_losses.backend import _InPlacePass, _PlanPass, _RewritePass
+
+    passes = [kind(None) for kind in (_RewritePass, _PlanPass, _InPlacePass)]
+    seen = {each.uuid() for each in passes}
+    for variable in switches.VARIABLES:
+        with monkeypatch.context() as patch:
+            names = {"COMPILE_LOSSES_PASSES": "plan", "COMPILE_LOSSES_ONLY": "mse_loss"}
+            names["COMPILE_LOSSES_EXCEPT"] = "mse_loss"
+            patch.setenv(variable, names.get(variable, "1"))
+            assert not seen & {each.uuid() for each in passes}, variable
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"losses": ["mse"]}, "losses: expected some of .*mse_loss.*, got 'mse'"),
+        ({"except": ["ce"]}, "except: expected some of .*, got 'ce'"),
+        ({"losses": "mse_loss"}, "losses: expected a list of names, got 'mse_loss'"),
+    ],
+    ids=str,
+)
+def test_wrong_names(options, message):
+    with pytest.raises(RuntimeError, match=message):
+        torch.compile(two_losses, backend="compile_losses", options=options)(*inputs())
+
+
+def test_wrong_names_in_the_environment(monkeypatch):
+    monkeypatch.setenv("COMPILE_LOSSES_PASSES", "hoist")
+    with pytest.raises(RuntimeError, match="COMPILE_LOSSES_PASSES: expected some of rewrite"):
+        compile_losses.enable()
+
+
+def test_one_line_a_graph(caplog):
+    with caplog.at_level(logging.INFO, logger="compile_losses"):
+        compiled("backend")
+    lines = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    assert [line for line in lines if "rewritten" in line] == ["1 graph, 2 losses, 2 rewritten"]
+
+
+SCRIPT = """
+import torch
+import torch.nn.functional as F
+
+x, t = torch.randn(64, 8, requires_grad=True), torch.rand(64, 8)
+
+def step():
+    return F.mse_loss(x, t) + F.binary_cross_entropy(x.sigmoid(), t)
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    return "script.py:step"
+
+
+def test_explain_as_json_and_page(script, tmp_path, capsys):
+    assert command_line.main(["explain", script, "--json", "--html", "report.html"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {site["op"] for site in told["sites"]} >= {"mse_loss"}
+    assert "mse_loss" in (tmp_path / "report.html").read_text()
+
+
+def test_explain_fails_on_what_is_declined(script, capsys):
+    options = ["--options", '{"except": ["mse_loss"]}']
+    assert command_line.main(["explain", script, *options]) == 0
+    assert command_line.main(["explain", script, *options, "--fail-on", "declined"]) == 1
+    assert "not among the losses that options name" in capsys.readouterr().out.replace("\n", " ")
+
+
+@pytest.mark.parametrize("arguments", [["--mode", "faster"], ["--options", '{"losses": ["mse"]}']])
+def test_explain_with_what_there_is_not(script, arguments):
+    with pytest.raises(SystemExit, match=r"Unrecognized mode|expected some of"):
+        command_line.main(["explain", script, *arguments])
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_options_are_json(script, text, capsys):
+    with pytest.raises(SystemExit):
+        command_line.main(["explain", script, "--options", text])
+    assert "expected" in capsys.readouterr().err
