@@ -2,16 +2,30 @@
 
 Importing the package declares the ops and loads nothing of Dynamo or Inductor: what needs these is
 imported when it is first asked for.
+
+Public names:
+
+``enable``, ``disable``     plain ``torch.compile`` rewrites losses, or no longer
+``explain``                 what becomes of the losses of a call, as a ``Report`` of ``Site``
+``counters``                what was rewritten in this process
+``rewrite``                 the first pass alone, for other backends
+``functional``              torch's loss functions over the ops, for eager code
+``linear_cross_entropy``    cross entropy of a linear layer, without its logits
+``LinearCrossEntropyLoss``  the same as a module
+``global_mean``             a loss's mean over the ranks of DDP or FSDP
+``__version__``             of the package
 """
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from compile_losses import functional
-from compile_losses.linear import LinearCrossEntropyLoss
+from compile_losses.linear import LinearCrossEntropyLoss, linear_cross_entropy
 
 if TYPE_CHECKING:
     from compile_losses.backend import disable, enable
+    from compile_losses.distributed.data_parallel import global_mean
     from compile_losses.explanation import explain
     from compile_losses.recognize import rewrite
     from compile_losses.report import Report
@@ -27,6 +41,8 @@ __all__ = [
     "enable",
     "explain",
     "functional",
+    "global_mean",
+    "linear_cross_entropy",
     "rewrite",
 ]
 
@@ -38,6 +54,7 @@ _LAZY = {
     "disable": "backend",
     "enable": "backend",
     "explain": "explanation",
+    "global_mean": "distributed.data_parallel",
     "rewrite": "recognize",
 }
 #: Modules that are attributes of the package without being imported by name.
@@ -49,6 +66,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     elif name in _MODULES:
         value = importlib.import_module(f"{__name__}.{name}")
+    elif name == "__version__":
+        value = importlib.metadata.version(__name__)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
@@ -56,4 +75,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *_MODULES})
+    return sorted({*globals(), *_LAZY, *_MODULES, "__version__"})

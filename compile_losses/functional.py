@@ -4,6 +4,9 @@ Each function has the signature, results, gradients, warnings and classes of exc
 of the same name, for which it can be imported instead. Where torch rounds partial results to a
 16-bit type, these do not.
 
+``softmax_kl_div`` and ``softmax_js_div``, which torch has no function for, are the ops with named
+reductions.
+
 A call goes on to torch's own function when an operand is not a dense tensor of a floating dtype on
 a device with kernels, when a class or mode overrides torch's function, and, within the ops, inside
 ``torch.func`` and forward-mode differentiation, for which custom ops have no rules.
@@ -61,6 +64,8 @@ __all__ = [
     "mse_loss",
     "nll_loss",
     "smooth_l1_loss",
+    "softmax_js_div",
+    "softmax_kl_div",
 ]
 
 MEAN_OF_KL_DIV = (
@@ -251,6 +256,71 @@ def binary_cross_entropy_with_logits(
         )
     enum = reduction_of(reduction, size_average, reduce)
     return fused.binary_cross_entropy_with_logits(input, target, weight, pos_weight, enum)
+
+
+def softmax_kl_div(
+    input: Tensor,
+    target: Tensor,
+    reduction: str = "batchmean",
+    *,
+    temperature: float = 1.0,
+    dim: int = -1,
+) -> Tensor:
+    """Kullback-Leibler divergence of two softmaxes, for distillation (Hinton et al., Distilling the
+    Knowledge in a Neural Network, 2015)::
+
+        F.kl_div(
+            F.log_softmax(input / temperature, dim), F.softmax(target / temperature, dim),
+            reduction=reduction,
+        )
+
+    Both arguments are differentiable. It is not multiplied by the temperature's square.
+
+    Args:
+        input, target: logits of one shape, of any floating dtypes.
+        reduction: ``"batchmean"``, ``"sum"``; ``"mean"`` over all classes of all rows; or
+            ``"none"``, the divergence of each row, of the shape without ``dim``.
+
+    Raises:
+        RuntimeError: shapes or devices that differ; a temperature that is not positive.
+        IndexError: dim is out of range.
+        ValueError: unknown reduction.
+        NotImplementedError: logits that are not floating point.
+    """
+    enum = _reduction_of_divergence(reduction)
+    return fused.softmax_kl_div(input, target, enum, temperature=temperature, dim=dim)
+
+
+def softmax_js_div(
+    input: Tensor,
+    target: Tensor,
+    reduction: str = "batchmean",
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    dim: int = -1,
+) -> Tensor:
+    """Generalised Jensen-Shannon divergence of two softmaxes (Agarwal et al., On-Policy
+    Distillation of Language Models, 2024): ``beta KL(q || m) + (1 - beta) KL(p || m)`` for
+    p = softmax(input / temperature), q = softmax(target / temperature) and the mixture
+    m = (1 - beta) p + beta q.
+
+    Args:
+        beta: between 0 and 1, without these.
+
+    Others, and errors, are those of :func:`softmax_kl_div`.
+
+    Raises:
+        RuntimeError: beta is not between 0 and 1.
+    """
+    enum = _reduction_of_divergence(reduction)
+    return fused.softmax_js_div(input, target, enum, beta=beta, temperature=temperature, dim=dim)
+
+
+def _reduction_of_divergence(reduction: str) -> int:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"expected reduction to be one of {list(REDUCTIONS)}, got {reduction!r}")
+    return REDUCTIONS[reduction]
 
 
 def _weighted(
