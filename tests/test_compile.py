@@ -17,6 +17,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import compile_losses
+from compile_losses import switches
 from compile_losses.backend import _Pass
 from tests import WITHOUT_VECTORS
 
@@ -330,9 +331,11 @@ def test_users_passes_keep_running(door):
 
 
 def test_pass_identity():
-    """The caches' key holds the package's fingerprint, and nothing where a pass has no identity."""
+    """The caches' key holds the package's fingerprint and its switches in the environment, and
+    nothing where a pass has no identity."""
     library = compile_losses.library
-    assert _Pass(None).uuid() == ("_Pass", library.fingerprint(), library.loaded())
+    package = ("_Pass", library.fingerprint(), library.loaded(), *switches.environment())
+    assert _Pass(None).uuid() == package
     assert "users pass" in _Pass(UsersPass()).uuid()
     assert _Pass(lambda graph: None).uuid() is None
 
