@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from compile_losses import library
-from compile_losses.torch_internals.ops import op_names
 
 
 def info(arguments: argparse.Namespace, _: list[str]) -> int:
@@ -64,14 +63,8 @@ def gather() -> dict[str, Any]:
             for device, kernels in library.kernels.items()
         },
         "cuda_build": library.cuda_build(),
-        "ops": public_ops(),
+        "ops": library.public_ops(),
     }
-
-
-def public_ops() -> list[str]:
-    """The losses under ``torch.ops.fused``, without the ops that they are made of."""
-    names = {name.removeprefix("fused::") for name in op_names() if name.startswith("fused::")}
-    return sorted(name for name in names if f"{name}_forward" in names)
 
 
 def load(target: str) -> Callable[..., Any]:

@@ -113,14 +113,14 @@ def _tell(report: Report) -> None:
 class _LoweringPass(_Pass):
     """A pass on AOTAutograd's graphs; ``decisions`` collects what it decided, if anyone asks."""
 
+    #: Its name for COMPILE_LOSSES_PASSES.
+    name = ""
+
     def __init__(
         self, previous: Any, decisions: list[Decision] | None = None, *, strict: bool | None = None
     ) -> None:
         super().__init__(previous, strict=strict)
         self.decisions = decisions
-
-    #: Its name for COMPILE_LOSSES_PASSES.
-    name = ""
 
     def lower(self, graph: Graph) -> list[Decision]:
         raise NotImplementedError

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from compile_losses.eager import Leaf, below_autograd
-from compile_losses.torch_internals.ops import BelowAutograd, OpOverload
+from compile_losses.torch_internals.ops import BelowAutograd, OpOverload, op_names
 
 PACKAGE = Path(__file__).parent
 INSTALL_COMMAND = "pip install --no-build-isolation ."
@@ -27,9 +27,6 @@ INSTALL_CUDA = (
 
 #: ``fused::`` as PyTorch knows it. Every op, fake and formula is registered through it.
 LIBRARY = torch.library.Library("fused", "DEF")
-
-#: The names of the ops that losses are rewritten to.
-public_ops: list[str] = []
 
 #: Device type -> the file its kernels were loaded from, or the reason why there are none.
 kernels: dict[str, Path | str] = {}
@@ -98,7 +95,13 @@ def implement_public(op: OpOverload[..., Any], kernel: Callable[..., Any]) -> No
     """
     implement(op, kernel, "CompositeImplicitAutograd")
     implement(op, kernel, "FuncTorchBatched")
-    public_ops.append(op.name().removeprefix("fused::"))
+
+
+@cache
+def public_ops() -> list[str]:
+    """The losses under ``torch.ops.fused``, without the ops that they are made of."""
+    names = {name.removeprefix("fused::") for name in op_names() if name.startswith("fused::")}
+    return sorted(name for name in names if f"{name}_forward" in names)
 
 
 def _cpu_candidates() -> list[Path]:

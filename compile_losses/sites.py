@@ -50,7 +50,7 @@ class Site:
         reason: why it was declined, or what was absorbed into the op; may be empty.
         file, line: the innermost frame of the user's own code, outside installed libraries; that
             of a library's model where there is none.
-        graph: the index of the graph it lies in, number_of from 0.
+        graph: the index of the graph it lies in, counted from 0.
         plan: what Inductor's graphs make of a rewritten loss, in steps; empty where that is not
             known for certain.
         details: the reasons for the plan.

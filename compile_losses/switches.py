@@ -60,7 +60,7 @@ def check_environment() -> None:
 
 def losses() -> list[str]:
     """What an option may name: the ops, and ``"elementwise"``."""
-    return sorted({*library.public_ops, ELEMENTWISE})
+    return sorted({*library.public_ops(), ELEMENTWISE})
 
 
 def chosen(

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_losses.__main__ import public_ops
-from compile_losses.library import PACKAGE
+from compile_losses.library import PACKAGE, public_ops
 from compile_losses.recognize.table import TABLE
 from tests import ROOT
 from tests.specs import SPECS

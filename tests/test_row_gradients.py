@@ -351,6 +351,13 @@ def test_checkpointed():
     assert plan_of(step, inputs).plan[0] == IN_THE_FORWARD
 
 
+def check_two_models(step):
+    inputs = problem()
+    check(step, inputs)
+    sites = compile_losses.explain(step, *inputs).losses
+    assert sorted(site.plan[0] for site in sites) == [IN_THE_FORWARD, "kernel"]
+
+
 def test_two_models():
     """The log-probabilities of a second model are known before those of the first."""
 
@@ -361,10 +368,7 @@ def test_two_models():
         penalty = torch.exp(reference - logp) - (reference - logp) - 1
         return ((penalty - logp * advantages) * mask).sum() / mask.sum()
 
-    inputs = problem()
-    check(step, inputs)
-    sites = compile_losses.explain(step, *inputs).losses
-    assert sorted(site.plan[0] for site in sites) == [IN_THE_FORWARD, "kernel"]
+    check_two_models(step)
 
 
 def test_two_models_the_other_way_round():
@@ -376,10 +380,7 @@ def test_two_models_the_other_way_round():
             reference = -losses(h * 0.9, w * 1.1, labels)
         return ((torch.exp(reference - logp) + 3 * logp) * mask).sum() / mask.sum()
 
-    inputs = problem()
-    check(step, inputs)
-    sites = compile_losses.explain(step, *inputs).losses
-    assert sorted(site.plan[0] for site in sites) == [IN_THE_FORWARD, "kernel"]
+    check_two_models(step)
 
 
 def test_called_by_name():

@@ -20,6 +20,7 @@ from torch import SymInt, Tensor
 from torch.fx import Node
 
 from compile_losses.lower.aliases import is_view, storage_of
+from compile_losses.ops.checks import CASTS
 from compile_losses.sites import megabytes
 from compile_losses.torch_internals.inductor import OpTypes
 from compile_losses.torch_internals.ops import OpOverload, schema_of
@@ -27,7 +28,6 @@ from compile_losses.torch_internals.ops import OpOverload, schema_of
 aten = torch.ops.aten
 
 MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
-CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 #: What a symbolic size without a hint counts as, Inductor's own assumption.
 _UNKNOWN_SIZE = 8192
 #: A backward reads an argument that takes so many times its size to compute again.

@@ -17,11 +17,11 @@ from torch import SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 
 from compile_losses.lower.aliases import is_view
+from compile_losses.ops.checks import CASTS
 from compile_losses.torch_internals.ops import OpOverload, schema_of
 
 aten = torch.ops.aten
 
-_CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 _PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
 _QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
 _COPIES = (aten.clone.default, aten.alias.default, aten._unsafe_view.default)
@@ -58,7 +58,7 @@ def factor_of(grad_output: Any, backward: set[Node]) -> Factor | None:
         # A view of one number, and a number times it, is that everywhere, whatever its shape.
         node = factor.tangent
         target: Any = node.target
-        if is_view(node) or target in _CASTS or target in _COPIES:
+        if is_view(node) or target in CASTS or target in _COPIES:
             factor.tangent = node.args[0]  # type: ignore[assignment]
         elif target is aten.neg.default:
             factor.constant = -factor.constant
@@ -78,11 +78,12 @@ def factor_of(grad_output: Any, backward: set[Node]) -> Factor | None:
 def is_one_number(node: Node) -> bool:
     """Whether a node holds a tensor of one floating-point number, of any number of dimensions."""
     value = node.meta.get("val")
-    return (
-        isinstance(value, Tensor)
-        and value.is_floating_point()
-        and all(isinstance(size, int) and size == 1 for size in value.shape)
-    )
+    return isinstance(value, Tensor) and value.is_floating_point() and has_one_element(value)
+
+
+def has_one_element(value: Tensor) -> bool:
+    """Whether a tensor is known to hold one number, in any number of dimensions."""
+    return all(isinstance(size, int) and size == 1 for size in value.shape)
 
 
 def _peel(factor: Factor, node: Node, backward: set[Node]) -> bool:
@@ -111,7 +112,7 @@ def _peel(factor: Factor, node: Node, backward: set[Node]) -> bool:
 def _is_number(node: Node) -> bool:
     value = node.meta.get("val")
     if isinstance(value, Tensor):
-        return all(isinstance(size, int) and size == 1 for size in value.shape)
+        return has_one_element(value)
     return isinstance(value, SymInt | SymFloat)
 
 

@@ -87,9 +87,7 @@ def _plan_rows(node: Node, backwards: list[Node], prefer_memory: bool) -> Decisi
     reason = None
     if len(backwards) > 1:
         reason = "its losses are differentiated more than once"
-    elif node.meta["val"].dtype == torch.float16 or named["input"].meta["val"].dtype == (
-        torch.float16
-    ):
+    elif torch.float16 in (node.meta["val"].dtype, named["input"].meta["val"].dtype):
         reason = "a unit gradient would underflow in float16 before the loss scale reaches it"
     elif activation_memory_budget() == 0:
         reason = "the activation memory budget is 0"
@@ -211,7 +209,6 @@ def _scale_rows(node: Node, backward: Node) -> None:
 def _take_logits_back(node: Node, backwards: list[Node]) -> None:
     """Losses and gradients of logits that are held, as without this op."""
     graph = node.graph
-    named = named_arguments(node)
     input, weight, target, bias, of_classes, *options = _arguments(node)
     reduction, ignore_index, label_smoothing, softcap, _, dtype = options
     with graph.inserting_before(node):
@@ -270,20 +267,14 @@ def _compute_again(node: Node) -> bool:
     needs = node.args[ARGUMENT_COUNT : ARGUMENT_COUNT + 3]
     values = node.meta["val"]
 
-    def call(op: Any, args: tuple[Any, ...], value: Any, like: Node) -> Node:
-        new = graph.call_function(op, args)
-        new.meta = {k: v for k, v in like.meta.items() if k != EAGER_VALUES}
-        new.meta["val"] = value
-        return new
-
     with graph.inserting_before(node):
-        loss = call(fused.linear_cross_entropy_forward.default, arguments, values[0], node)
+        loss = _call(fused.linear_cross_entropy_forward.default, arguments, node, values[0])
     first = min(scale for _, scale in scales)
     with graph.inserting_before(first):
         op = fused.linear_cross_entropy_backward.default
-        backward = call(op, (grad_output, *arguments, *needs), values[1:], first)
+        backward = _call(op, (grad_output, *arguments, *needs), first, values[1:])
         gradients = {
-            index: call(operator.getitem, (backward, index - 1), values[index], first)
+            index: _call(operator.getitem, (backward, index - 1), first, values[index])
             for index in items
         }
     loss_item.replace_all_uses_with(loss)

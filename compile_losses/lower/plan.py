@@ -17,7 +17,6 @@ from torch.fx import Graph, Node
 from compile_losses.lower.aliases import is_fused_into_readers
 from compile_losses.lower.calls import Loss, find_losses, fused_call, has_part, merge_twins
 from compile_losses.lower.cost import (
-    CASTS,
     Cost,
     Feed,
     Gradient,
@@ -33,7 +32,7 @@ from compile_losses.lower.in_place import overwritable
 from compile_losses.lower.inline import inline, inline_backward
 from compile_losses.lower.linear import plan_linear, plan_rows
 from compile_losses.lower.slow_paths import is_small, slow_path
-from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.ops.checks import CASTS, REDUCTIONS
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.inductor import OpTypes, get_default_op_list
 

@@ -27,28 +27,16 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from compile_losses.lower.elementwise.find import cone_of, linear_part
-from compile_losses.lower.factor import is_one_number, move_before
+from compile_losses.lower.elementwise.find import IN_ORDER, cone_of, linear_part
+from compile_losses.lower.factor import has_one_element, is_one_number, move_before
 from compile_losses.ops.checks import same_shape
 from compile_losses.ops.linear.row_function import Operand, Step, encode, is_of_elements
 from compile_losses.torch_internals.graphs import EAGER_VALUES
 
 aten = torch.ops.aten
 
-#: The same numbers in the same order.
-_SAME = (
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.expand.default,
-    aten.clone.default,
-    aten.alias.default,
-    aten.detach.default,
-)
+#: The same numbers in the same order, where there are as many.
+_SAME = (*IN_ORDER, aten.detach.default)
 
 
 @dataclass(frozen=True)
@@ -222,7 +210,7 @@ class _Writer:
             of_rows: whether one number becomes [rows] as well.
         """
         value: Tensor = node.meta["val"]
-        if is_one_tensor(value) and not of_rows:
+        if has_one_element(value) and not of_rows:
             return node if value.dim() == 0 else self._emit(aten.reshape.default, node, [1])
         if not same_shape(value.shape, torch.Size(shape)):
             sizes = [size if isinstance(size, int) else self._size_node(size) for size in shape]
@@ -248,10 +236,6 @@ class _Writer:
         with self.losses.meta["val"].fake_mode:
             node.meta["val"] = op(*values)
         return node
-
-
-def is_one_tensor(value: Tensor) -> bool:
-    return all(isinstance(size, int) and size == 1 for size in value.shape)
 
 
 def _mapped(node: Node, operand: Callable[[Node], Operand]) -> tuple[list[Any], dict[str, Any]]:

@@ -20,7 +20,7 @@ from compile_losses.ops.checks import NARROW
 from compile_losses.recognize.constants import constant
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
 from compile_losses.recognize.match import Match, example
-from compile_losses.recognize.shadow import Shadow, aten, same_sizes
+from compile_losses.recognize.shadow import RESHAPES, Shadow, aten, same_sizes
 from compile_losses.recognize.values import Value, fake_mode
 from compile_losses.torch_internals.graphs import GRAPH_ARGUMENT
 from compile_losses.torch_internals.ops import packet_of
@@ -31,7 +31,6 @@ _ADDENDS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
 _MASKS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self)
 #: The same values in another layout or dtype.
 _COPIES = (aten.clone.default, aten._to_copy.default, aten.alias.default)
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 #: How many ops a layer and its loss are apart at most: what is further up is no layer of classes.
 FURTHEST = 32
@@ -422,7 +421,7 @@ class _Walk:
         logits, rest, op = self.logits, step.args[1:], step.op
         ndim = step.args[0].fake.dim() if isinstance(step.args[0], Value) else 0
         dims = [d % ndim for d in _dims(step)]
-        if op in _VIEWS:
+        if op in RESHAPES:
             last = step.fake.shape[-1] if step.fake.dim() else 0
             if logits.class_dim != ndim - 1 or not statically_known_true(last == self.classes):
                 raise NotAbsorbedError(f"{step.node.name} takes the classes of a row apart")

@@ -44,6 +44,9 @@ _REPEATABLE = {
 }
 
 
+#: The same numbers in the same order, in another shape.
+RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
 #: How many ops further up two tensors are compared.
 _DEEPEST = 8
 

@@ -37,12 +37,11 @@ from compile_losses.recognize.rows import (
     target_of_gather,
     target_of_index,
 )
-from compile_losses.recognize.shadow import Shadow, aten, same_sizes
+from compile_losses.recognize.shadow import RESHAPES, Shadow, aten, same_sizes
 from compile_losses.recognize.values import Value
 from compile_losses.torch_internals.graphs import is_erased
 from compile_losses.torch_internals.ops import packet_of
 
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _DEEPEST = 12
 
 
@@ -256,7 +255,7 @@ class Terms:
     def _logsumexp_of_rows(self, value: Value) -> Polynomial | None:
         """A view of the logsumexp of a view, as that of the tensor which both are views of."""
         inner = self.shadow.resolve(value.args[0])
-        if inner.op is not aten.logsumexp.default or value.op not in _VIEWS:
+        if inner.op is not aten.logsumexp.default or value.op not in RESHAPES:
             return None
         rows, dims, *keepdim = inner.args
         if [dim % rows.rank for dim in dims] != [rows.rank - 1] or any(keepdim):
@@ -264,7 +263,7 @@ class Terms:
         shape = (*value.fake.shape, rows.fake.shape[-1])
         while not same_sizes(rows.fake.shape, shape):
             resolved = self.shadow.resolve(rows)
-            if resolved.op not in _VIEWS:
+            if resolved.op not in RESHAPES:
                 return None
             rows = resolved.args[0]
         return atom(("lse", self.leaf(rows), len(shape) - 1))

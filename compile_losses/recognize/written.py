@@ -287,9 +287,6 @@ class Recognizer:
         )
 
 
-_ASSERTIONS = SIZE_ASSERTIONS
-
-
 def _size_checks(node: Node) -> set[Node]:
     """The assertions about a size that only the data say, where nothing else asks for it."""
     value = example(node)
@@ -299,7 +296,7 @@ def _size_checks(node: Node) -> set[Node]:
     waiting = [user for user in node.users if user.target is aten.sym_size.int]
     while waiting:
         check = waiting.pop()
-        asserts = check.target in _ASSERTIONS
+        asserts = check.target in SIZE_ASSERTIONS
         if not asserts and isinstance(example(check), torch.Tensor | type(None)):
             return set()
         found.add(check)

@@ -15,14 +15,15 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from compile_losses.lower.aliases import depends_on_tangents, graph_outputs
-from compile_losses.lower.cost import CASTS, behind_views
+from compile_losses.lower.cost import behind_views
 from compile_losses.lower.factor import is_one_number
+from compile_losses.ops.checks import CASTS
 from compile_losses.torch_internals.graphs import is_tangent
 
 aten = torch.ops.aten
 
-_OF_THE_FIRST = (
-    aten.neg.default,
+#: The same numbers in the same order, or each several times where it is expanded.
+IN_ORDER = (
     aten.clone.default,
     aten.alias.default,
     aten.expand.default,
@@ -33,6 +34,10 @@ _OF_THE_FIRST = (
     aten.squeeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
+)
+_OF_THE_FIRST = (
+    *IN_ORDER,
+    aten.neg.default,
     aten.permute.default,
     aten.transpose.int,
     aten.t.default,

@@ -214,7 +214,7 @@ def _with_gradients(
         if gradients.needs_input:
             grad_input = problem.for_all_rows(grad_input)
         if losses.by_row:
-            loss = problem.for_all_rows(torch.cat(losses.each).to(problem.dtype))
+            loss = problem.for_all_rows(torch.cat(losses.each))
         else:
             loss = losses.reduced().to(problem.dtype)
         return loss, grad_input, *others

@@ -24,11 +24,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from compile_losses.ops.checks import CASTS
 from compile_losses.torch_internals.ops import OpOverload, schema_of
 
 aten = torch.ops.aten
 
-CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 #: Tensors of one number, like an argument of which nothing but the shape is read.
 _FILLED = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
 

@@ -96,7 +96,7 @@ class RowLosses:
         nothing = target.new_zeros((), dtype=dtype)
         self.sums, self.square_sums = [nothing], [nothing]
         self.of_rows = grad_output if reduction == NONE else None
-        self.each = [nothing.new_empty(0)]
+        self.each = [nothing.new_empty(0, dtype=result)]
         self.factor = self.z_factor = None
         if reduction != NONE and isinstance(grad_output, Tensor):
             self.factor = self.z_factor = grad_output.to(dtype).reshape(())
