@@ -42,6 +42,10 @@ NVCC_FLAGS = ["-std=c++20", "-O3", "-DNDEBUG", "-Xcompiler=-fPIC,-fvisibility=hi
 class Library(Extension):
     """A shared library of kernels. Where it is optional, a failure leaves it out of the package."""
 
+    # setuptools' build_ext asks in a build in place. It sets this for the extensions that it is
+    # given, of which the CUDA library is not one.
+    _needs_stub = False
+
     def __init__(
         self,
         name: str,

@@ -14,7 +14,7 @@ import torch
 
 from build_tools import cuda
 from build_tools.build_ext import BuildKernels
-from build_tools.libraries import Library
+from build_tools.libraries import ROOT, Library
 from build_tools.ninja_file import BuildFile
 
 KNOWN = "sm_75\nsm_80\nsm_86\nsm_89\nsm_90\nsm_100\nsm_120"
@@ -214,6 +214,35 @@ def test_the_command_runs_twice(tmp_path, monkeypatch):
     assert sorted(p.name for p in folder.iterdir()) == ["_cpu.so", "_cuda.so", "kernels.json"]
     told = json.loads((folder / "kernels.json").read_text())
     assert told == {"cuda": {"version": "13.0", "architectures": ["9.0"]}}
+
+
+def test_a_build_in_place(tmp_path, monkeypatch):
+    """Of a library that setuptools was not told of when the command was finalized."""
+    from build_tools import build_ext
+
+    build = command(tmp_path, {"cpu": "int f() { return 1; }"})
+    package = tmp_path / "compile_losses"
+    package.mkdir()
+    build.distribution.package_dir = {"compile_losses": str(package)}
+    build.inplace = True
+    source = tmp_path / "cuda.cpp"
+    source.write_text("int g() { return 2; }")
+    made = Library("_cuda", [str(source)], {".cpp": ["c++", "-fPIC"]}, [])
+    made.link_flags = []
+    toolkit = cuda.Toolkit(Path("nvcc"), "13.0", ("9.0",), Path("libcudart.so.13"))
+    monkeypatch.setattr(cuda, "find", lambda: toolkit)
+    monkeypatch.setattr(build_ext, "cuda_library", lambda toolkit, optional: made)
+    build.run()
+    assert sorted(p.name for p in package.iterdir()) == ["_cpu.so", "_cuda.so", "kernels.json"]
+
+
+def test_the_libraries_link_beside_an_archive_of_libstdcpp(tmp_path):
+    """As a compiler does that has no shared libstdc++."""
+    source = ROOT / "csrc/binding/older_linux.cpp"
+    user = tmp_path / "user.cpp"
+    user.write_text("#include <stdexcept>\nvoid f() { std::__throw_length_error(0); }")
+    flags = ["-std=c++20", "-shared", "-fPIC", "-static-libstdc++"]
+    subprocess.run(["c++", *flags, user, source, "-o", tmp_path / "library.so"], check=True)
 
 
 def test_a_changed_header_is_compiled_again(tmp_path, monkeypatch):

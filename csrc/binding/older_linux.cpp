@@ -11,8 +11,11 @@ char __libc_single_threaded = 0;
 }
 
 namespace std {
-// libstdc++ of gcc 11.
-[[noreturn]] void __throw_bad_array_new_length() { throw bad_array_new_length(); }
+// libstdc++ of gcc 11. Weak: where a compiler links libstdc++ as an archive, its definition comes
+// along, and two strong ones would end the link.
+[[noreturn]] __attribute__((weak)) void __throw_bad_array_new_length() {
+  throw bad_array_new_length();
+}
 
 // Of gcc 9 and, in C++20, of gcc 11: members of templates, the rest of which is older.
 template basic_ostringstream<char>::basic_ostringstream();
