@@ -3,9 +3,9 @@
 ``--size growth`` measures from small to large, for the plots of bandwidth against size and row
 width. ``python -m benchmarks plot FILE.csv`` draws an earlier run again; ``python -m benchmarks
 compile-matrix`` measures compiled steps against stock torch.compile's, ``elementwise`` losses that
-have no op, ``linear`` a linear layer together with its cross entropy, ``steps`` whole training
-steps of models, ``overhead`` eager calls against torch's, and ``profile`` reads what limits the
-kernels.
+have no op, ``linear`` a linear layer together with its cross entropy, ``tokens`` losses of tokens
+over such a layer, ``steps`` whole training steps of models, ``overhead`` eager calls against
+torch's, and ``profile`` reads what limits the kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import elementwise, linear, matrix, overhead, plots, profile, report, steps
+from benchmarks import elementwise, linear, matrix, overhead, plots, profile, report, steps, tokens
 from benchmarks.cases import CASES, PASSES, Size
 from benchmarks.clock import make_clock, measure_bandwidth
 from benchmarks.contenders import CONTENDERS
@@ -53,12 +53,14 @@ def parser() -> argparse.ArgumentParser:
     )
     main.add_argument("--no-plots", dest="plots", action="store_false")
     commands = main.add_subparsers(
-        dest="command", metavar="{plot,compile-matrix,elementwise,linear,steps,overhead,profile}"
+        dest="command",
+        metavar="{plot,compile-matrix,elementwise,linear,tokens,steps,overhead,profile}",
     )
     matrix.add_command(commands)
     elementwise.add_command(commands)
     linear.add_command(commands)
     steps.add_command(commands)
+    tokens.add_command(commands)
     overhead.add_command(commands)
     profile.add_command(commands)
     plot = commands.add_parser("plot", help="draw the PNG files of a CSV file")
@@ -130,6 +132,8 @@ def main() -> int:
         return elementwise.run(arguments)
     if arguments.command == "linear":
         return linear.run(arguments)
+    if arguments.command == "tokens":
+        return tokens.run(arguments)
     if arguments.command == "steps":
         return steps.run(arguments)
     if arguments.command == "overhead":

@@ -55,6 +55,7 @@ def _start(kind: type[Worker[Any]], arguments: argparse.Namespace, alone: Any) -
 def _compile(cell: Any) -> None:
     with contextlib.suppress(Exception):  # told when it is measured
         _this.compile(cell)
+    _leave_memory()
 
 
 def _measure(cell: Any) -> Figures:
@@ -63,7 +64,14 @@ def _measure(cell: Any) -> Figures:
     except Exception as error:  # the other cells still count
         return _this.failed(failure(error))
     finally:
-        gc.collect()
+        _leave_memory()
+
+
+def _leave_memory() -> None:
+    """To the other processes, of which the next one measures."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

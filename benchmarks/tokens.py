@@ -1,0 +1,361 @@
+"""Losses of tokens over a language model's head: time, peak memory and the plan that was chosen.
+
+``python -m benchmarks tokens`` compiles each loss, with its linear layer, with stock torch.compile,
+with this package, and with this package where memory is preferred, checks the loss and the
+gradients against float32 or float64, times all of them in turns, and measures the most memory that
+each allocates above its inputs, gradients included. ``mean``, the mean linear cross entropy, is the
+measure of the others: it needs three products of matrices. In a ``frozen`` head the weight needs no
+gradient. Liger's chunked loss of GRPO stands beside the losses that compute the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import linear_steps, report
+from benchmarks.clock import Call, Clock, peak_mib, ratio_of, time_in_turns
+from benchmarks.contenders import UnavailableError, reason_of, version_of
+from benchmarks.linear_steps import Shape
+from benchmarks.options import DTYPES, add_options, provenance
+from benchmarks.workers import Figures, Worker, all_figures
+
+SEQUENCES = 8
+HEADS = ("trained", "frozen")
+Cell = tuple[str, str, Shape]  # loss, head, shape
+#: Of a ratio of log-probabilities, as in PPO.
+CLIP = 0.2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a loss reads beside the logits."""
+
+    target: Tensor  # [sequences, tokens]; mask and old are, too
+    mask: Tensor
+    old: Tensor  # log-probabilities
+    advantages: Tensor  # [sequences, 1]
+
+
+def _float32(logits: Tensor, target: Tensor) -> Tensor:
+    """Log-probabilities as TRL computes them of float32 logits."""
+    logits = logits.float()
+    picked = torch.gather(logits, -1, target.unsqueeze(-1)).squeeze(-1)
+    return picked - torch.stack([torch.logsumexp(sample, dim=-1) for sample in logits])
+
+
+def _narrow(logits: Tensor, target: Tensor) -> Tensor:
+    """Log-probabilities as TRL computes them of bfloat16 logits."""
+    rows = []
+    for sample, labels in zip(logits, target, strict=True):
+        all_classes = F.log_softmax(sample, dim=-1)
+        rows.append(all_classes.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
+    return torch.stack(rows)
+
+
+def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+    return -losses.view(target.shape)
+
+
+LogProbs = Callable[[Tensor, Tensor], Tensor]
+
+
+def mean(logits: Tensor, batch: Batch) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), batch.target.flatten())
+
+
+def masked_mean(logits: Tensor, batch: Batch) -> Tensor:
+    return -(_cross_entropy(logits, batch.target) * batch.mask).sum() / batch.mask.sum()
+
+
+def grpo(log_probs: LogProbs, logits: Tensor, batch: Batch) -> Tensor:
+    """Of Shao et al., 2024, without the divergence from a reference."""
+    ratio = torch.exp(log_probs(logits, batch.target) - batch.old)
+    clipped = torch.clamp(ratio, 1 - CLIP, 1 + CLIP)
+    losses = -torch.min(ratio * batch.advantages, clipped * batch.advantages)
+    return ((losses * batch.mask).sum(-1) / batch.mask.sum(-1)).mean()
+
+
+def dpo(log_probs: LogProbs, logits: Tensor, batch: Batch) -> Tensor:
+    """Of Rafailov et al., 2023: the first half of the sequences was chosen over the second."""
+    ratios = ((log_probs(logits, batch.target) - batch.old) * batch.mask).sum(-1)
+    chosen, rejected = ratios.chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
+    "mean": mean,
+    "masked_mean": masked_mean,
+    "grpo_float32": partial(grpo, _float32),
+    "grpo_bfloat16": partial(grpo, _narrow),
+    "grpo_cross_entropy": partial(grpo, _cross_entropy),
+    "dpo_float32": partial(dpo, _float32),
+    "dpo_cross_entropy": partial(dpo, _cross_entropy),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A contender's figures in a cell; empty, with a reason, where it was wrong or failed.
+
+    ``ratio`` is the median ratio of neighbouring samples to stock's. Memory is in MiB.
+    """
+
+    shape: str
+    dtype: str
+    head: str
+    loss: str
+    contender: str
+    ms: str
+    ratio: str
+    peak_mib: str
+    plan: str
+    reason: str
+    device: str
+    torch: str
+    contender_version: str
+    commit: str
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.device, self.shape, self.dtype, self.head, self.loss, self.contender
+
+
+class Problem:
+    """Inputs of one cell, and the loss and gradients that they have in a wider dtype."""
+
+    def __init__(self, cell: Cell, dtype: torch.dtype, device: torch.device) -> None:
+        name, head, shape = cell
+        self.loss = LOSSES[name]
+        torch.manual_seed(0)
+        size = SEQUENCES, shape.rows // SEQUENCES
+        self.hidden = torch.randn(*size, shape.hidden, device=device).to(dtype).requires_grad_()
+        weight = torch.randn(shape.classes, shape.hidden, device=device)
+        self.weight = weight.div_(shape.hidden**0.5).to(dtype).requires_grad_(head == "trained")
+        target = torch.randint(shape.classes, size, device=device)
+        with torch.no_grad():
+            now = [
+                _cross_entropy(F.linear(sample, self.weight).float()[None], labels[None])
+                for sample, labels in zip(self.hidden, target, strict=True)
+            ]
+        self.batch = Batch(
+            target,
+            (torch.rand(size, device=device) > 0.2).float(),
+            torch.cat(now) + 0.2 * torch.randn(size, device=device),
+            torch.randn(SEQUENCES, 1, device=device),
+        )
+
+    @cached_property
+    def expected(self) -> list[Tensor]:
+        narrow = self.hidden.dtype
+        return self._results(
+            self.eager, torch.float64 if narrow == torch.float32 else torch.float32
+        )
+
+    def eager(self, hidden: Tensor, weight: Tensor, batch: Batch) -> Tensor:
+        return self.loss(F.linear(hidden, weight), batch)
+
+    def _results(self, step: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        hidden = self.hidden.detach().to(dtype).requires_grad_()
+        weight = self.weight.detach().to(dtype).requires_grad_(self.weight.requires_grad)
+        value = step(hidden, weight, self.batch)
+        value.backward()
+        return [value.detach(), *(leaf.grad for leaf in (hidden, weight) if leaf.grad is not None)]
+
+    def errors(self, step: Callable[..., Tensor]) -> list[float]:
+        """Of the loss and the gradients."""
+        results = self._results(step, self.hidden.dtype)
+        return [
+            linear_steps.relative_error(*pair) for pair in zip(results, self.expected, strict=True)
+        ]
+
+    def clear(self) -> None:
+        self.hidden.grad = self.weight.grad = None
+
+    def next_call(self, step: Callable[..., Tensor]) -> Call:
+        self.clear()
+        return partial(self._step, step)
+
+    def _step(self, step: Callable[..., Tensor]) -> Tensor:
+        value = step(self.hidden, self.weight, self.batch)
+        value.backward()
+        return value.detach()
+
+
+def _stock(problem: Problem) -> Callable[..., Tensor]:
+    return torch.compile(problem.eager)
+
+
+def _ours(problem: Problem, prefer_memory: bool) -> Callable[..., Tensor]:
+    options = {"prefer_memory": prefer_memory}
+    return torch.compile(problem.eager, backend="compile_losses", options=options)
+
+
+def _liger(problem: Problem) -> Callable[..., Tensor]:
+    if not isinstance(problem.loss, partial) or problem.loss.func is not grpo:
+        raise UnavailableError("not of this loss")
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    loss = LigerFusedLinearGRPOLoss(
+        beta=0.0, epsilon_low=CLIP, epsilon_high=CLIP, loss_type="grpo", use_ref_model=False
+    )
+
+    def step(hidden: Tensor, weight: Tensor, batch: Batch) -> Tensor:
+        value, *_ = loss(
+            hidden,
+            weight,
+            batch.target,
+            batch.mask,
+            batch.advantages.squeeze(-1),
+            old_per_token_logps=batch.old,
+        )
+        return value
+
+    return step
+
+
+BUILDERS: dict[str, tuple[Callable[[Problem], Callable[..., Tensor]], str]] = {
+    "stock": (_stock, "torch"),
+    "ours": (partial(_ours, prefer_memory=False), "compile_losses"),
+    "ours_memory": (partial(_ours, prefer_memory=True), "compile_losses"),
+    "liger": (_liger, "liger-kernel"),
+}
+
+
+def _plan(problem: Problem, options: dict[str, bool]) -> str:
+    """What explain says of each loss."""
+    from compile_losses.explanation import explain_call
+
+    args = problem.hidden, problem.weight, problem.batch
+    plans = [site.plan for site in explain_call(problem.eager, args, options=options).sites]
+    return "; ".join(dict.fromkeys(", ".join(plan) for plan in plans if plan))
+
+
+class TokensWorker(Worker[Cell]):
+    def _problem(self, cell: Cell) -> Problem:
+        torch._dynamo.reset()
+        return Problem(cell, DTYPES[self.arguments.dtype], self.clock.device)
+
+    def compile(self, cell: Cell) -> None:
+        problem = self._problem(cell)
+        for name in self.arguments.contender:
+            with contextlib.suppress(Exception):  # told when it is measured
+                problem.next_call(BUILDERS[name][0](problem))()
+
+    def measure(self, cell: Cell) -> Figures:
+        with self.alone:
+            try:
+                found = measure(
+                    self._problem(cell), self.arguments.contender, self.clock, self.arguments.budget
+                )
+            finally:
+                torch._dynamo.reset()  # what it holds is the next process's memory
+            return {
+                f"{name} {key}": value
+                for name, figures in found.items()
+                for key, value in figures.items()
+            }
+
+    def failed(self, reason: str) -> Figures:
+        return {f"{name} reason": reason for name in self.arguments.contender}
+
+
+def measure(
+    problem: Problem, names: list[str], clock: Clock, budget_s: float
+) -> dict[str, Figures]:
+    """The figures of the contenders, in their order."""
+    allowed = linear_steps.allowed_errors(problem.errors(problem.eager), problem.hidden.dtype)
+    found: dict[str, Figures] = {}
+    ready: dict[str, Callable[[], Call]] = {}
+    for name in names:
+        try:
+            step = BUILDERS[name][0](problem)
+            reason = linear_steps.complaint(problem.errors(step), allowed)
+            ready |= {} if reason else {name: partial(problem.next_call, step)}
+        except Exception as error:  # whatever it is, the others still count
+            reason = reason_of(error)
+        found[name] = {"reason": reason}
+    times = dict(zip(ready, time_in_turns(list(ready.values()), clock, budget_s), strict=True))
+    for name, samples in times.items():
+        ratio = f"{ratio_of(times['stock'], samples):.3f}" if "stock" in times else ""
+        found[name] |= {
+            "ms": f"{statistics.median(samples):.4g}",
+            "ratio": ratio,
+            "peak_mib": f"{peak_mib(ready[name], clock):.0f}",
+        }
+        if name.startswith("ours"):
+            found[name]["plan"] = _plan(problem, {"prefer_memory": name == "ours_memory"})
+    return found
+
+
+def run(arguments: argparse.Namespace) -> int:
+    device = torch.device(arguments.device)
+    output: Path = arguments.output or report.default_output(device, "tokens")
+    table = report.kept(output, Row, append=arguments.append)
+    cells = [
+        (loss, head, shape)
+        for shape in arguments.shape
+        for head in arguments.head
+        for loss in arguments.loss
+    ]
+    broken = False
+    print(f"{'cell':<52}{'ms':>9}{'ratio':>8}{'MiB':>8}  plan")
+    with all_figures(TokensWorker, arguments, cells) as measured:
+        for (loss, head, shape), found in measured:
+            for name in arguments.contender:
+                known = {
+                    **provenance(arguments, device),
+                    **{"loss": loss, "head": head, "shape": str(shape)},
+                    **{"dtype": arguments.dtype, "contender": name},
+                    "contender_version": version_of(BUILDERS[name][1]),
+                    **{
+                        key.partition(" ")[2]: value
+                        for key, value in found.items()
+                        if key.startswith(f"{name} ")
+                    },
+                }
+                row = Row(**{field.name: known.get(field.name, "") for field in fields(Row)})
+                if row.reason.startswith("not run"):
+                    continue
+                table[row.key] = row
+                broken |= name.startswith("ours") and bool(row.reason)
+                print(
+                    f"{f'{shape} {head} {loss} {name}':<52}{row.ms:>9}{row.ratio:>8}"
+                    f"{row.peak_mib:>8}  {row.plan}{row.reason}",
+                    flush=True,
+                )
+            report.write(output, Row, table.values())
+    print(f"wrote {output}")
+    return int(broken)
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
+    parser = commands.add_parser(
+        "tokens", help="losses of tokens over a head, with peak memory", description=__doc__
+    )
+    choose = partial(parser.add_argument, nargs="+", help="default: all")
+    choose("--loss", choices=LOSSES, default=list(LOSSES))
+    choose("--head", choices=HEADS, default=list(HEADS))
+    choose("--contender", choices=BUILDERS, default=list(BUILDERS))
+    cuda = torch.cuda.is_available()
+    shape = Shape(8192, 2048, 128_256) if cuda else Shape(4096, 256, 16_000)
+    parser.add_argument(
+        "--shape",
+        type=Shape.parse,
+        nargs="+",
+        default=[shape],
+        help=f"ROWSxHIDDENxCLASSES ({shape})",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if cuda else "float32")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile (1)")
+    add_options(parser, 0.5, append=True)
