@@ -144,6 +144,88 @@ def test_not_over_a_buffer_that_is_returned(graphs):
     assert "_with_grad_." not in graphs["post"][0]
 
 
+def rows(logits, t):
+    return F.cross_entropy(logits, t, reduction="none", label_smoothing=0.1)
+
+
+def read_again(logits, t):
+    return (rows(logits, t) * logits.sum(1)).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "in_place"),
+    [
+        (lambda x, w, t: rows(x @ w, t).square().sum(), True),
+        (lambda x, w, t: rows((x @ w).view(2, 4, 12).flatten(0, 1), t).square().sum(), True),
+        (lambda x, w, t: rows((x @ w).view(2, 4, 12).mT, t.view(2, 4)).square().sum(), True),
+        (lambda x, w, t: ((logits := x @ w), rows(logits, t).square().sum())[::-1], False),
+        (lambda x, w, t: read_again(x @ w, t), False),
+        (lambda x, w, t: (rows(logits := x @ w, t) * rows(logits, 11 - t)).sum(), False),
+        (lambda x, w, t: rows(w, t.repeat(2)).square().sum(), False),
+    ],
+    ids=["product", "view", "transposed", "returned", "read", "two targets", "input"],
+)
+def test_gradient_by_row_over_saved_logits(function, in_place, graphs, device):
+    """Where nothing else reads them, or will."""
+
+    def run(compiled):
+        results = []
+        for factor in (1.0, 2.0):
+            torch.manual_seed(0)
+            x, w = (torch.randn(shape, device=device) for shape in ((8, 16), (16, 12)))
+            leaves = x.requires_grad_(), w.requires_grad_()
+            loss = compiled(x, w, torch.arange(8, device=device))
+            loss, *others = loss if isinstance(loss, tuple) else (loss,)
+            grads = torch.autograd.grad(factor * loss, leaves, allow_unused=True)
+            results += [loss, *others, *grads]
+        return results
+
+    compiled = torch.compile(function, backend="compile_losses")
+    torch.testing.assert_close(run(compiled), run(function))
+    assert ("vocabulary_parallel_gradient_" in graphs["post"][1]) is in_place
+
+
+def accuracy(logits, t):
+    loss = F.cross_entropy(logits, t)
+    return loss, (logits.argmax(-1) == t).float().mean(), logits.detach().amax()
+
+
+def of_the_loss(logits, t):
+    loss = F.cross_entropy(logits, t)
+    return loss, (logits > loss).float().mean()
+
+
+def needed_again(logits, t):
+    return F.cross_entropy(logits, t) + logits.softmax(-1).square().sum(-1).max()
+
+
+def with_noise(logits, t):
+    loss = F.cross_entropy(logits, t)
+    return loss, F.dropout(logits, 0.5).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "in_place"),
+    [(accuracy, True), (of_the_loss, False), (needed_again, False), (with_noise, False)],
+)
+def test_in_place_after_what_else_reads_the_logits(function, in_place, graphs, device):
+    def run(compiled):
+        torch.manual_seed(0)
+        x, w = (torch.randn(shape, device=device) for shape in ((8, 16), (16, 12)))
+        x.requires_grad_()
+        results = compiled(x, w, torch.arange(8, device=device))
+        results = results if isinstance(results, tuple) else (results,)
+        results[0].backward()
+        return [*results[: 1 if function is with_noise else None], x.grad]
+
+    def step(x, w, t):
+        return function(x @ w, t)
+
+    compiled = torch.compile(step, backend="compile_losses")
+    torch.testing.assert_close(run(compiled), run(step))
+    assert ("with_grad_.default" in graphs["post"][0]) is in_place
+
+
 @pytest.fixture
 def kernels_at_any_cost(monkeypatch):
     module = importlib.import_module("compile_losses.lower.plan")
@@ -324,6 +406,9 @@ RETAINED = {
     "mse of a matrix product": of_leaves(lambda p, t: F.mse_loss(p @ t.t(), t[:, :8])),
     "cross entropy": of_classes(F.cross_entropy),
     "cross entropy of a product": of_classes(lambda p, t: F.cross_entropy(p * 2, t)),
+    "unreduced cross entropy": of_classes(
+        lambda p, t: F.cross_entropy(p @ p.detach().t(), t, reduction="none").square().sum()
+    ),
 }
 
 

@@ -46,6 +46,17 @@ def depends_on_tangents(graph: Graph) -> set[Node]:
     return backward
 
 
+def depends_on(node: Node) -> set[Node]:
+    """A node and all that is computed from it."""
+    found, work = {node}, [node]
+    while work:
+        for user in work.pop().users:
+            if user not in found:
+                found.add(user)
+                work.append(user)
+    return found
+
+
 def is_view(node: Node) -> bool:
     """Whether a node's result is another look at its argument's memory."""
     target = node.target

@@ -204,12 +204,15 @@ def kernel_cost(
     return Cost(moved, held)
 
 
-def inline_cost(feeds: Sequence[Feed], gradients: Sequence[Gradient], passes: int) -> Cost:
+def inline_cost(
+    feeds: Sequence[Feed], gradients: Sequence[Gradient], passes: int, *, in_place: bool = False
+) -> Cost:
     """As torch's own ops, which Inductor fuses with what feeds and what reads them.
 
     Args:
         feeds, gradients: as for :func:`kernel_cost`.
         passes: how often the forward reads its arguments.
+        in_place: whether the first gradient is written over the input.
     """
     moved = held = 0
     for feed in feeds:
@@ -221,5 +224,5 @@ def inline_cost(feeds: Sequence[Feed], gradients: Sequence[Gradient], passes: in
             moved += 2 * feed.nbytes if saved else source
         if feed.stored and (feed.source is None or (gradients and saved)):
             held += feed.nbytes
-    written = sum(g.nbytes for g in gradients if not g.fused)
-    return Cost(moved + written, held + written)
+    written = [g.nbytes for g in gradients if not g.fused]
+    return Cost(moved + sum(written), held + sum(written[in_place:]))

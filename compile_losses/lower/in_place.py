@@ -3,7 +3,8 @@
 In a forward graph, ``X_with_grad`` may write its gradient over its input when nothing else reads
 it; in a backward graph, ``scale`` may work on the unit gradient itself, and then returns at once
 when its factor is 1. Where both happen, peak memory is that of a stock graph, which keeps the input
-for the backward.
+for the backward. A backward that has the logits themselves may write their gradient over them, as
+Inductor's kernels do.
 
 Gradients of elementwise losses that were not hoisted are written out in torch's own ops: a kernel
 moves as many bytes, and Inductor fuses those ops with what stands around them. In a joint graph
@@ -13,7 +14,7 @@ they would be cut in two, and the forward would write a difference for the backw
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,17 +22,29 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from compile_losses.lower.aliases import graph_outputs, is_fused_into_readers, storage_of
-from compile_losses.lower.calls import fused_call, fused_op, has_part, is_elementwise
+from compile_losses.lower.aliases import (
+    depends_on,
+    graph_outputs,
+    is_fused_into_readers,
+    storage_of,
+)
+from compile_losses.lower.calls import (
+    fused_call,
+    fused_op,
+    has_part,
+    is_elementwise,
+    named_arguments,
+)
 from compile_losses.lower.cost import MATMULS
 from compile_losses.lower.decision import Decision, log
 from compile_losses.lower.elementwise import drop_markers
 from compile_losses.lower.hoist import SAVED
 from compile_losses.lower.inline import inline_backward
+from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.graphs import DISLIKES_PADDING, EAGER_VALUES
 from compile_losses.torch_internals.inductor import donated_inputs
-from compile_losses.torch_internals.ops import tree_leaves
+from compile_losses.torch_internals.ops import OpOverload, schema_of, tree_leaves
 from compile_losses.torch_internals.tensors import FakeTensor
 
 aten = torch.ops.aten
@@ -68,6 +81,8 @@ def in_place(graph: Graph, donated: Collection[int] = ()) -> list[Decision]:
             decisions.append(_gradient_over_input(node, loss))
         elif part == "backward" and has_part(loss, "with_grad_") and is_elementwise(loss):
             inline_backward(node)
+        elif node.target is fused.cross_entropy_backward.default:
+            decisions.append(_gradient_by_row_over_input(node, donated))
     drop_markers(graph)
     for decision in decisions:
         log.debug("%s", decision)
@@ -128,9 +143,10 @@ def _gradient_over_input(node: Node, name: str) -> Decision:
     input = node.args[0]
     assert isinstance(input, Node)
     site = site_of(node)
-    reason = overwritable(input, {node})
+    reason = overwritable(input, {node}, earlier=_can_go_before(node))
     if reason is not None:
         return Decision(site, name, "not in place", reason)
+    _put_before(node, readers_of_buffer(input))
     graph = node.graph
     with graph.inserting_before(node):
         loss = graph.call_function(fused_op(name, "with_grad_"), node.args, node.kwargs)
@@ -143,32 +159,124 @@ def _gradient_over_input(node: Node, name: str) -> Decision:
     return Decision(site, name, "in place")
 
 
-def overwritable(input: Node, readers: set[Node]) -> str | None:
-    """Why ``readers``, the only ones that may read it, may not overwrite the buffer that ``input``
-    lies in; None where they may.
+def _gradient_by_row_over_input(node: Node, donated: Collection[int]) -> Decision:
+    """Cross entropy's gradient for a grad_output of each row, over the saved logits.
+
+    Torch's own ops, fused, write it there, too.
     """
-    producer = input
-    while producer.target in _VIEWS:
-        producer = producer.args[0]  # type: ignore[assignment]
+    named = named_arguments(node)
+    input: Node = named["input"]
+    site = site_of(node)
+    if named["reduction"] == REDUCTIONS["mean"]:
+        reason: str | None = "the op in place has no mean"
+    else:
+        reason = overwritable(input, {node}, donated, earlier=_can_go_before(node))
+    if reason is not None:
+        return Decision(site, "gradient", "gradient in a new buffer", reason)
+    _put_before(node, readers_of_buffer(input))
+    value = input.meta["val"]
+    classes = value.shape[min(1, value.dim() - 1)]
+    named |= {"first_class": 0, "classes": classes}
+    target = fused.vocabulary_parallel_gradient_.default
+    with node.graph.inserting_before(node):
+        args = tuple(named[argument.name] for argument in schema_of(target).arguments)
+        written = node.graph.call_function(target, args)
+    written.meta = {k: v for k, v in node.meta.items() if k != EAGER_VALUES} | {"val": None}
+    node.replace_all_uses_with(input)
+    node.graph.erase_node(node)
+    return Decision(site, "gradient", "gradient in place")
+
+
+def overwritable(
+    input: Node,
+    readers: set[Node],
+    donated: Collection[int] = (),
+    earlier: Callable[[Node], bool] = lambda node: False,
+) -> str | None:
+    """Why ``readers``, the last ones to read it, may not overwrite the buffer that ``input`` lies
+    in; None where they may.
+
+    Args:
+        donated: the places of the graph's inputs that it may overwrite.
+        earlier: whether another reader comes before them, or can.
+    """
+    producer = _producer(input)
     if producer.op == "placeholder":
-        return "input is an input of the graph, too"
+        placeholders = producer.graph.find_nodes(op="placeholder")
+        if placeholders.index(producer) not in donated:
+            return "input is an input of the graph, too"
+        if [storage_of(n) for n in placeholders].count(storage_of(producer)) > 1:
+            return "two inputs of the graph share its memory"
     # A product is an extern kernel's, and surely a buffer of its own. What Inductor generates it
     # may hand over as a copy, which would be overwritten in vain.
-    if producer.target not in MATMULS:
+    elif producer.target not in MATMULS:
         return f"{producer.name} is not a matrix product"
     if storage_of(producer) in map(storage_of, graph_outputs(producer.graph)):
         return "input is returned, or saved for the backward"
-    looks = [producer]
-    for look in looks:
-        for user in look.users:
-            if user.target in _VIEWS:
-                looks.append(user)
-            elif user not in readers:
-                return f"{user.name} reads input, too"
-    seen = set(looks)
+    for user in readers_of_buffer(input):
+        if user not in readers and not earlier(user):
+            return f"{user.name} reads input, too"
+    seen = set(_looks(producer))
     if any(seen.intersection(reader.all_input_nodes) - {input} for reader in readers):
         return "input is read through two views"
     return None
+
+
+def readers_of_buffer(input: Node) -> list[Node]:
+    """What reads the buffer that ``input`` lies in, through whatever view."""
+    looks = _looks(_producer(input))
+    return [user for look in looks for user in look.users if user.target not in _VIEWS]
+
+
+def _producer(input: Node) -> Node:
+    while input.target in _VIEWS:
+        input = input.args[0]  # type: ignore[assignment]
+    return input
+
+
+def _looks(producer: Node) -> list[Node]:
+    """A buffer and the views of it."""
+    looks = [producer]
+    for look in looks:
+        looks += (user for user in look.users if user.target in _VIEWS)
+    return looks
+
+
+def _can_go_before(node: Node) -> Callable[[Node], bool]:
+    """Whether a reader is before a call, or could be, with all that it is computed from."""
+    later = depends_on(node)
+    order = {each: index for index, each in enumerate(node.graph.nodes)}
+
+    def answer(reader: Node) -> bool:
+        if reader in later or reader.op != "call_function":
+            return False
+        between = list(node.graph.nodes)[order[node] + 1 : order[reader] + 1]
+        return not any(map(_has_effects, between))
+
+    return answer
+
+
+def _has_effects(node: Node) -> bool:
+    """Whether it matters what comes before a call, and what after it."""
+    if not isinstance(node.target, OpOverload):
+        return node.target is not operator.getitem
+    return schema_of(node.target).is_mutable or (
+        torch.Tag.nondeterministic_seeded in node.target.tags
+    )
+
+
+def _put_before(node: Node, readers: Sequence[Node]) -> None:
+    """Moves readers that come after a call to before it, with what they are computed from."""
+    order = {each: index for index, each in enumerate(node.graph.nodes)}
+    moved: set[Node] = set()
+    work = [reader for reader in readers if order[reader] > order[node]]
+    while work:
+        each = work.pop()
+        if each not in moved:
+            moved.add(each)
+            work += (source for source in each.all_input_nodes if order[source] > order[node])
+    for each in sorted(moved, key=order.__getitem__):
+        node.prepend(each)
 
 
 def _scale(node: Node, donated: Collection[int]) -> Decision:

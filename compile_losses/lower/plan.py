@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from compile_losses.lower.aliases import is_fused_into_readers
+from compile_losses.lower.aliases import (
+    depends_on,
+    depends_on_tangents,
+    is_fused_into_readers,
+)
 from compile_losses.lower.calls import Loss, find_losses, fused_call, has_part, merge_twins
 from compile_losses.lower.cost import (
     Cost,
@@ -146,7 +150,8 @@ def costs(loss: Loss, feeds: Sequence[Feed], hoisted: bool) -> tuple[Cost, Cost]
     if value is not None and loss.arguments["reduction"] == REDUCTIONS["none"]:
         # The loss is written and read back, and so is its grad_output.
         between = nbytes_of(value.meta["val"]) * (4 if gradients else 2)
-    in_place = hoisted and overwritable(loss.input, {loss.forward, *loss.backwards}) is None
+    dies = _dies(loss)
+    in_place = dies and (hoisted or loss.name == "cross_entropy")
     kernel = kernel_cost(feeds, between, gradients, hoisted=hoisted, in_place=in_place)
     # A weighted mean divides by the weight's sum, for which torch's ops need no read of their own.
     weight = loss.arguments.get("weight")
@@ -155,7 +160,22 @@ def costs(loss: Loss, feeds: Sequence[Feed], hoisted: bool) -> tuple[Cost, Cost]
     slow = slow_path(loss)
     if slow is not None:
         kernel = Cost(int(slow.factor * kernel.moved), kernel.held)
-    return kernel, inline_cost(feeds, gradients, _forward_passes(loss))
+    return kernel, inline_cost(feeds, gradients, _forward_passes(loss), in_place=dies)
+
+
+def _dies(loss: Loss) -> bool:
+    """Whether the gradient may lie over the input: all else that reads it belongs to the forward,
+    and the backward needs nothing that is computed from that."""
+    readers = {loss.forward, *loss.backwards}
+    backward = depends_on_tangents(loss.forward.graph)
+    after = depends_on(loss.forward)
+
+    def earlier(reader: Node) -> bool:
+        return reader not in after and not backward & {
+            node for node in depends_on(reader) if node.op != "output"
+        }
+
+    return overwritable(loss.input, readers, earlier=earlier) is None
 
 
 def _is_summed(node: Node) -> bool:
