@@ -256,12 +256,12 @@ def keeps_backward(graphs):
     return "_with_grad" not in graphs["joint"][0] and "_backward.default" in graphs["joint"][0]
 
 
-def test_broadcast_is_not_hoisted(graphs, no_code):
+def test_broadcast_is_not_hoisted(graphs, no_code, kernels_at_any_cost):
     compare(Head(lambda p, t: F.mse_loss(p[:, :1], t)), real(), factors=(1.0, 2.0))
     assert keeps_backward(graphs)
 
 
-def test_target_with_gradient(graphs, no_code):
+def test_target_with_gradient(graphs, no_code, kernels_at_any_cost):
     class TwoHeads(nn.Module):
         def __init__(self):
             super().__init__()
@@ -274,7 +274,7 @@ def test_target_with_gradient(graphs, no_code):
     assert keeps_backward(graphs)
 
 
-def test_float16_is_not_hoisted(graphs, no_code):
+def test_float16_is_not_hoisted(graphs, no_code, kernels_at_any_cost):
     """1/N underflows in float16 before a GradScaler's factor arrives."""
 
     class Half(Head):

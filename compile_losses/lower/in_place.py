@@ -175,10 +175,15 @@ def _gradient_by_row_over_input(node: Node, donated: Collection[int]) -> Decisio
         return Decision(site, "gradient", "gradient in a new buffer", reason)
     _put_before(node, readers_of_buffer(input))
     value = input.meta["val"]
-    classes = value.shape[min(1, value.dim() - 1)]
-    named |= {"first_class": 0, "classes": classes}
+    dim = min(1, value.dim() - 1)
+    classes = value.shape[dim]
     target = fused.vocabulary_parallel_gradient_.default
     with node.graph.inserting_before(node):
+        if not isinstance(classes, int):
+            size = node.graph.call_function(aten.sym_size.int, (input, dim))
+            size.meta["val"] = classes
+            classes = size
+        named |= {"first_class": 0, "classes": classes}
         args = tuple(named[argument.name] for argument in schema_of(target).arguments)
         written = node.graph.call_function(target, args)
     written.meta = {k: v for k, v in node.meta.items() if k != EAGER_VALUES} | {"val": None}
