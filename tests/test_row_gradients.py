@@ -22,7 +22,7 @@ LOGITS, AGAIN = "with its logits", "logits computed again"
 pytestmark = pytest.mark.usefixtures("no_code", "chunks")
 
 
-def problem(dtype=torch.float64, *, frozen=False, tokens=TOKENS):
+def problem(dtype=torch.float64, *, frozen=False, tokens=TOKENS, device="cpu"):
     """Hidden states, weight, labels of which some are ignored, a mask, advantages, and the
     log-probabilities of an older model."""
     generator = torch.Generator().manual_seed(0)
@@ -36,8 +36,9 @@ def problem(dtype=torch.float64, *, frozen=False, tokens=TOKENS):
     mask = (torch.rand(BATCH, tokens, generator=generator) > 0.3).double()
     old = F.cross_entropy((h @ w.t()).flatten(0, 1), labels.flatten(), reduction="none")
     old = -old.view(BATCH, tokens) + 0.3 * draw(BATCH, tokens)
-    tensors = [t.to(dtype) for t in (h, w, mask, draw(BATCH, 1), old)]
+    tensors = [t.to(device, dtype) for t in (h, w, mask, draw(BATCH, 1), old)]
     h, w, mask, advantages, old = tensors
+    labels = labels.to(device)
     return h.requires_grad_(), w.requires_grad_(not frozen), labels, mask, advantages, old
 
 
@@ -204,7 +205,8 @@ ACROSS_ROWS = {
 
 
 def weights_of(result):
-    return torch.linspace(0.5, 1, result.numel(), dtype=result.dtype).view(result.shape)
+    weights = torch.linspace(0.5, 1, result.numel(), dtype=result.dtype, device=result.device)
+    return weights.view(result.shape)
 
 
 def outcome(function, inputs, factor=3.0):
@@ -213,9 +215,7 @@ def outcome(function, inputs, factor=3.0):
     results = function(*tensors)
     results = results if isinstance(results, tuple) else (results,)
     total = sum(
-        (
-            factor * (i + 1) * r * torch.linspace(0.5, 1, r.numel(), dtype=r.dtype).view(r.shape)
-        ).sum()
+        (factor * (i + 1) * r * weights_of(r)).sum()
         for i, r in enumerate(results)
         if r.requires_grad
     )
@@ -257,16 +257,16 @@ def plan_of(function, inputs):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", BY_ROW)
-def test_in_the_forward(name, dtype):
-    inputs = problem(dtype)
+def test_in_the_forward(name, dtype, device):
+    inputs = problem(dtype, device=device)
     check(BY_ROW[name], inputs)
     assert plan_of(BY_ROW[name], inputs).plan[0] == IN_THE_FORWARD
 
 
 @pytest.mark.parametrize("name", ACROSS_ROWS)
-def test_across_rows(name):
+def test_across_rows(name, device):
     """Recognised, and then computed as without this op: the reason says what would save memory."""
-    inputs = problem()
+    inputs = problem(device=device)
     check(ACROSS_ROWS[name], inputs)
     site = plan_of(ACROSS_ROWS[name], inputs)
     assert site.plan[0] == LOGITS
@@ -276,8 +276,8 @@ def test_across_rows(name):
 
 
 @pytest.mark.parametrize("name", ["preferences", "each_of_them", "of_neighbours"])
-def test_memory_is_preferred(name, monkeypatch):
-    inputs = problem()
+def test_memory_is_preferred(name, monkeypatch, device):
+    inputs = problem(device=device)
     check(ACROSS_ROWS[name], inputs, prefer_memory=True)
     monkeypatch.setenv("COMPILE_LOSSES_PREFER_MEMORY", "1")
     assert plan_of(ACROSS_ROWS[name], inputs).plan[0] == AGAIN
@@ -285,10 +285,10 @@ def test_memory_is_preferred(name, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", [*BY_ROW, *ACROSS_ROWS])
-def test_frozen_head(name, dtype):
+def test_frozen_head(name, dtype, device):
     """Input's gradients are made for a gradient of 1 of each row, whatever they are scaled by."""
     function = {**BY_ROW, **ACROSS_ROWS}[name]
-    inputs = problem(dtype, frozen=True)
+    inputs = problem(dtype, frozen=True, device=device)
     check(function, inputs)
     assert plan_of(function, inputs).plan[0] == SCALED
 
