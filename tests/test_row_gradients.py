@@ -225,6 +225,10 @@ def outcome(function, inputs, factor=3.0):
 
 def check(function, inputs, **options):
     compiled = torch.compile(function, backend="compile_losses", options=options)
+    if inputs[0].dtype == torch.float64:
+        pair = outcome(compiled, inputs), outcome(function, inputs)
+        torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
+        return
     exact = [t.double() if t.is_floating_point() else t for t in inputs]
     exact = [t.detach().requires_grad_(g.requires_grad) for t, g in zip(exact, inputs, strict=True)]
     found = [outcome(compiled, inputs), outcome(function, inputs), outcome(function, exact)]
