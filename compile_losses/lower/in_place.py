@@ -35,12 +35,12 @@ from compile_losses.lower.calls import (
     is_elementwise,
     named_arguments,
 )
-from compile_losses.lower.cost import MATMULS
+from compile_losses.lower.cost import MATMULS, hint_of
 from compile_losses.lower.decision import Decision, log
 from compile_losses.lower.elementwise import drop_markers
 from compile_losses.lower.hoist import SAVED
 from compile_losses.lower.inline import inline_backward
-from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.ops.checks import CASTS, REDUCTIONS
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.graphs import DISLIKES_PADDING, EAGER_VALUES
 from compile_losses.torch_internals.inductor import donated_inputs
@@ -59,8 +59,23 @@ _ROW_VIEWS = (
     aten.squeeze.dim,
     aten.unsqueeze.default,
     aten.slice.Tensor,
+    aten.alias.default,
+    aten.detach.default,
 )
 _VIEWS = (*_ROW_VIEWS, aten.permute.default, aten.transpose.int, aten.t.default)
+
+#: What is made of logits for metrics.
+_REDUCTIONS = (
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.amax.default,
+    aten.amin.default,
+    aten.max.dim,
+    aten.min.dim,
+    aten.topk.default,
+)
+#: Inductor writes out reductions of up to so many numbers (its ``unroll_reductions_threshold``).
+_WRITTEN_OUT = 8
 
 
 def in_place(graph: Graph, donated: Collection[int] = ()) -> list[Decision]:
@@ -253,12 +268,29 @@ def _can_go_before(node: Node) -> Callable[[Node], bool]:
     order = {each: index for index, each in enumerate(node.graph.nodes)}
 
     def answer(reader: Node) -> bool:
-        if reader in later or reader.op != "call_function":
+        if reader in later or not is_computed_where_it_stands(reader):
             return False
         between = list(node.graph.nodes)[order[node] + 1 : order[reader] + 1]
         return not any(map(_has_effects, between))
 
     return answer
+
+
+def is_computed_where_it_stands(node: Node) -> bool:
+    """Whether Inductor has read a call's arguments before it goes on to the next call.
+
+    Ops of elements it may compute where their result is read, and then with what was written to
+    their arguments in between. So it does with reductions of so few numbers that it writes out.
+    """
+    if node.target in CASTS:
+        return bool(node.users) and all(map(is_computed_where_it_stands, node.users))
+    if fused_call(node) is not None:
+        return True
+    if node.target not in _REDUCTIONS:
+        return False
+    source = node.all_input_nodes[0].meta["val"]
+    kept = tree_leaves(node.meta["val"])[0]
+    return hint_of(source.numel()) > _WRITTEN_OUT * hint_of(kept.numel())
 
 
 def _has_effects(node: Node) -> bool:

@@ -8,7 +8,7 @@ torch's ops, or it is small.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from compile_losses.lower.cost import (
 from compile_losses.lower.decision import Decision, log
 from compile_losses.lower.elementwise import move_gradients
 from compile_losses.lower.hoist import hoist, overwrites_buffers, refusal, tensors_read
-from compile_losses.lower.in_place import overwritable
+from compile_losses.lower.in_place import is_computed_where_it_stands, overwritable
 from compile_losses.lower.inline import inline, inline_backward
 from compile_losses.lower.linear import plan_linear, plan_rows
 from compile_losses.lower.slow_paths import is_small, slow_path
@@ -150,8 +150,9 @@ def costs(loss: Loss, feeds: Sequence[Feed], hoisted: bool) -> tuple[Cost, Cost]
     if value is not None and loss.arguments["reduction"] == REDUCTIONS["none"]:
         # The loss is written and read back, and so is its grad_output.
         between = nbytes_of(value.meta["val"]) * (4 if gradients else 2)
-    dies = _dies(loss)
-    in_place = dies and (hoisted or loss.name == "cross_entropy")
+    in_place = False
+    if hoisted or loss.name == "cross_entropy":
+        in_place = _dies(loss, is_computed_where_it_stands)
     kernel = kernel_cost(feeds, between, gradients, hoisted=hoisted, in_place=in_place)
     # A weighted mean divides by the weight's sum, for which torch's ops need no read of their own.
     weight = loss.arguments.get("weight")
@@ -160,20 +161,25 @@ def costs(loss: Loss, feeds: Sequence[Feed], hoisted: bool) -> tuple[Cost, Cost]
     slow = slow_path(loss)
     if slow is not None:
         kernel = Cost(int(slow.factor * kernel.moved), kernel.held)
-    return kernel, inline_cost(feeds, gradients, _forward_passes(loss), in_place=dies)
+    inlined_in_place = _dies(loss, lambda reader: True)
+    return kernel, inline_cost(feeds, gradients, _forward_passes(loss), in_place=inlined_in_place)
 
 
-def _dies(loss: Loss) -> bool:
+def _dies(loss: Loss, may_come_first: Callable[[Node], bool]) -> bool:
     """Whether the gradient may lie over the input: all else that reads it belongs to the forward,
-    and the backward needs nothing that is computed from that."""
+    and the backward needs nothing that is computed from that.
+
+    Args:
+        may_come_first: of such a reader, whether the gradient can wait for it.
+    """
     readers = {loss.forward, *loss.backwards}
     backward = depends_on_tangents(loss.forward.graph)
     after = depends_on(loss.forward)
 
     def earlier(reader: Node) -> bool:
-        return reader not in after and not backward & {
-            node for node in depends_on(reader) if node.op != "output"
-        }
+        if reader in after or not may_come_first(reader):
+            return False
+        return not backward & {node for node in depends_on(reader) if node.op != "output"}
 
     return overwritable(loss.input, readers, earlier=earlier) is None
 
