@@ -3,6 +3,10 @@
 A sample is one call, right after an untimed call of the same step on other inputs. So a step pays
 for writing back its own gradient from the cache and not another contender's. Inputs are not found
 in the cache: neither from the call before nor, in measure.py, from another contender's.
+
+Of a long step a sample is the mean of several calls after several untimed ones, since a GPU's clock
+and power depend on what ran in the milliseconds before: right after a lighter step, the same step
+was up to 15% faster on an H100. In each turn the steps come in another order, drawn at random.
 """
 
 from __future__ import annotations
@@ -15,12 +19,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 
 import torch
 
 Call = Callable[[], object]
 NextCall = Callable[[], Call]
 FEWEST_ROUNDS, MOST_ROUNDS, WARM_UP = 7, 200, 2
+#: A step that takes so many milliseconds on a GPU is long. The untimed and the timed calls of its
+#: samples; those of others, and on a CPU, have 1 and 1.
+LONG_MS = 2.0
+LONG_CALLS = (2, 4)
 
 
 class Clock(ABC):
@@ -38,8 +47,12 @@ class Clock(ABC):
         self.buffer_numel = buffer_numel  # of the bandwidth measurement, in float32
 
     @abstractmethod
-    def sample(self, next_call: NextCall, lead_ms: float) -> float:
-        """Milliseconds of one call after an untimed one."""
+    def sample(self, next_call: NextCall, lead_ms: float, untimed: int, timed: int) -> float:
+        """Milliseconds of a call, the mean of ``timed``, after ``untimed`` calls."""
+
+    def calls_of(self, sample_ms: float) -> tuple[int, int]:
+        """How many calls a sample has, untimed and timed, of a step that takes so long."""
+        return 1, 1
 
     def lead_ms(self, next_call: NextCall) -> float:
         """How long the device is to be kept busy before a sample of this step."""
@@ -81,14 +94,17 @@ class CpuClock(Clock):
             cache = 0
         super().__init__(device, cache or 64 << 20, 1 << 26)
 
-    def sample(self, next_call: NextCall, lead_ms: float) -> float:
-        next_call()()
-        call = next_call()
-        start = time.perf_counter()
-        result = call()
-        elapsed = time.perf_counter() - start
-        del result  # freeing what was returned is not the step's
-        return elapsed * 1e3
+    def sample(self, next_call: NextCall, lead_ms: float, untimed: int, timed: int) -> float:
+        for _ in range(untimed):
+            next_call()()
+        elapsed = 0.0
+        for _ in range(timed):
+            call = next_call()
+            start = time.perf_counter()
+            result = call()
+            elapsed += time.perf_counter() - start
+            del result  # freeing what was returned is not the step's
+        return elapsed * 1e3 / timed
 
 
 class CudaClock(Clock):
@@ -128,10 +144,21 @@ class CudaClock(Clock):
         torch.cuda.synchronize()
         return min(3 * min(host_ms) + 0.1, self.LONGEST_LEAD_MS)  # a sample issues two calls
 
-    def sample(self, next_call: NextCall, lead_ms: float) -> float:
+    def sample(self, next_call: NextCall, lead_ms: float, untimed: int, timed: int) -> float:
         torch.cuda._sleep(int(lead_ms * self.cycles_per_ms))
-        next_call()()
-        return self._milliseconds(next_call())
+        for _ in range(untimed):
+            next_call()()
+        if timed == 1:
+            return self._milliseconds(next_call())
+
+        def calls() -> None:
+            for _ in range(timed):
+                next_call()()
+
+        return self._milliseconds(calls) / timed
+
+    def calls_of(self, sample_ms: float) -> tuple[int, int]:
+        return LONG_CALLS if sample_ms >= LONG_MS else (1, 1)
 
     def next_lead_ms(self, lead_ms: float, sample_ms: float) -> float:
         short = sample_ms < lead_ms  # another kernel of a longer step hides that the host was late
@@ -165,10 +192,11 @@ class Sampler:
     ) -> None:
         self.next_call, self.clock, self.slowest = next_call, clock, slowest
         self.lead_ms = slowest(clock.lead_ms(next_call))
+        self.calls = clock.calls_of(slowest(clock.sample(next_call, self.lead_ms, 1, 1)))
 
     def sample(self) -> float:
         """Milliseconds of one call."""
-        elapsed = self.slowest(self.clock.sample(self.next_call, self.lead_ms))
+        elapsed = self.slowest(self.clock.sample(self.next_call, self.lead_ms, *self.calls))
         self.lead_ms = self.slowest(self.clock.next_lead_ms(self.lead_ms, elapsed))
         return elapsed
 
@@ -179,7 +207,7 @@ def time_in_turns(
     budget_s: float,
     slowest: Callable[[float], float] = lambda value: value,
 ) -> list[list[float]]:
-    """Milliseconds of each run, one sample a round, so that what the device does meets all of them.
+    """Milliseconds of each run, one sample a turn, so that what the device does meets all of them.
 
     Args:
         budget_s: about how long to sample each run; short ones at most ``MOST_ROUNDS`` times.
@@ -193,24 +221,32 @@ def time_in_turns(
         samplers.append(Sampler(run, clock, slowest))
     times: list[list[float]] = [[] for _ in runs]
     spent = -clock.warm_up_ms * len(runs)
-    order = range(len(runs))
+    order = list(range(len(runs)))
+    random = Random(0)  # of several ranks, each draws the same
     budget_ms = budget_s * 1e3 * len(runs)
     while runs and len(times[0]) < MOST_ROUNDS:
         if spent >= budget_ms and len(times[0]) >= FEWEST_ROUNDS:
             break
         counts = spent >= 0
-        order = order[::-1]
+        random.shuffle(order)
         for index in order:
             sample = samplers[index].sample()
             if counts:
                 times[index].append(sample)
-            spent += 2 * sample  # a sample is two calls
+            spent += sum(samplers[index].calls) * sample
     return times
 
 
 def ratio_of(stock: list[float], ours: list[float]) -> float:
     """The median of ours over stock's of the same turn, whatever else the machine does."""
     return statistics.median(b / a for a, b in zip(stock, ours, strict=True))
+
+
+def range_of(stock: list[float], ours: list[float]) -> str:
+    """The least and the largest of the same ratios, but for a tenth of them at either end."""
+    ratios = sorted(b / a for a, b in zip(stock, ours, strict=True))
+    cut = len(ratios) // 10
+    return f"{ratios[cut]:.3f}-{ratios[-1 - cut]:.3f}"
 
 
 def cpu_peak_mib(call: Call) -> float:

@@ -172,10 +172,10 @@ def measure(
         rows[name] = Row(
             contender=name, reason=reason, contender_version=version_of(distribution), **common
         )
-    times = time_in_turns(list(ready.values()), clock, budget_s)
-    for name, samples in zip(ready, times, strict=True):
+    times = dict(zip(ready, time_in_turns(list(ready.values()), clock, budget_s), strict=True))
+    for name, samples in times.items():
         peak = linear_steps.peak_beside(ready[name], (problem.hidden, problem.weight), clock)
-        rows[name] = rows[name].timed(samples, peak)
+        rows[name] = rows[name].timed(samples, peak, times.get("inductor"))
     problem.clear()
     return list(rows.values())
 

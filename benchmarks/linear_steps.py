@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.clock import Clock, NextCall, peak_mib
+from benchmarks.clock import Clock, NextCall, peak_mib, range_of, ratio_of
 from benchmarks.options import DTYPES, add_options
 
 Loss = Callable[[Any, Any, Any], Any]  # of hidden, weight and target
@@ -42,7 +42,9 @@ class Shape:
 class Row:
     """A contender's figures; empty, with a reason, where it was wrong or failed. Memory is in MiB.
 
-    Of several ranks these are the slowest one's time and the memory of the one that takes most.
+    ``ratio`` is the median ratio to the sample of Inductor in the same turn, and ``range`` that of
+    most of them. Of several ranks these are the slowest one's time and the memory of the one that
+    takes most.
     """
 
     shape: str
@@ -51,6 +53,8 @@ class Row:
     ranks: str = "1"
     contender: str
     ms: str = ""
+    ratio: str = ""
+    range: str = ""
     peak_mib: str = ""
     reason: str = ""
     device: str
@@ -66,14 +70,23 @@ class Row:
     def key(self) -> tuple[str, ...]:
         return self.device, *self.problem, self.contender
 
-    def timed(self, samples: Sequence[float], peak_mib: float) -> Row:
-        return replace(self, ms=f"{statistics.median(samples):.4g}", peak_mib=f"{peak_mib:.1f}")
+    def timed(
+        self, samples: Sequence[float], peak_mib: float, stock: list[float] | None = None
+    ) -> Row:
+        timed = replace(self, ms=f"{statistics.median(samples):.4g}", peak_mib=f"{peak_mib:.1f}")
+        if stock is None:
+            return timed
+        own = list(samples)
+        return replace(timed, ratio=f"{ratio_of(stock, own):.3f}", range=range_of(stock, own))
 
     def __str__(self) -> str:
-        return f"{self.shape:<22}{self.contender:<24}{self.ms:>9}{self.peak_mib:>10}  {self.reason}"
+        return (
+            f"{self.shape:<22}{self.contender:<24}{self.ms:>9}{self.ratio:>8}{self.range:>13}"
+            f"{self.peak_mib:>10}  {self.reason}"
+        )
 
 
-HEADER = f"{'shape':<22}{'contender':<24}{'ms':>9}{'MiB':>10}"
+HEADER = f"{'shape':<22}{'contender':<24}{'ms':>9}{'ratio':>8}{'range':>13}{'MiB':>10}"
 
 
 class Results:

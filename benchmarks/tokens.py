@@ -5,7 +5,8 @@ with this package, and with this package where memory is preferred, checks the l
 gradients against float32 or float64, times all of them in turns, and measures the most memory that
 each allocates above its inputs, gradients included. ``mean``, the mean linear cross entropy, is the
 measure of the others: it needs three products of matrices. In a ``frozen`` head the weight needs no
-gradient. Liger's chunked loss of GRPO stands beside the losses that compute the same.
+gradient. Liger's chunked loss of GRPO stands beside the losses that compute the same. ``--sweep
+classes`` and ``--sweep rows`` measure and draw time and memory against that size.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import contextlib
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -22,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import linear_steps, report
-from benchmarks.clock import Call, Clock, peak_mib, ratio_of, time_in_turns
+from benchmarks import linear_steps, plots, report
+from benchmarks.clock import Call, Clock, peak_mib, range_of, ratio_of, time_in_turns
 from benchmarks.contenders import UnavailableError, reason_of, version_of
 from benchmarks.linear_steps import Shape
 from benchmarks.options import DTYPES, add_options, provenance
@@ -32,6 +33,10 @@ from benchmarks.workers import Figures, Worker, all_figures
 SEQUENCES = 8
 HEADS = ("trained", "frozen")
 Cell = tuple[str, str, Shape]  # loss, head, shape
+SWEEPS = {
+    "classes": (8000, 16_000, 32_000, 64_000, 128_000, 256_000),
+    "rows": (1024, 2048, 4096, 8192, 16_384),
+}
 #: Of a ratio of log-probabilities, as in PPO.
 CLIP = 0.2
 
@@ -108,7 +113,8 @@ LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
 class Row:
     """A contender's figures in a cell; empty, with a reason, where it was wrong or failed.
 
-    ``ratio`` is the median ratio of neighbouring samples to stock's. Memory is in MiB.
+    ``ratio`` is the median ratio to stock's sample of the same turn, and ``range`` that of most of
+    them. Memory is in MiB.
     """
 
     shape: str
@@ -118,6 +124,7 @@ class Row:
     contender: str
     ms: str
     ratio: str
+    range: str
     peak_mib: str
     plan: str
     reason: str
@@ -287,10 +294,11 @@ def measure(
         found[name] = {"reason": reason}
     times = dict(zip(ready, time_in_turns(list(ready.values()), clock, budget_s), strict=True))
     for name, samples in times.items():
-        ratio = f"{ratio_of(times['stock'], samples):.3f}" if "stock" in times else ""
+        if "stock" in times:
+            found[name]["ratio"] = f"{ratio_of(times['stock'], samples):.3f}"
+            found[name]["range"] = range_of(times["stock"], samples)
         found[name] |= {
             "ms": f"{statistics.median(samples):.4g}",
-            "ratio": ratio,
             "peak_mib": f"{peak_mib(ready[name], clock):.0f}",
         }
         if name.startswith("ours"):
@@ -298,18 +306,47 @@ def measure(
     return found
 
 
+def _draw(rows: list[Row], path: Path) -> None:
+    """Writes a figure for each kind of head."""
+    for head in dict.fromkeys(row.head for row in rows):
+        lines = [
+            linear_steps.Row(
+                shape=row.shape,
+                dtype=row.dtype,
+                contender=f"{row.contender}: {row.loss}",
+                ms=row.ms,
+                peak_mib=row.peak_mib,
+                device=row.device,
+                torch=row.torch,
+                contender_version=row.contender_version,
+                commit=row.commit,
+            )
+            for row in rows
+            if row.head == head
+        ]
+        print(f"wrote {plots.plot_steps(lines, path.with_name(f'{path.stem}-{head}.png'))}")
+
+
+def _shapes(arguments: argparse.Namespace) -> list[Shape]:
+    if not arguments.sweep:
+        return arguments.shape
+    (base,) = arguments.shape
+    return [replace(base, **{arguments.sweep: size}) for size in SWEEPS[arguments.sweep]]
+
+
 def run(arguments: argparse.Namespace) -> int:
     device = torch.device(arguments.device)
-    output: Path = arguments.output or report.default_output(device, "tokens")
+    kind = f"tokens-{arguments.sweep}" if arguments.sweep else "tokens"
+    output: Path = arguments.output or report.default_output(device, kind)
     table = report.kept(output, Row, append=arguments.append)
     cells = [
         (loss, head, shape)
-        for shape in arguments.shape
+        for shape in _shapes(arguments)
         for head in arguments.head
         for loss in arguments.loss
     ]
     broken = False
-    print(f"{'cell':<52}{'ms':>9}{'ratio':>8}{'MiB':>8}  plan")
+    print(f"{'cell':<52}{'ms':>9}{'ratio':>8}{'range':>13}{'MiB':>8}  plan")
     with all_figures(TokensWorker, arguments, cells) as measured:
         for (loss, head, shape), found in measured:
             for name in arguments.contender:
@@ -331,11 +368,13 @@ def run(arguments: argparse.Namespace) -> int:
                 broken |= name.startswith("ours") and bool(row.reason)
                 print(
                     f"{f'{shape} {head} {loss} {name}':<52}{row.ms:>9}{row.ratio:>8}"
-                    f"{row.peak_mib:>8}  {row.plan}{row.reason}",
+                    f"{row.range:>13}{row.peak_mib:>8}  {row.plan}{row.reason}",
                     flush=True,
                 )
             report.write(output, Row, table.values())
     print(f"wrote {output}")
+    if arguments.sweep:
+        _draw(list(table.values()), output)
     return int(broken)
 
 
@@ -357,5 +396,6 @@ def add_command(commands: argparse._SubParsersAction) -> None:  # type: ignore[t
         help=f"ROWSxHIDDENxCLASSES ({shape})",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if cuda else "float32")
+    parser.add_argument("--sweep", choices=SWEEPS, help="of one --shape, against this size")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile (1)")
     add_options(parser, 0.5, append=True)

@@ -9,16 +9,29 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import CASES, Case, Pass
-from benchmarks.clock import FEWEST_ROUNDS, MOST_ROUNDS, WARM_UP, Clock, NextCall, time_in_turns
+from benchmarks.clock import (
+    FEWEST_ROUNDS,
+    MOST_ROUNDS,
+    WARM_UP,
+    Clock,
+    NextCall,
+    range_of,
+    time_in_turns,
+)
 from benchmarks.contenders import CONTENDERS, Contender, Step
 from benchmarks.measure import make_problem, measure
 
 
 class NoClock(Clock):
-    def sample(self, next_call: NextCall, lead_ms: float) -> float:
-        next_call()()
-        next_call()()
+    calls = (1, 1)
+
+    def sample(self, next_call: NextCall, lead_ms: float, untimed: int, timed: int) -> float:
+        for _ in range(untimed + timed):
+            next_call()()
         return 1.0
+
+    def calls_of(self, sample_ms: float) -> tuple[int, int]:
+        return self.calls
 
 
 def test_no_contender_reads_what_another_has_just_read() -> None:
@@ -60,5 +73,26 @@ def test_rounds(budget_s: float, warm_up_ms: float, rounds: int) -> None:
     runs = [lambda name=name: partial(calls.update, [name]) for name in ("first", "second")]
     times = time_in_turns(runs, clock, budget_s)
     assert [len(samples) for samples in times] == [rounds] * 2
-    before = WARM_UP + 2 * int(warm_up_ms / 2)  # a sample, of a millisecond, is two calls
+    # A sample, of a millisecond, is two calls, and so is the one that tells how long the step is.
+    before = WARM_UP + 2 + 2 * int(warm_up_ms / 2)
     assert calls == dict.fromkeys(("first", "second"), before + 2 * rounds)
+
+
+def test_samples_of_long_steps() -> None:
+    """Several calls each, all of one step; the steps in changing order."""
+    clock = NoClock(torch.device("cpu"), cache_bytes=1, buffer_numel=1)
+    clock.calls = (2, 4)
+    called: list[str] = []
+    runs = [lambda name=name: partial(called.append, name) for name in ("first", "second")]
+    times = time_in_turns(runs, clock, 0.12)
+    assert [len(samples) for samples in times] == [20, 20]
+    samples = called[2 * (WARM_UP + 2) :]
+    turns = [tuple(samples[i : i + 12 : 6]) for i in range(0, len(samples), 12)]
+    assert all(len(set(samples[i : i + 6])) == 1 for i in range(0, len(samples), 6))
+    assert set(turns) == {("first", "second"), ("second", "first")}
+
+
+def test_range() -> None:
+    stock = [1.0] * 20
+    ours = [*(0.9 + i / 100 for i in range(18)), 0.1, 9.0]
+    assert range_of(stock, ours) == "0.910-1.060"
