@@ -115,6 +115,8 @@ def main() -> int:
     ).returncode
     if arguments.record and status in (0, 1):  # pytest ran to the end
         record(json.loads(told.stdout), rest, outcome)
+        write = "from tests.conformance import table; table.PAGE.write_text(table.page())"
+        subprocess.run([python, "-c", write], cwd=ROOT, check=True)
     shutil.rmtree(folder)
     return status or told.returncode
 

@@ -188,6 +188,25 @@ def test_gradient_by_row_over_saved_logits(function, in_place, graphs, kernels_a
     assert ("vocabulary_parallel_gradient_" in graphs["post"][1]) is in_place
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_float16_gradient_over_saved_logits(weighted, graphs, kernels_at_any_cost, device):
+    """A mean that is not hoisted; some rows, and in the second call all, are ignored."""
+    x, w = (torch.randn(shape, device=device).half() for shape in ((8, 16), (16, 12)))
+    leaves = x.requires_grad_(), w.requires_grad_()
+    weights = torch.rand(12, device=device).half() if weighted else None
+
+    def step(x, w, t):
+        return F.cross_entropy(x @ w, t, weights)
+
+    compiled = torch.compile(step, backend="compile_losses")
+    for ignored in (2, 8):
+        t = torch.arange(8, device=device)
+        t[:ignored] = -100
+        ours, eager = (torch.autograd.grad(f(x, w, t), leaves) for f in (compiled, step))
+        torch.testing.assert_close(ours, eager, rtol=2e-3, atol=1e-3, equal_nan=True)
+    assert "vocabulary_parallel_gradient_" in graphs["post"][1]
+
+
 def accuracy(logits, t):
     loss = F.cross_entropy(logits, t)
     right = (logits.float().argmax(-1) == t).float().mean()

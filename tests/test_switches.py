@@ -119,7 +119,8 @@ def test_passes(passes, way, counted, monkeypatch):
     monkeypatch.setenv("COMPILE_LOSSES_PASSES", passes)
     compiled(way)
     assert bool(counted["rewritten"]) == ("rewrite" in passes)
-    assert bool(counted["plan"]) == (passes == "rewrite,plan")
+    planned = [choice for choice in counted["plan"] if not choice.startswith("gradient in")]
+    assert bool(planned) == (passes == "rewrite,plan")
 
 
 def test_keys_of_caches(monkeypatch):

@@ -97,7 +97,7 @@ def in_place(graph: Graph, donated: Collection[int] = ()) -> list[Decision]:
         elif part == "backward" and has_part(loss, "with_grad_") and is_elementwise(loss):
             inline_backward(node)
         elif node.target is fused.cross_entropy_backward.default:
-            decisions.append(_gradient_by_row_over_input(node, donated))
+            decisions.append(_gradient_over_saved_input(node, donated))
     drop_markers(graph)
     for decision in decisions:
         log.debug("%s", decision)
@@ -174,18 +174,15 @@ def _gradient_over_input(node: Node, name: str) -> Decision:
     return Decision(site, name, "in place")
 
 
-def _gradient_by_row_over_input(node: Node, donated: Collection[int]) -> Decision:
-    """Cross entropy's gradient for a grad_output of each row, over the saved logits.
+def _gradient_over_saved_input(node: Node, donated: Collection[int]) -> Decision:
+    """Cross entropy's gradient where it was not hoisted, over the logits.
 
     Torch's own ops, fused, write it there, too.
     """
     named = named_arguments(node)
     input: Node = named["input"]
     site = site_of(node)
-    if named["reduction"] == REDUCTIONS["mean"]:
-        reason: str | None = "the op in place has no mean"
-    else:
-        reason = overwritable(input, {node}, donated, earlier=_can_go_before(node))
+    reason = overwritable(input, {node}, donated, earlier=_can_go_before(node))
     if reason is not None:
         return Decision(site, "gradient", "gradient in a new buffer", reason)
     _put_before(node, readers_of_buffer(input))
@@ -198,6 +195,11 @@ def _gradient_by_row_over_input(node: Node, donated: Collection[int]) -> Decisio
             size = node.graph.call_function(aten.sym_size.int, (input, dim))
             size.meta["val"] = classes
             classes = size
+        if named["reduction"] == REDUCTIONS["mean"]:  # which the op in place does not know
+            factor, total = named["grad_output"], named["total_weight"]
+            divided = node.graph.call_function(aten.div.Tensor, (factor, total))
+            divided.meta["val"] = factor.meta["val"] / total.meta["val"]
+            named |= {"grad_output": divided, "reduction": REDUCTIONS["sum"]}
         named |= {"first_class": 0, "classes": classes}
         args = tuple(named[argument.name] for argument in schema_of(target).arguments)
         written = node.graph.call_function(target, args)
