@@ -154,7 +154,7 @@ MATCHES = [
     Spelling("none", lambda x, q: F.cross_entropy(x, q, reduction="none"), soft_targets),
     Spelling("keywords", lambda x, q: F.cross_entropy(target=q, input=x), soft_targets),
     Spelling("smoothing", lambda x, q: F.cross_entropy(x, q, label_smoothing=0.1), soft_targets),
-    Spelling("weight", lambda x, q, w: F.cross_entropy(x, q, w), weighted, since=(2, 12)),
+    Spelling("weight", lambda x, q, w: F.cross_entropy(x, q, w), weighted, since=(2, 13)),
     Spelling(
         "nn.CrossEntropyLoss",
         lambda x, q: nn.CrossEntropyLoss(label_smoothing=0.2)(x, q),
