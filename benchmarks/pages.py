@@ -75,17 +75,24 @@ def taken(*rows: dict[str, str]) -> str:
 
 
 def front() -> str:
-    """Four rows: a head, a training step, a regression loss and a distillation loss."""
+    """A head, a loss of tokens, a training step, a regression loss and a distillation loss."""
     linear = rows_of("linear-nvidia-h200.csv")
     shape = {"shape": "8192x4096x128256", "ignored": "0"}
     steps = rows_of("steps-nvidia-h200.csv")
     cases = rows_of("nvidia-h200.csv")
+    tokens = rows_of("tokens-nvidia-h100.csv")
+    grpo = {"loss": "grpo_float32", "head": "trained"}
     whole = {"pass_": "fwd_bwd"}
     found = [
         (
             "cross entropy of 128256 classes with its head",
             one(linear, contender="inductor", **shape),
             one(linear, contender="ours_compiled", **shape),
+        ),
+        (
+            "GRPO's loss with the same head, half as wide",
+            one(tokens, contender="stock", **grpo),
+            one(tokens, contender="ours", **grpo),
         ),
         (
             "a training step of Llama, 2 layers",
@@ -154,6 +161,40 @@ def linear() -> str:
     return f"{table}\n{taken(*rows)}.\n"
 
 
+def linear_h100() -> str:
+    rows = rows_of("linear-nvidia-h100.csv")
+    lines = []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        stock, ours = (one(rows, shape=shape, contender=c) for c in ("inductor", "ours_compiled"))
+        lines.append((shape, pair(stock), pair(ours), ours["ratio"], ours["range"]))
+    header = ("rows x hidden x classes", "torch.compile", "ours, compiled", "ratio", "most turns")
+    return markdown(header, lines) + f"\n{taken(*rows)}.\n"
+
+
+#: Losses of tokens, by their names in the files and in the table.
+_TOKENS = {
+    "mean": "mean cross entropy",
+    "masked_mean": "masked mean",
+    "grpo_float32": "GRPO, TRL's float32 spelling",
+    "grpo_bfloat16": "GRPO, TRL's bfloat16 spelling",
+    "grpo_cross_entropy": "GRPO, `cross_entropy`",
+    "dpo_float32": "DPO, TRL's float32 spelling",
+    "dpo_cross_entropy": "DPO, `cross_entropy`",
+}
+
+
+def tokens() -> str:
+    rows = rows_of("tokens-nvidia-h100.csv")
+    contenders = ("stock", "ours", "ours_memory", "liger")
+    lines = []
+    for loss, head in dict.fromkeys((row["loss"], row["head"]) for row in rows):
+        found = {r["contender"]: r for r in rows if (r["loss"], r["head"]) == (loss, head)}
+        cells = [pair(found[name]) if name in found else "-" for name in contenders]
+        lines.append((_TOKENS[loss], head, *cells))
+    header = ("loss", "head", "stock", "ours", "ours, memory preferred", "Liger")
+    return markdown(header, lines) + f"\n{taken(*rows)}.\n"
+
+
 def steps() -> str:
     rows = rows_of("steps-nvidia-h200.csv")
     lines = []
@@ -168,7 +209,8 @@ def steps() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    function.__name__: function for function in (front, cases_gpu, cases_cpu, linear, steps)
+    function.__name__: function
+    for function in (front, cases_gpu, cases_cpu, linear, linear_h100, tokens, steps)
 }
 
 

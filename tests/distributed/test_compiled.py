@@ -62,8 +62,8 @@ def compiled(function, tensors, **options):
 
 
 def skip_unless_torch_traces(function, tensors, **options):
-    """Without us, too, torch 2.14 and 2.15 fail to gather from a DTensor of symbolic sizes, and torch
-    2.12 to flatten one that is sharded in its second dimension."""
+    """Without us, too, torch 2.14 and 2.15 fail to gather from a DTensor of symbolic sizes, and
+    torch 2.12 to flatten one that is sharded in its second dimension."""
     torch._dynamo.reset()
     try:
         torch.compile(function, backend="eager", fullgraph=True, **options)(*tensors)
