@@ -43,7 +43,7 @@ from compile_losses.lower.inline import inline_backward
 from compile_losses.ops.checks import CASTS, REDUCTIONS
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.graphs import DISLIKES_PADDING, EAGER_VALUES
-from compile_losses.torch_internals.inductor import donated_inputs
+from compile_losses.torch_internals.inductor import config, donated_inputs
 from compile_losses.torch_internals.ops import OpOverload, schema_of, tree_leaves
 from compile_losses.torch_internals.tensors import FakeTensor
 
@@ -74,8 +74,6 @@ _REDUCTIONS = (
     aten.min.dim,
     aten.topk.default,
 )
-#: Inductor writes out reductions of up to so many numbers (its ``unroll_reductions_threshold``).
-_WRITTEN_OUT = 8
 
 
 def in_place(graph: Graph, donated: Collection[int] = ()) -> list[Decision]:
@@ -233,6 +231,8 @@ def overwritable(
     # may hand over as a copy, which would be overwritten in vain.
     elif producer.target not in MATMULS:
         return f"{producer.name} is not a matrix product"
+    if storage_of(input) != storage_of(producer):  # Inductor reshapes what has gaps by a copy
+        return f"input is a copy of {producer.name}"
     if storage_of(producer) in map(storage_of, graph_outputs(producer.graph)):
         return "input is returned, or saved for the backward"
     for user in readers_of_buffer(input):
@@ -282,7 +282,7 @@ def is_computed_where_it_stands(node: Node) -> bool:
     """Whether Inductor has read a call's arguments before it goes on to the next call.
 
     Ops of elements it may compute where their result is read, and then with what was written to
-    their arguments in between. So it does with reductions of so few numbers that it writes out.
+    their arguments in between. So it does with reductions of few numbers, which it unrolls.
     """
     if node.target in CASTS:
         return bool(node.users) and all(map(is_computed_where_it_stands, node.users))
@@ -292,7 +292,7 @@ def is_computed_where_it_stands(node: Node) -> bool:
         return False
     source = node.all_input_nodes[0].meta["val"]
     kept = tree_leaves(node.meta["val"])[0]
-    return hint_of(source.numel()) > _WRITTEN_OUT * hint_of(kept.numel())
+    return hint_of(source.numel()) > config.unroll_reductions_threshold * hint_of(kept.numel())
 
 
 def _has_effects(node: Node) -> bool:
