@@ -362,8 +362,8 @@ def _note_backward(graph: Graph) -> None:
     scales = [node for node in graph.nodes if node.target is fused.scale.default]
     if scales:
         backward = _Backward()
+        weakref.finalize(backward, _leave)  # the last of its callbacks: the set forgets it before
         _to_come.add(backward)
-        weakref.finalize(backward, _leave)
         for scale in scales:
             scale.meta["compile_losses_backward"] = backward
 
@@ -376,9 +376,15 @@ def _note_compiled(graph: Graph) -> None:
 
 
 def _leave() -> None:
-    """Takes the last pass out of its slot, if it was left for backwards and none is to come."""
-    if not _is_enabled() and not _to_come:
-        setattr(config, POST_GRAD, _users(getattr(config, POST_GRAD)))
+    """Takes the last pass out of its slot, if it was left for backwards and none is to come.
+
+    May be called at any time, when a backward is garbage: also while a compilation has a pass of
+    its own in the slot, which stays.
+    """
+    current = getattr(config, POST_GRAD)
+    left = isinstance(current, _Pass) and current.calls > 0
+    if left and not _is_enabled() and not _to_come:
+        setattr(config, POST_GRAD, _users(current))
 
 
 def _is_enabled() -> bool:

@@ -18,7 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import compile_losses
 from compile_losses import switches
-from compile_losses.backend import _Pass
+from compile_losses.backend import _InPlacePass, _note_backward, _Pass
 from tests import WITHOUT_VECTORS
 
 
@@ -216,6 +216,24 @@ def test_enable_and_disable():
         assert fused_calls() > 0
     assert fused_calls() == 0
     assert config.pre_grad_custom_pass is None
+    assert config.post_grad_custom_post_pass is None
+
+
+def test_a_forgotten_backward_takes_out_no_pass_of_others():
+    """Garbage is collected at any time, and so in the middle of another compilation."""
+    graph = torch.fx.Graph()
+    unit = graph.placeholder("unit")
+    graph.call_function(torch.ops.fused.scale.default, (unit, unit))
+    compile_losses.enable()
+    _note_backward(graph)
+    compile_losses.disable()
+    assert isinstance(config.post_grad_custom_post_pass, _InPlacePass)  # for that backward
+    own = _InPlacePass(None)
+    with config.patch(post_grad_custom_post_pass=own):
+        del graph, unit
+        gc.collect()
+        assert config.post_grad_custom_post_pass is own
+    compile_losses.disable()
     assert config.post_grad_custom_post_pass is None
 
 

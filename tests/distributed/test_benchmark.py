@@ -22,7 +22,7 @@ def rows(tmp_path_factory):
     path = tmp_path_factory.mktemp("benchmark") / "steps.csv"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = ["--device=cpu", "--dtype=float32", f"--shape={SHAPE}", "--budget=0.01"]
-    more = ["--timeout=60", "--commit=abc", "--no-plots", f"--output={path}"]
+    more = ["--timeout=25", "--commit=abc", "--no-plots", f"--output={path}"]
     subprocess.run(
         [*command, "-m", "tests.distributed.contenders", *options, *more],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
