@@ -132,7 +132,7 @@ def versions() -> str:
         "## Versions of torch",
         "",
         "Runs of the tests on a CPU against an installed wheel, the same for all versions, by",
-        "`make test TORCH=...`.",
+        "`make test TORCH=...`; with the pinned version, in a checkout by `make test`.",
         "",
         "| torch | Python | tests | passed | skipped | failed |",
         "| --- | --- | --- | ---: | ---: | ---: |",
