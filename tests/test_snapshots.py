@@ -36,6 +36,7 @@ def pictures(loss, head, monkeypatch):
         texts["recognised"] = listing(gm.graph)
         with recorded(monkeypatch) as found:
             decide(gm, inputs)
+        assert len(found["post"]) == 2, found["post"]  # once, in a whole run, it was one
         (texts["joint"],), (texts["planned"],) = found["before"], found["joint"]
         texts["forward"], texts["backward"] = found["post"]
         return gm.forward
