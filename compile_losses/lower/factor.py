@@ -9,6 +9,7 @@ after ``total.backward()``.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,23 +119,29 @@ def _is_number(node: Node) -> bool:
 
 def move_before(nodes: list[Node], first: Node) -> bool:
     """Moves what ``nodes`` are computed by to before ``first``; False where that can't be done."""
+    late = later_sources(nodes, first)
+    if first in late or not all(map(is_movable, late)):
+        return False
+    for node in late:
+        first.prepend(node)
+    return True
+
+
+def later_sources(nodes: Iterable[Node], first: Node) -> list[Node]:
+    """Nodes and what computes them, as far as that does not come before ``first``; in order."""
     order = {node: i for i, node in enumerate(first.graph.nodes)}
     late: set[Node] = set()
     work = list(nodes)
     while work:
         node = work.pop()
-        if node in late or order[node] < order[first]:
-            continue
-        if node is first or not _is_movable(node):
-            return False
-        late.add(node)
-        work += node.all_input_nodes
-    for node in sorted(late, key=order.__getitem__):
-        first.prepend(node)
-    return True
+        if node not in late and order[node] >= order[first]:
+            late.add(node)
+            work += node.all_input_nodes
+    return sorted(late, key=order.__getitem__)
 
 
-def _is_movable(node: Node) -> bool:
+def is_movable(node: Node) -> bool:
+    """Whether a call of an op gives the same wherever its arguments are there."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return False

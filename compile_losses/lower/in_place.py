@@ -38,13 +38,14 @@ from compile_losses.lower.calls import (
 from compile_losses.lower.cost import MATMULS, hint_of
 from compile_losses.lower.decision import Decision, log
 from compile_losses.lower.elementwise import drop_markers
+from compile_losses.lower.factor import is_movable, later_sources
 from compile_losses.lower.hoist import SAVED
 from compile_losses.lower.inline import inline_backward
 from compile_losses.ops.checks import CASTS, REDUCTIONS
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.graphs import DISLIKES_PADDING, EAGER_VALUES
 from compile_losses.torch_internals.inductor import config, donated_inputs
-from compile_losses.torch_internals.ops import OpOverload, schema_of, tree_leaves
+from compile_losses.torch_internals.ops import schema_of, tree_leaves
 from compile_losses.torch_internals.tensors import FakeTensor
 
 aten = torch.ops.aten
@@ -159,7 +160,7 @@ def _gradient_over_input(node: Node, name: str) -> Decision:
     reason = overwritable(input, {node}, earlier=_can_go_before(node))
     if reason is not None:
         return Decision(site, name, "not in place", reason)
-    _put_before(node, readers_of_buffer(input))
+    _put_readers_before(node, input)
     graph = node.graph
     with graph.inserting_before(node):
         loss = graph.call_function(fused_op(name, "with_grad_"), node.args, node.kwargs)
@@ -183,7 +184,7 @@ def _gradient_over_saved_input(node: Node, donated: Collection[int]) -> Decision
     reason = overwritable(input, {node}, donated, earlier=_can_go_before(node))
     if reason is not None:
         return Decision(site, "gradient", "gradient in a new buffer", reason)
-    _put_before(node, readers_of_buffer(input))
+    _put_readers_before(node, input)
     value = input.meta["val"]
     dim = min(1, value.dim() - 1)
     classes = value.shape[dim]
@@ -267,13 +268,13 @@ def _looks(producer: Node) -> list[Node]:
 def _can_go_before(node: Node) -> Callable[[Node], bool]:
     """Whether a reader is before a call, or could be, with all that it is computed from."""
     later = depends_on(node)
-    order = {each: index for index, each in enumerate(node.graph.nodes)}
+    nodes = list(node.graph.nodes)
+    order = {each: index for index, each in enumerate(nodes)}
 
     def answer(reader: Node) -> bool:
         if reader in later or not is_computed_where_it_stands(reader):
             return False
-        between = list(node.graph.nodes)[order[node] + 1 : order[reader] + 1]
-        return not any(map(_has_effects, between))
+        return not any(map(_has_effects, nodes[order[node] + 1 : order[reader] + 1]))
 
     return answer
 
@@ -297,24 +298,13 @@ def is_computed_where_it_stands(node: Node) -> bool:
 
 def _has_effects(node: Node) -> bool:
     """Whether it matters what comes before a call, and what after it."""
-    if not isinstance(node.target, OpOverload):
-        return node.target is not operator.getitem
-    return schema_of(node.target).is_mutable or (
-        torch.Tag.nondeterministic_seeded in node.target.tags
-    )
+    return node.target is not operator.getitem and not is_movable(node)
 
 
-def _put_before(node: Node, readers: Sequence[Node]) -> None:
-    """Moves readers that come after a call to before it, with what they are computed from."""
-    order = {each: index for index, each in enumerate(node.graph.nodes)}
-    moved: set[Node] = set()
-    work = [reader for reader in readers if order[reader] > order[node]]
-    while work:
-        each = work.pop()
-        if each not in moved:
-            moved.add(each)
-            work += (source for source in each.all_input_nodes if order[source] > order[node])
-    for each in sorted(moved, key=order.__getitem__):
+def _put_readers_before(node: Node, input: Node) -> None:
+    """Moves what else reads a buffer, and comes after a call, to before it."""
+    others = (reader for reader in readers_of_buffer(input) if reader is not node)
+    for each in later_sources(others, node):
         node.prepend(each)
 
 

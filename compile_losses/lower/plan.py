@@ -150,9 +150,13 @@ def costs(loss: Loss, feeds: Sequence[Feed], hoisted: bool) -> tuple[Cost, Cost]
     if value is not None and loss.arguments["reduction"] == REDUCTIONS["none"]:
         # The loss is written and read back, and so is its grad_output.
         between = nbytes_of(value.meta["val"]) * (4 if gradients else 2)
-    in_place = False
-    if hoisted or loss.name == "cross_entropy":
-        in_place = _dies(loss, is_computed_where_it_stands)
+    # Where not even torch's ops could write the gradient over the input, no kernel can.
+    inlined_in_place = _dies(loss, lambda reader: True)
+    in_place = (
+        inlined_in_place
+        and (hoisted or loss.name == "cross_entropy")
+        and _dies(loss, is_computed_where_it_stands)
+    )
     kernel = kernel_cost(feeds, between, gradients, hoisted=hoisted, in_place=in_place)
     # A weighted mean divides by the weight's sum, for which torch's ops need no read of their own.
     weight = loss.arguments.get("weight")
@@ -161,7 +165,6 @@ def costs(loss: Loss, feeds: Sequence[Feed], hoisted: bool) -> tuple[Cost, Cost]
     slow = slow_path(loss)
     if slow is not None:
         kernel = Cost(int(slow.factor * kernel.moved), kernel.held)
-    inlined_in_place = _dies(loss, lambda reader: True)
     return kernel, inline_cost(feeds, gradients, _forward_passes(loss), in_place=inlined_in_place)
 
 

@@ -27,6 +27,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
+from compile_losses.lower.aliases import depends_on
 from compile_losses.lower.elementwise.find import IN_ORDER, cone_of, linear_part
 from compile_losses.lower.factor import has_one_element, is_one_number, move_before
 from compile_losses.ops.checks import same_shape
@@ -70,7 +71,7 @@ def row_gradients(losses: Node, grad_output: Node, backward: set[Node]) -> RowGr
     if len(tangents) != 1 or not is_one_number(tangents[0]):
         return "its gradients are made of more than one number from outside of the graph"
     (tangent,) = tangents
-    late, cone = _users_of(losses), cone_of([grad_output])
+    late, cone = depends_on(losses), cone_of([grad_output])
     inner = [n for n in losses.graph.nodes if n in cone and (n in late or n in backward)]
     inner = [n for n in inner if n not in (losses, tangent)]
     writer = _Writer(losses, tangent)
@@ -83,15 +84,6 @@ def row_gradients(losses: Node, grad_output: Node, backward: set[Node]) -> RowGr
     if odd is not None:
         return f"its gradients are not linear in that of the whole: {odd.name}"
     return writer.result(grad_output)
-
-
-def _users_of(node: Node) -> set[Node]:
-    """All that is computed of a node, and the node."""
-    late = {node}
-    for other in node.graph.nodes:
-        if any(source in late for source in other.all_input_nodes):
-            late.add(other)
-    return late
 
 
 class _Writer:
