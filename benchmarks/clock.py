@@ -142,7 +142,7 @@ class CudaClock(Clock):
             next_call()()
             host_ms.append((time.perf_counter() - start) * 1e3)
         torch.cuda.synchronize()
-        return min(3 * min(host_ms) + 0.1, self.LONGEST_LEAD_MS)  # a sample issues two calls
+        return min(3 * min(host_ms) + 0.1, self.LONGEST_LEAD_MS)  # two calls; of a long step more
 
     def sample(self, next_call: NextCall, lead_ms: float, untimed: int, timed: int) -> float:
         torch.cuda._sleep(int(lead_ms * self.cycles_per_ms))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks import linear_steps, plots, report
 from benchmarks.clock import Call, Clock, make_clock, time_in_turns
-from benchmarks.contenders import UnavailableError, reason_of, version_of
+from benchmarks.contenders import UnavailableError, version_of
 from benchmarks.linear_steps import Loss, Row, Shape
 from benchmarks.options import DTYPES, provenance
 
@@ -159,19 +159,20 @@ def measure(
 ) -> list[Row]:
     """Figures of the contenders, in their order."""
     allowed = linear_steps.allowed_errors(problem.errors(_expression), problem.hidden.dtype)
-    rows: dict[str, Row] = {}
-    ready: dict[str, Callable[[], Call]] = {}
-    for name in names:
-        build, distribution = BUILDERS[name]
-        try:
-            loss = build()
-            reason = linear_steps.complaint(problem.errors(loss), allowed)
-            ready |= {} if reason else {name: partial(problem.next_call, loss)}
-        except Exception as error:  # whatever it is, the others still count
-            reason = reason_of(error)
-        rows[name] = Row(
-            contender=name, reason=reason, contender_version=version_of(distribution), **common
+    names = list(names)
+    losses, reasons = linear_steps.checked(
+        {name: BUILDERS[name][0] for name in names}, problem.errors, allowed
+    )
+    rows = {
+        name: Row(
+            contender=name,
+            reason=reasons[name],
+            contender_version=version_of(BUILDERS[name][1]),
+            **common,
         )
+        for name in names
+    }
+    ready = {name: partial(problem.next_call, loss) for name, loss in losses.items()}
     times = dict(zip(ready, time_in_turns(list(ready.values()), clock, budget_s), strict=True))
     for name, samples in times.items():
         peak = linear_steps.peak_beside(ready[name], (problem.hidden, problem.weight), clock)

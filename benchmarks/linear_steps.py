@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.clock import Clock, NextCall, peak_mib, range_of, ratio_of
+from benchmarks.contenders import reason_of
 from benchmarks.options import DTYPES, add_options
 
 Loss = Callable[[Any, Any, Any], Any]  # of hidden, weight and target
@@ -125,6 +126,25 @@ def complaint(errors: Sequence[float], allowed: Sequence[float]) -> str:
     if all(error <= most for error, most in zip(errors, allowed, strict=True)):  # nan is not
         return ""
     return "wrong: errors " + ", ".join(f"{error:.1e}" for error in errors)
+
+
+def checked(
+    builders: Mapping[str, Callable[[], Loss]],
+    errors: Callable[[Loss], Sequence[float]],
+    allowed: Sequence[float],
+) -> tuple[dict[str, Loss], dict[str, str]]:
+    """Those that run and are right, and of each why it is not among them, or an empty text."""
+    right: dict[str, Loss] = {}
+    reasons: dict[str, str] = {}
+    for name, build in builders.items():
+        try:
+            loss = build()
+            reasons[name] = complaint(errors(loss), allowed)
+            if not reasons[name]:
+                right[name] = loss
+        except Exception as error:  # whatever it is, the others still count
+            reasons[name] = reason_of(error)
+    return right, reasons
 
 
 def peak_beside(next_call: NextCall, gradients: Iterable[Tensor], clock: Clock) -> float:

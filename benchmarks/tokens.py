@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import linear_steps, plots, report
+from benchmarks import linear, linear_steps, plots, report
 from benchmarks.clock import Call, Clock, peak_mib, range_of, ratio_of, time_in_turns
-from benchmarks.contenders import UnavailableError, reason_of, version_of
+from benchmarks.contenders import UnavailableError, version_of
 from benchmarks.linear_steps import Shape
 from benchmarks.options import DTYPES, add_options, provenance
 from benchmarks.workers import Figures, Worker, all_figures
@@ -33,10 +33,8 @@ from benchmarks.workers import Figures, Worker, all_figures
 SEQUENCES = 8
 HEADS = ("trained", "frozen")
 Cell = tuple[str, str, Shape]  # loss, head, shape
-SWEEPS = {
-    "classes": (8000, 16_000, 32_000, 64_000, 128_000, 256_000),
-    "rows": (1024, 2048, 4096, 8192, 16_384),
-}
+#: As of the mean alone, but for the most rows, of which stock's logits would not fit.
+SWEEPS = {**linear.SWEEPS, "rows": linear.SWEEPS["rows"][:-1]}
 #: Of a ratio of log-probabilities, as in PPO.
 CLIP = 0.2
 
@@ -262,36 +260,26 @@ class TokensWorker(Worker[Cell]):
     def measure(self, cell: Cell) -> Figures:
         with self.alone:
             try:
-                found = measure(
+                return measure(
                     self._problem(cell), self.arguments.contender, self.clock, self.arguments.budget
                 )
             finally:
                 torch._dynamo.reset()  # what it holds is the next process's memory
-            return {
-                f"{name} {key}": value
-                for name, figures in found.items()
-                for key, value in figures.items()
-            }
 
     def failed(self, reason: str) -> Figures:
-        return {f"{name} reason": reason for name in self.arguments.contender}
+        return {name: {"reason": reason} for name in self.arguments.contender}
 
 
 def measure(
     problem: Problem, names: list[str], clock: Clock, budget_s: float
-) -> dict[str, Figures]:
+) -> dict[str, dict[str, str]]:
     """The figures of the contenders, in their order."""
     allowed = linear_steps.allowed_errors(problem.errors(problem.eager), problem.hidden.dtype)
-    found: dict[str, Figures] = {}
-    ready: dict[str, Callable[[], Call]] = {}
-    for name in names:
-        try:
-            step = BUILDERS[name][0](problem)
-            reason = linear_steps.complaint(problem.errors(step), allowed)
-            ready |= {} if reason else {name: partial(problem.next_call, step)}
-        except Exception as error:  # whatever it is, the others still count
-            reason = reason_of(error)
-        found[name] = {"reason": reason}
+    steps, reasons = linear_steps.checked(
+        {name: partial(BUILDERS[name][0], problem) for name in names}, problem.errors, allowed
+    )
+    found = {name: {"reason": reasons[name]} for name in names}
+    ready = {name: partial(problem.next_call, step) for name, step in steps.items()}
     times = dict(zip(ready, time_in_turns(list(ready.values()), clock, budget_s), strict=True))
     for name, samples in times.items():
         if "stock" in times:
@@ -355,11 +343,7 @@ def run(arguments: argparse.Namespace) -> int:
                     **{"loss": loss, "head": head, "shape": str(shape)},
                     **{"dtype": arguments.dtype, "contender": name},
                     "contender_version": version_of(BUILDERS[name][1]),
-                    **{
-                        key.partition(" ")[2]: value
-                        for key, value in found.items()
-                        if key.startswith(f"{name} ")
-                    },
+                    **found[name],
                 }
                 row = Row(**{field.name: known.get(field.name, "") for field in fields(Row)})
                 if row.reason.startswith("not run"):

@@ -18,7 +18,7 @@ from benchmarks.clock import make_clock
 from benchmarks.contenders import failure
 
 Cell = TypeVar("Cell", bound=Hashable)
-Figures = dict[str, str]
+Figures = dict[str, Any]  # as a kind of worker makes them
 
 
 class Worker(ABC, Generic[Cell]):
