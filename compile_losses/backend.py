@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
@@ -18,14 +18,16 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from compile_losses import switches
+from compile_losses.lazy import open_lazy_inputs, plain, return_lazily
 from compile_losses.library import fingerprint, loaded
 from compile_losses.lower import Decision, donated_buffers, in_place, lower_or_leave, plan
 from compile_losses.lower.decision import log
 from compile_losses.recognize import rewrite, rewrite_graph
 from compile_losses.recognize.linear import prefer_memory_by_default
+from compile_losses.recognize.returned_logits import Lazily
 from compile_losses.report import Report
 from compile_losses.torch_internals import warn_if_untested
-from compile_losses.torch_internals.dynamo import ShortenTraceback, lookup_backend
+from compile_losses.torch_internals.dynamo import ShortenTraceback, is_captured, lookup_backend
 from compile_losses.torch_internals.inductor import (
     JOINT,
     POST_GRAD,
@@ -33,13 +35,20 @@ from compile_losses.torch_internals.inductor import (
     CustomGraphPass,
     InductorBackend,
     compile_fx,
+    compile_with_inductor,
     config,
+    go_around_inductor,
     inside_post_grad_passes,
     inside_pre_grad_passes,
+    is_to_be_saved,
+    uses_cuda_graphs,
     without_autograd_cache,
 )
 
 fused = torch.ops.fused
+
+#: A compiled graph.
+Compiled = Callable[..., Any]
 
 #: The option of the backend that names another backend to compile the rewritten graph.
 INNER_BACKEND = "inner_backend"
@@ -92,19 +101,27 @@ def _rank() -> tuple[int, ...]:
 
 
 class _RewritePass(_Pass):
+    #: What enable() was told of lazy logits; None is the environment's.
+    lazy_logits: bool | None = None
+
     def run(self, graph: Graph) -> None:
         # What is written to around such a graph only the graph around it tells; which comes later.
         if inside_pre_grad_passes() or not switches.runs(switches.REWRITE):
             return
-        lowers = switches.runs(switches.PLAN)
-        report = rewrite_graph(graph, strict=self.strict, lowers=lowers)
-        if graph.owning_module is not None:
-            graph.owning_module.meta["compile_losses"] = report
-        _tell(report)
+        module = graph.owning_module
+        if module is not None and "compile_losses" in module.meta:
+            return  # as what is compiled around Inductor has rewritten it
+        report = rewrite_graph(graph, strict=self.strict, lowers=switches.runs(switches.PLAN))
+        if module is not None:
+            module.meta["compile_losses"] = report
+            _tell_of(module)
 
 
-def _tell(report: Report) -> None:
-    """Logs a line, and counts, what became of the losses of a graph."""
+def _tell_of(gm: GraphModule) -> None:
+    """Logs a line, and counts, what became of the losses of a graph, if they were looked for."""
+    report: Report | None = gm.meta.get("compile_losses")
+    if report is None:
+        return
     log.info("%s", report.summary)
     for site in report.losses:
         switches.counters()[site.status][site.op] += 1
@@ -198,7 +215,7 @@ def compile_losses(
     *,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
-) -> Callable[..., Any]:
+) -> Compiled:
     """A Dynamo backend: rewrites the losses, then compiles with Inductor.
 
     Args:
@@ -211,6 +228,9 @@ def compile_losses(
               (``"aot_eager"``, ``"eager"``, ...).
             - ``losses``, ``except``: the names of the losses to rewrite, and of those to leave
               alone: ops, and ``"elementwise"`` (COMPILE_LOSSES_ONLY, COMPILE_LOSSES_EXCEPT).
+            - ``lazy_logits``: whether logits that a graph returns beside their loss are computed
+              when they are read, as :class:`compile_losses.lazy.LazyLogits`, where the loss can be
+              computed without them (COMPILE_LOSSES_LAZY_LOGITS=1).
             - ``prefer_memory``: whether linear cross entropy is also taken where it saves less than
               half of the logits, or has to compute them twice for the gradients of unreduced
               losses, which may cost time (COMPILE_LOSSES_PREFER_MEMORY=1).
@@ -224,13 +244,22 @@ def compile_losses(
     """
     warn_if_untested()
     settings = Settings.of(mode, options)
-    if switches.runs(switches.REWRITE):
-        _tell(settings.rewrite(gm))
-    inductor = settings.inductor
-    if inductor is None:
+
+    def inner(gm: GraphModule, example_inputs: list[Any]) -> Compiled:
+        _tell_of(gm)
+        if settings.inductor is not None:
+            return _through_inductor(gm, example_inputs, settings)
         given = (("mode", mode), ("options", settings.others))
         keywords = {k: v for k, v in given if v}
         return lookup_backend(settings.inner_backend)(gm, example_inputs, **keywords)
+
+    if not switches.runs(switches.REWRITE):
+        return inner(gm, example_inputs)
+    return rewritten(gm, example_inputs, settings, inner)
+
+
+def _through_inductor(gm: GraphModule, example_inputs: list[Any], settings: Settings) -> Compiled:
+    inductor = settings.inductor
     for slot, kind in _LOWERING.items():
         users = _users(inductor.config.get(slot, getattr(config, slot)))
         own = inductor.config[slot] = kind(users, strict=settings.strict)
@@ -241,6 +270,35 @@ def compile_losses(
         from compile_losses.artifact import Artifact
 
         return Artifact(compiled)
+    return compiled
+
+
+def rewritten(
+    gm: GraphModule,
+    example_inputs: list[Any],
+    settings: Settings,
+    inner: Callable[[GraphModule, list[Any]], Compiled],
+) -> Compiled:
+    """Rewrites the losses of a Dynamo graph, and compiles it.
+
+    Args:
+        inner: compiles the rewritten graph.
+
+    Returns:
+        What was compiled; where logits come or go lazily, with what opens or makes these around it.
+    """
+    opened, examples, around = open_lazy_inputs(gm, example_inputs)
+    lazily = settings.lazily(opened)
+    settings.rewrite(opened, lazily)
+    if lazily is not None and lazily.outputs:
+        compiled = return_lazily(opened, lazily.outputs, lambda graph: inner(graph, examples))
+    else:
+        compiled = inner(opened, examples)
+    if around is not None:
+        gm.meta["compile_losses"] = opened.meta["compile_losses"]
+        return around(compiled)
+    if lazily is not None and not is_captured(gm):  # Dynamo knows no lazy inputs of a part
+        return lambda *given: compiled(*map(plain, given))
     return compiled
 
 
@@ -257,6 +315,7 @@ class Settings:
     verify: bool | None
     strict: bool | None
     prefer_memory: bool | None
+    lazy_logits: bool | None
     losses: frozenset[str]
     inductor: Any
     others: dict[str, Any]
@@ -271,6 +330,7 @@ class Settings:
         inner = others.pop(INNER_BACKEND, "inductor")
         verify, strict = others.pop(VERIFY, None), others.pop(STRICT, None)
         prefer_memory = others.pop(PREFER_MEMORY, None)
+        lazy_logits = others.pop(switches.LAZY_LOGITS, None)
         only, excluded = others.pop(LOSSES, None), others.pop(EXCEPT, None)
         try:
             switches.check_environment()
@@ -278,9 +338,19 @@ class Settings:
             inductor = InductorBackend(mode, others, dynamic=None) if inner == "inductor" else None
         except RuntimeError as error:
             raise InvalidOptionError(str(error)) from None
-        return cls(inner, verify, strict, prefer_memory, losses, inductor, others)
+        return cls(inner, verify, strict, prefer_memory, lazy_logits, losses, inductor, others)
 
-    def rewrite(self, gm: GraphModule) -> Report:
+    def lazily(self, gm: GraphModule) -> Lazily | None:
+        """How logits that a Dynamo graph returns become lazy; None where nobody asks for that."""
+        if not switches.returns_lazy_logits(self.lazy_logits):
+            return None
+        if is_to_be_saved():
+            return Lazily("the compiled graph is to be saved")
+        if self.inductor is not None and uses_cuda_graphs(self.inductor.config):
+            return Lazily("a CUDA graph uses the memory of what it returned anew")
+        return Lazily()
+
+    def rewrite(self, gm: GraphModule, lazily: Lazily | None = None) -> Report:
         """Rewrites a Dynamo graph."""
         rewrite(
             gm,
@@ -289,6 +359,7 @@ class Settings:
             prefer_memory=self.prefer_memory,
             losses=self.losses,
             lowers=self.inductor is not None and switches.runs(switches.PLAN),
+            lazily=lazily,
         )
         report: Report = gm.meta["compile_losses"]
         return report
@@ -411,7 +482,24 @@ class _Enabled:
         disable()
 
 
-def enable() -> _Enabled:
+def _compile_lazily(
+    inductor: Any, gm: GraphModule, example_inputs: list[Any], **options: Any
+) -> Compiled:
+    """What ``torch.compile`` calls with enable(lazy_logits=True), in the place of Inductor."""
+    first = getattr(config, PRE_GRAD)
+    is_on = isinstance(first, _RewritePass) and switches.runs(switches.REWRITE)
+    if not is_on or not switches.returns_lazy_logits(first.lazy_logits):
+        return compile_with_inductor(inductor, gm, example_inputs, **options)
+    settings = replace(Settings.of(None, None), lazy_logits=True, inductor=inductor)
+
+    def inner(gm: GraphModule, example_inputs: list[Any]) -> Compiled:
+        _tell_of(gm)
+        return compile_with_inductor(inductor, gm, example_inputs, **options)
+
+    return rewritten(gm, example_inputs, settings, inner)
+
+
+def enable(*, lazy_logits: bool | None = None) -> _Enabled:
     """Makes ``torch.compile`` with its default backend rewrite losses, from now on.
 
     Passes that are in Inductor's slots already keep running, after ours. Functions that were
@@ -420,6 +508,10 @@ def enable() -> _Enabled:
 
     Inductor's configuration is that of a thread since torch 2.13: a thread that compiles calls
     ``enable`` itself.
+
+    Args:
+        lazy_logits: as the backend's option; by default if COMPILE_LOSSES_LAZY_LOGITS=1 is in the
+            environment.
 
     Raises:
         RuntimeError: a variable in the environment names a loss or a pass that there is not.
@@ -432,6 +524,10 @@ def enable() -> _Enabled:
             current = kind(current)
             setattr(config, slot, current)
         current.calls += 1
+        if isinstance(current, _RewritePass) and lazy_logits is not None:
+            current.lazy_logits = lazy_logits
+    # A pass on a graph can't change what its caller gets.
+    go_around_inductor(_compile_lazily)
     return _Enabled()
 
 

@@ -71,7 +71,11 @@ def explain_call(
         report.errors.append("COMPILE_LOSSES=0: compiled in this environment, nothing is rewritten")
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        found = settings.rewrite(gm)
+        return doors.rewritten(gm, example_inputs, settings, add)
+
+    def add(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """Adds a rewritten graph to the report; what runs it."""
+        found = gm.meta["compile_losses"]
         decisions: list[Decision] = []
         failure = ""
         rewritten = any(site.status == "rewritten" for site in found.sites)
@@ -89,7 +93,8 @@ def explain_call(
             if failure and site.status == "rewritten":
                 site = replace(site, details=(failure,))
             if report.graphs > 0 and OUTSIDE in site.reason:
-                site = replace(site, reason=f"{site.reason}, after a graph break")
+                reason = site.reason.replace(OUTSIDE, f"{OUTSIDE}, after a graph break")
+                site = replace(site, reason=reason)
             report.sites.append(replace(site, graph=report.graphs))
         unknown = attempt(lambda: _add_results(report, gm.graph))
         if isinstance(unknown, Failure):

@@ -16,10 +16,14 @@ ELEMENTWISE = "elementwise"
 #: The passes, in their order: on Dynamo's graph, and twice on AOTAutograd's.
 REWRITE, PLAN, IN_PLACE = PASSES = ("rewrite", "plan", "in_place")
 
+#: The option of the backend, and of ``enable``, that returns logits which are computed when read.
+LAZY_LOGITS = "lazy_logits"
+
 #: What compiled graphs depend on.
 VARIABLES = (
     "COMPILE_LOSSES",
     "COMPILE_LOSSES_EXCEPT",
+    "COMPILE_LOSSES_LAZY_LOGITS",
     "COMPILE_LOSSES_ONLY",
     "COMPILE_LOSSES_PASSES",
     "COMPILE_LOSSES_PREFER_MEMORY",
@@ -47,6 +51,12 @@ def runs(name: str) -> bool:
     """Whether a pass runs: where ``COMPILE_LOSSES_PASSES`` names any, it names those that do."""
     named = _names("COMPILE_LOSSES_PASSES")
     return is_on() and (named is None or name in named)
+
+
+def returns_lazy_logits(given: bool | None = None) -> bool:
+    """Whether compiled graphs do; by default if COMPILE_LOSSES_LAZY_LOGITS=1 is in the
+    environment."""
+    return is_set("COMPILE_LOSSES_LAZY_LOGITS") if given is None else given
 
 
 def check_environment() -> None:

@@ -123,7 +123,8 @@ def test_head_before_a_graph_break():
     (site,) = compile_losses.explain(step, torch.randn(6, 8), torch.arange(6)).losses
     assert (site.op, site.status, site.graph) == ("cross_entropy", "rewritten", 1)
     assert site.reason == (
-        "without its linear layer: its logits are an input of this graph, after a graph break"
+        "without its linear layer: its logits are an input of this graph, after a graph break: "
+        "options={'lazy_logits': True} may take them along"
     )
 
 

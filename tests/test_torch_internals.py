@@ -326,6 +326,41 @@ def versions():
     assert tensors.version_of(x) > before
 
 
+class Wrapper(torch.Tensor):
+    """Has no memory; every op returns 7."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return torch.tensor(7)
+
+
+@checks("tensors.make_wrapper")
+def wrappers():
+    like = torch.empty(5, 3, dtype=torch.bfloat16, device="meta").t()[1:]
+    wrapper = tensors.make_wrapper(Wrapper, like, torch.device("cpu"))
+    assert type(wrapper) is Wrapper
+    assert (wrapper.shape, wrapper.stride(), wrapper.storage_offset()) == ((2, 5), (1, 3), 1)
+    assert (wrapper.dtype, wrapper.device) == (torch.bfloat16, torch.device("cpu"))
+    assert torch.sin(wrapper).item() == 7
+
+
+@checks("tensors.without_dispatch")
+def without_dispatch():
+    wrapper = tensors.make_wrapper(Wrapper, torch.empty(2, 5, device="meta"), torch.device("cpu"))
+    with tensors.without_dispatch():
+        wrapper.t_()
+    assert wrapper.shape == (5, 2)
+
+
+@checks("tensors.has_hooks")
+def hooks():
+    leaf = torch.ones(2, requires_grad=True)
+    a, b, c = leaf * 1, leaf * 1, leaf * 1
+    a.register_hook(lambda grad: grad)
+    b.retain_grad()
+    assert [tensors.has_hooks(x) for x in (a, b, c)] == [True, True, False]
+
+
 def on_one_rank(script: str) -> None:
     """Runs a script in a process group of one process, in a process of its own."""
     script = f"""
@@ -546,6 +581,38 @@ def without_autograd_cache():
         assert config.force_non_lazy_backward_lowering
 
 
+@checks("inductor.compile_with_inductor", "inductor.go_around_inductor")
+def around_inductor():
+    given = []
+
+    def around(inductor_backend, gm, example_inputs, **options):
+        given.append(gm)
+        return inductor.compile_with_inductor(inductor_backend, gm, example_inputs, **options)
+
+    try:
+        inductor.go_around_inductor(around)
+        assert torch.compile(lambda x: x + 1)(torch.ones(2)).tolist() == [2, 2]
+    finally:
+        inductor.go_around_inductor(inductor.compile_with_inductor)
+    assert isinstance(given[0], torch.fx.GraphModule)
+
+
+@checks("inductor.uses_cuda_graphs")
+def uses_cuda_graphs():
+    assert not inductor.uses_cuda_graphs({})
+    for mode, uses in (("reduce-overhead", True), ("default", False)):
+        options = inductor.InductorBackend(mode, None, dynamic=None).config
+        assert inductor.uses_cuda_graphs(options) == uses
+
+
+@checks("inductor.is_to_be_saved")
+def is_to_be_saved():
+    assert not inductor.is_to_be_saved()
+    if hasattr(torch._functorch.config, "bundled_autograd_cache"):
+        with torch._functorch.config.patch(bundled_autograd_cache=True):
+            assert inductor.is_to_be_saved()
+
+
 # Dynamo
 
 
@@ -586,6 +653,29 @@ def counters():
     before = sum(dynamo.counters["graph_break"].values())
     torch.compile(function, backend="eager")(torch.rand(3))
     assert sum(dynamo.counters["graph_break"].values()) > before
+
+
+@checks("dynamo.source_of_input", "dynamo.name_input", "dynamo.is_captured")
+def sources_of_inputs():
+    graphs_seen = []
+
+    def keep(gm, _):
+        graphs_seen.append(gm)
+        return gm.forward
+
+    torch.compile(lambda x: x + 1, backend=keep)(torch.ones(2))
+    (gm,) = graphs_seen
+    assert dynamo.is_captured(gm)
+    assert not dynamo.is_captured(torch.fx.GraphModule(gm, gm.graph))
+    (node,) = gm.graph.find_nodes(op="placeholder")
+    source = dynamo.source_of_input(node)
+    other = torch.fx.Graph().placeholder("x")
+    dynamo.name_input(other, source)
+    assert dynamo.source_of_input(other) == source
+    dynamo.name_input(other, source, "weight")
+    named = dynamo.source_of_input(other)
+    assert named != source
+    assert (named.name() if callable(named.name) else named.name).endswith(".weight")
 
 
 @checks("dynamo.lookup_backend")

@@ -13,6 +13,7 @@ from compile_losses.recognize.guards import refusal
 from compile_losses.recognize.linear import prefer_memory_by_default, through_linear
 from compile_losses.recognize.match import Decline, Match
 from compile_losses.recognize.memory import bodies, look_at
+from compile_losses.recognize.returned_logits import Lazily, add_logits_without_loss
 from compile_losses.recognize.table import bind
 from compile_losses.recognize.verify import verify as compare
 from compile_losses.recognize.verify import verify_by_default
@@ -43,6 +44,7 @@ def rewrite(
     prefer_memory: bool | None = None,
     losses: Container[str] | None = None,
     lowers: bool = False,
+    lazily: Lazily | None = None,
 ) -> GraphModule:
     """Replaces the losses in a Dynamo graph by ``torch.ops.fused.*``.
 
@@ -59,6 +61,8 @@ def rewrite(
             COMPILE_LOSSES_EXCEPT leave, which are all.
         lowers: whether AOTAutograd's graph of it will be given to ``lower.plan``, as the backend
             does: unreduced losses are then taken together with their linear layer, too.
+        lazily: gets the outputs that the caller has to make lazy, logits of losses that were taken
+            together with their linear layer; by default logits that are returned stay.
 
     Returns:
         ``gm``, recompiled, with a :class:`compile_losses.report.Report` in
@@ -71,6 +75,7 @@ def rewrite(
         prefer_memory=prefer_memory,
         losses=losses,
         lowers=lowers,
+        lazily=lazily,
     )
     gm.graph.lint()
     gm.recompile()
@@ -85,6 +90,7 @@ def rewrite_graph(
     prefer_memory: bool | None = None,
     losses: Container[str] | None = None,
     lowers: bool = False,
+    lazily: Lazily | None = None,
 ) -> Report:
     """As :func:`rewrite`, for the graph alone; with the graphs of its higher-order ops."""
     verify = verify_by_default() if verify is None else verify
@@ -92,7 +98,7 @@ def rewrite_graph(
         prefer_memory = prefer_memory_by_default()
     if losses is None:
         losses = chosen()
-    rewriting = _Rewriting(verify, strict, prefer_memory, losses, lowers)
+    rewriting = _Rewriting(verify, strict, prefer_memory, losses, lowers, lazily)
     failure = attempt(lambda: rewriting.run(graph), strict=strict)
     report = Report(rewriting.sites[::-1], graphs=1)
     if isinstance(failure, Failure):
@@ -110,12 +116,14 @@ class _Rewriting:
         prefer_memory: bool,
         losses: Container[str],
         lowers: bool,
+        lazily: Lazily | None,
     ) -> None:
         self.verify = verify
         self.strict = strict
         self.prefer_memory = prefer_memory
         self.losses = losses
         self.lowers = lowers
+        self.lazily = lazily
         self.sites: list[Site] = []
         self.seen: set[Graph] = set()
 
@@ -145,7 +153,11 @@ class _Rewriting:
             if isinstance(node.target, HigherOrderOperator):
                 self._bodies(node, inside)
                 continue
-            found = attempt(lambda: self._loss(node, recognizer, inside), strict=self.strict)  # noqa: B023
+            lazily = self.lazily if outer is None else Lazily("by a graph inside of another")
+            found = attempt(
+                lambda: self._loss(node, recognizer, inside, lazily),  # noqa: B023
+                strict=self.strict,
+            )
             if found is None:
                 continue
             if isinstance(found, Failure):
@@ -163,6 +175,10 @@ class _Rewriting:
                 self.sites.append(site)
                 declined.update(dict.fromkeys(nodes, site))
 
+        if self.lazily is not None and outer is None and _LINEAR in self.losses:
+            lazily, shadow = self.lazily, recognizer.shadow
+            attempt(lambda: add_logits_without_loss(graph, shadow, lazily), strict=self.strict)
+
     def _bodies(self, node: Node, inside: str | None) -> None:
         name = str(node.target)
         if name not in _TRACED_IN_PLACE:
@@ -174,7 +190,7 @@ class _Rewriting:
                 body.recompile()
 
     def _loss(
-        self, node: Node, recognizer: Recognizer, inside: str | None
+        self, node: Node, recognizer: Recognizer, inside: str | None, lazily: Lazily | None
     ) -> tuple[Site, list[Node]] | None:
         """What becomes of the loss that a node holds, if it holds one, and the nodes it takes."""
         refused: tuple[Site, list[Node]] | None = None
@@ -186,6 +202,7 @@ class _Rewriting:
                     recognizer.shadow,
                     prefer_memory=self.prefer_memory,
                     lowers=self.lowers,
+                    lazily=lazily,
                 )
             if isinstance(found, Decline):
                 reason: str | None = found.reason
@@ -199,7 +216,10 @@ class _Rewriting:
             if reason is None:
                 assert isinstance(found, Match)
                 site = _site(found, None, mark(found.root))
-                return site, found.replace()
+                replaced = found.replace()
+                if lazily is not None:
+                    lazily.outputs += found.returned
+                return site, replaced
             if refused is None:
                 interior = found.interior if isinstance(found, Match) else []
                 refused = _site(found, reason, mark(found.root)), interior

@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from compile_losses.distributed import are_dtensors
+from compile_losses.lazy import LazyOutput
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.chunk_size import chunk_rows
 from compile_losses.recognize.guards import refusal
 from compile_losses.recognize.head import NotAbsorbedError, computed
 from compile_losses.recognize.logits import Logits, find_logits
 from compile_losses.recognize.match import Match, example
+from compile_losses.recognize.returned_logits import Lazily, lazy_outputs
 from compile_losses.recognize.shadow import Shadow, aten
 from compile_losses.switches import is_set
 from compile_losses.torch_internals.tensors import shard_of
@@ -30,7 +32,12 @@ def prefer_memory_by_default() -> bool:
 
 
 def through_linear(
-    match: Match, shadow: Shadow, *, prefer_memory: bool = False, lowers: bool = False
+    match: Match,
+    shadow: Shadow,
+    *,
+    prefer_memory: bool = False,
+    lowers: bool = False,
+    lazily: Lazily | None = None,
 ) -> Match:
     """A match of cross entropy, taken back through the linear layer that makes its logits.
 
@@ -38,6 +45,7 @@ def through_linear(
         prefer_memory: whether to take it where the op saves memory and may be the slower one.
         lowers: whether ``lower.plan`` will see the op: it finds gradients by row that the forward
             can compute, and else has the logits computed as torch does.
+        lazily: whether the graph may return what its logits are computed of; None if nobody asked.
 
     Returns:
         A match of linear_cross_entropy, or the given one, with the reason noted where there is a
@@ -51,7 +59,8 @@ def through_linear(
             return match
         _check_gain(match, logits, prefer_memory)
         _check_rows(match, logits, prefer_memory, lowers)
-        found = _match(match, logits)
+        returned = lazy_outputs(logits.head, logits.outputs, shadow, lazily)
+        found = _match(match, logits, returned)
         reason = refusal(found)
         if reason is None:
             return found
@@ -117,7 +126,7 @@ def _rows(tensor: Tensor, columns: int) -> int | None:
     return hint
 
 
-def _match(match: Match, logits: Logits) -> Match:
+def _match(match: Match, logits: Logits, returned: list[LazyOutput]) -> Match:
     """The match of both."""
     input = logits.input
     rank = input.fake.dim()
@@ -136,6 +145,7 @@ def _match(match: Match, logits: Logits) -> Match:
         "dtype": _loss_dtype(match),
     }
     absorbed = ["a linear layer", *match.absorbed, *logits.absorbed]
+    late = ["the logits are returned lazily"] if returned else []
     return Match(
         match.root,
         "linear_cross_entropy",
@@ -144,7 +154,8 @@ def _match(match: Match, logits: Logits) -> Match:
         list(dict.fromkeys([*match.interior, *reversed(logits.nodes), logits.head.node])),
         absorbed,
         match.steps,
-        match.notes,
+        [*match.notes, *late],
+        returned,
     )
 
 

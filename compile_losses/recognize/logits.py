@@ -20,8 +20,10 @@ from compile_losses.ops.checks import NARROW
 from compile_losses.recognize.constants import constant
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
 from compile_losses.recognize.match import Match, example
+from compile_losses.recognize.returned_logits import outputs_of, readers
 from compile_losses.recognize.shadow import RESHAPES, Shadow, aten, same_sizes
 from compile_losses.recognize.values import Value, fake_mode
+from compile_losses.switches import LAZY_LOGITS
 from compile_losses.torch_internals.graphs import GRAPH_ARGUMENT
 from compile_losses.torch_internals.ops import packet_of
 
@@ -63,6 +65,7 @@ class Logits:
         cast: the dtype that the output was cast to, or None.
         copies_weight: whether weight is another tensor than the layer's.
         absorbed: what was done to the logits, in words.
+        outputs: the outputs of the graph that are made of the layer's output.
     """
 
     head: Head
@@ -75,6 +78,7 @@ class Logits:
     cast: torch.dtype | None = None
     copies_weight: bool = False
     absorbed: list[str] = field(default_factory=list)
+    outputs: list[Node] = field(default_factory=list)
 
 
 def find_logits(match: Match, shadow: Shadow) -> Logits | None:
@@ -101,7 +105,9 @@ def find_logits(match: Match, shadow: Shadow) -> Logits | None:
                 current = next((n for n in passed if shadow.of(n) is value), value.node)
                 continue
         if value.op is None and _comes_from_outside(value.node):
-            raise NotAbsorbedError(OUTSIDE)
+            raise NotAbsorbedError(
+                f"{OUTSIDE}: options={{{LAZY_LOGITS!r}: True}} may take them along"
+            )
         if value.op is None:
             return None
         if _is_convolution_of_width_1(value):
@@ -118,8 +124,11 @@ def find_logits(match: Match, shadow: Shadow) -> Logits | None:
         return None
     if not all(fake_mode(example(n)) is not None for n in (node, *node.all_input_nodes)):
         return None
-    _check_users({node, *nodes, *match.interior}, match.root)
+    inside = {node, *nodes, *match.interior}
+    _check_readers(inside, match.root)
+    outputs = outputs_of(inside, match.root)
     logits = Logits(head, nodes[::-1], head.input, head.weight, head.bias, example(node).dim() - 1)
+    logits.outputs = outputs
     _Walk(logits, shadow).over(steps[::-1])
     return logits
 
@@ -157,17 +166,13 @@ def _followed(value: Value) -> Value | None:
     return arguments[0]
 
 
-def _check_users(nodes: set[Node], root: Node) -> None:
-    """That neither the logits nor what the loss makes of them is needed elsewhere."""
-    for node in nodes:
-        for user in node.users:
-            if user in nodes or user is root or isinstance(example(user), int | torch.SymInt):
-                continue  # a size needs no numbers
-            if _leads_to(user, nodes):
-                raise NotAbsorbedError(
-                    f"{user.name} is made of the logits as well, and goes into the loss"
-                )
-            raise NotAbsorbedError("the logits have other users")
+def _check_readers(nodes: set[Node], root: Node) -> None:
+    """That nothing else which is made of the logits goes into the loss."""
+    for user in readers(nodes, root):
+        if _leads_to(user, nodes):
+            raise NotAbsorbedError(
+                f"{user.name} is made of the logits as well, and goes into the loss"
+            )
 
 
 def _leads_to(node: Node, nodes: set[Node]) -> bool:

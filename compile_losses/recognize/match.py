@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from compile_losses.lazy import LazyOutput
 from compile_losses.recognize.values import Value, computed_at, emit, example, sources
 from compile_losses.torch_internals.ops import OpOverload
 
@@ -26,6 +27,7 @@ class Match:
         absorbed: what those nodes did beyond the op's plain meaning, in words.
         steps: what makes the root of the op's result: functions, each with further arguments.
         notes: what else the report should say.
+        returned: the outputs of the graph that have to become lazy.
     """
 
     root: Node
@@ -36,6 +38,7 @@ class Match:
     absorbed: list[str] = field(default_factory=list)
     steps: list[tuple[Callable[..., Any], tuple[Any, ...]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    returned: list[LazyOutput] = field(default_factory=list)
 
     @property
     def overload(self) -> OpOverload[..., Any]:

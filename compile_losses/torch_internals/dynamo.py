@@ -19,6 +19,9 @@ from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
 # An error of a backend that reaches users as it is; any other is wrapped into one of Dynamo's.
 from torch._dynamo.exc import ShortenTraceback as ShortenTraceback
 
+# How Dynamo names what it guards. An input of ours without a name would not be guarded.
+from torch._dynamo.source import AttrSource
+
 # What Dynamo counts, its reasons for graph breaks among it. Without it a report has none of these.
 from torch._dynamo.utils import counters as counters
 
@@ -29,6 +32,22 @@ lookup_backend = torch._dynamo.lookup_backend
 def without_recompile_limits() -> AbstractContextManager[Any]:
     """Compiles what was compiled often before; otherwise it would run uncompiled, unseen."""
     return config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)
+
+
+def source_of_input(placeholder: Any) -> Any:
+    """How a graph's input is named in guards."""
+    return placeholder._dynamo_source
+
+
+def name_input(placeholder: Any, source: Any, attribute: str = "") -> None:
+    """Names an input in guards: as another one, or as an attribute of that."""
+    placeholder._dynamo_source = AttrSource(source, attribute) if attribute else source
+
+
+def is_captured(gm: torch.fx.GraphModule) -> bool:
+    """Whether a graph is one that Dynamo captured, whole. A part of one hands its outputs to
+    another, in which lazy logits would be taken for plain ones."""
+    return "dynamo_flat_name_to_original_fqn" in gm.meta
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

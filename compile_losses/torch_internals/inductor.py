@@ -31,6 +31,20 @@ from torch._inductor.decomposition import select_decomp_table as select_decomp_t
 #: The default backend of torch.compile, with a mode and options, to which losses go rewritten.
 InductorBackend = torch._TorchCompileInductorWrapper
 
+_compile = InductorBackend.__call__
+
+
+def compile_with_inductor(backend: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the default backend does by itself."""
+    return _compile(backend, *args, **kwargs)
+
+
+def go_around_inductor(function: Any) -> None:
+    """Has ``torch.compile`` call a function in the place of its default backend, with the same
+    arguments. Without it ``enable`` could not change what a compiled graph returns."""
+    InductorBackend.__call__ = lambda *args, **kwargs: function(*args, **kwargs)  # type: ignore[method-assign]
+
+
 #: The slots of the three passes. One of another name would be refused as an unknown option.
 PRE_GRAD, JOINT, POST_GRAD = (
     "pre_grad_custom_pass",
@@ -59,6 +73,21 @@ def donated_inputs() -> tuple[int, ...]:
     if context is None or context.fw_metadata is None:
         return ()
     return tuple(context.fw_metadata.bw_donated_idxs or ())
+
+
+def uses_cuda_graphs(options: dict[str, Any]) -> bool:
+    """Whether Inductor runs what it compiles with these options as CUDA graphs, whose results the
+    next run overwrites. Where it was missed, late logits would be computed of other numbers."""
+    cuda_graphs: bool = options.get("triton.cudagraphs", config.triton.cudagraphs)
+    return cuda_graphs
+
+
+def is_to_be_saved() -> bool:
+    """Whether what is compiled will be written to a file. What is around it would be lost."""
+    return bool(
+        getattr(torch._functorch.config, "bundled_autograd_cache", False)
+        or getattr(torch._dynamo.config, "caching_precompile", False)
+    )
 
 
 def inside_pre_grad_passes() -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # What tracing computes with: the examples in a graph's nodes are of this class. Others are taken
@@ -27,3 +29,26 @@ def shard_of(tensor: Any) -> Any:
     """A rank's own part of a DTensor, not differentiably; any other tensor itself. DTensor.to_local
     is differentiable, and would record a node of its own."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def make_wrapper(kind: type[Tensor], like: Tensor, device: torch.device) -> Any:
+    """A tensor of a class that has a ``__torch_dispatch__``, and no memory."""
+    return Tensor._make_wrapper_subclass(
+        kind,
+        like.size(),
+        like.stride(),
+        like.storage_offset(),
+        dtype=like.dtype,
+        layout=like.layout,
+        device=device,
+    )
+
+
+def without_dispatch() -> AbstractContextManager[Any]:
+    """Ops on a wrapper act on what it says of itself: its sizes and strides."""
+    return torch._C._DisableTorchDispatch()
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether somebody looks at the gradient of a tensor, which then has to be one."""
+    return bool(tensor._backward_hooks) or tensor.retains_grad

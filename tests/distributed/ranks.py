@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import sys
 import traceback
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,6 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import compile_losses.functional as fused
 from compile_losses.distributed.data_parallel import global_mean
+from compile_losses.lazy import LazyLogits
+from compile_losses.ops.linear import chunk_size
 
 WORLD = 2
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -187,6 +192,90 @@ def check_hsdp():
     for shape in ((2, 1), (1, 2)):
         mesh = mesh_of(shape, ("replicate", "shard"))
         data_parallel(fully_shard(model(), mesh=mesh), mesh)
+
+
+class Returning(nn.Module):
+    """Returns its logits beside the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = model()
+
+    def forward(self, x, target):
+        logits = self.inner(x)
+        return F.cross_entropy(logits, target, reduction="sum") / 8, logits
+
+
+@contextmanager
+def small_chunks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_size, "LEAST_ROWS", 1)
+        patch.setattr(chunk_size, "LEAST_ELEMENTS", 1)
+        patch.setattr(chunk_size, "LOGITS_BYTES", 1)
+        patch.setattr(chunk_size, "PART_OF_WEIGHT", 0)
+        yield
+
+
+def lazily(wrap):
+    """Steps of a wrapped model, whole and compiled alone, and of its parts as DDP cuts them."""
+    expected = None
+    with small_chunks():
+        for compiles in ("nothing", "model", "step"):
+            torch._dynamo.reset()
+            wrapped = wrap(Returning())
+            optimizer = torch.optim.AdamW(wrapped.parameters(), 0.1)
+
+            def step(x, target, wrapped=wrapped):
+                loss, logits = wrapped(x, target)
+                torch._dynamo.graph_break()
+                return loss + 0.5 * F.cross_entropy(logits, target), logits
+
+            options = {"lazy_logits": True, "inner_backend": "aot_eager"}
+            if compiles == "step":
+                step = torch.compile(step, backend="compile_losses", options=options)
+            elif compiles == "model":
+                compiled = torch.compile(wrapped, backend="compile_losses", options=options)
+
+                def step(x, target, compiled=compiled):
+                    return compiled(x, target)
+
+            losses = []
+            for _ in range(2):
+                optimizer.zero_grad()
+                loss, logits = step(rand(ROWS, HIDDEN), labels())
+                if compiles == "model":
+                    loss = loss + 0.5 * F.cross_entropy(logits, labels())
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+            result = torch.stack(losses)
+            if expected is None:
+                expected = result
+                continue
+            assert isinstance(logits, LazyLogits), compiles
+            same(result, expected)
+            if compiles == "step":
+                with pytest.raises(RuntimeError, match="were not read yet"):
+                    logits.sum()
+
+
+def check_lazy_ddp():
+    lazily(DistributedDataParallel)
+
+
+def check_lazy_ddp_in_parts():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 64)
+        lazily(partial(DistributedDataParallel, bucket_cap_mb=64 / 2**20))
+
+
+def check_lazy_fsdp2():
+    def wrap(whole):
+        mesh = mesh_of()
+        fully_shard(whole.inner.first, mesh=mesh)
+        return fully_shard(whole, mesh=mesh)
+
+    lazily(wrap)
 
 
 CHECKS = [name.removeprefix("check_") for name in list(globals()) if name.startswith("check_")]

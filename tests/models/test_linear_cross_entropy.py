@@ -66,11 +66,11 @@ def test_num_items_in_batch():
 
 
 def test_returned_logits_are_left():
-    """Whoever compiles the model itself gets its logits; the loss alone is fused."""
+    """Whoever compiles the model itself gets its logits, unless lazy ones were asked for."""
     model, batch = MODELS["Llama"]()
     (site,) = compile_losses.explain(model, **batch).losses
     assert (site.op, site.status) == ("cross_entropy", "rewritten")
-    assert "the logits have other users" in site.reason
+    assert "its logits are returned: options={'lazy_logits': True} would save" in site.reason
 
 
 @pytest.mark.slow

@@ -1,0 +1,109 @@
+"""A graph that returns logits made into one that returns what they are computed of."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from compile_losses.lazy.head import Head, Step
+from compile_losses.lazy.tensor import lazy_logits
+
+#: A compiled graph, or what stands for one.
+Compiled = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class LazyOutput:
+    """An output of a Dynamo graph that is made of a linear layer's output alone.
+
+    Attributes:
+        node: the output.
+        input, weight, bias: nodes of the layer's arguments.
+        dtype: what they are cast to.
+        is_transposed: whether weight is [hidden, classes].
+        steps: the ops that lead from the layer's output to ``node``.
+        requires_grad: whether gradients go from ``node`` to the layer.
+        path: the nodes of the layer and of the steps, which have no other effect.
+    """
+
+    node: Node
+    input: Node
+    weight: Node
+    bias: Node | None
+    dtype: torch.dtype
+    is_transposed: bool
+    steps: tuple[Step, ...]
+    requires_grad: bool
+    path: tuple[Node, ...]
+
+    @property
+    def sources(self) -> list[Node]:
+        return [node for node in (self.input, self.weight, self.bias) if node is not None]
+
+
+def return_lazily(
+    gm: GraphModule, outputs: list[LazyOutput], compile: Callable[[GraphModule], Compiled]
+) -> Compiled:
+    """Compiles a graph that returns, in the place of some outputs, what they are computed of.
+
+    Args:
+        gm: as Dynamo captured it, its losses rewritten; some of its outputs change.
+        outputs: which are to be lazy.
+        compile: the rest of the backend.
+
+    Returns:
+        What returns all that ``gm`` did, with a :class:`LazyLogits` in the place of each.
+    """
+    (output,) = gm.graph.find_nodes(op="output")
+    returned: list[Any] = list(output.args[0])
+    lazy = {one.node: one for one in outputs}
+    inputs = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    kept = [node for node in returned if node not in lazy]
+    places: dict[Any, int] = {}
+    for place, node in enumerate(kept):
+        if isinstance(node, Node):
+            places.setdefault(node, place)
+
+    def getter(source: Node) -> Callable[[Any, Any], Tensor]:
+        """Takes a tensor from what the graph was given, or else from what it returned."""
+        if source in inputs:
+            place = inputs[source]
+            return lambda given, made: given[place]
+        if source.op == "get_attr":
+            get = operator.attrgetter(str(source.target))
+            return lambda given, made: get(gm)
+        place = places.setdefault(source, len(kept))
+        if place == len(kept):
+            kept.append(source)
+        return lambda given, made: made[place]
+
+    made_of = {node: [getter(source) for source in one.sources] for node, one in lazy.items()}
+    output.args = (tuple(kept),)
+    for node in sorted({n for one in outputs for n in one.path}, reverse=True):
+        if not node.users:
+            gm.graph.erase_node(node)
+    gm.graph.lint()
+    gm.recompile()
+    compiled = compile(gm)
+
+    def run(*given: Any) -> list[Any]:
+        made = compiled(*given)
+        rest = iter(made)
+        results = []
+        for node in returned:
+            one = lazy.get(node)
+            if one is None:
+                results.append(next(rest))
+                continue
+            input, weight, *bias = (get(given, made) for get in made_of[node])
+            head = Head(input, weight, bias[0] if bias else None, one.dtype, one.is_transposed)
+            results.append(lazy_logits(head, one.steps, requires_grad=one.requires_grad))
+        return results
+
+    return run

@@ -1,0 +1,134 @@
+"""What lazy logits are computed of, and when: a head that must not have changed, and the memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from compile_losses.lazy.head import Head
+from compile_losses.switches import LAZY_LOGITS
+from compile_losses.torch_internals.tensors import shard_of, storage_id, version_of
+
+#: What messages call the tensors of a head.
+_NAMES = ("hidden state", "head's weight", "head's bias")
+#: Those that lazy logits are computed of.
+_sources: WeakSet[Source] = WeakSet()
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_note_step)
+
+
+def _note_step(optimizer: Optimizer, *_: Any) -> None:
+    """Fused optimizers write to parameters without counting that as a write."""
+    if torch.compiler.is_compiling() or not _sources:
+        return
+    # Sharded training gathers a weight from shards that nothing here knows of.
+    sharded = torch.distributed.is_available() and torch.distributed.is_initialized()
+    written = {storage_id(shard_of(p)) for group in optimizer.param_groups for p in group["params"]}
+    for source in list(_sources):
+        source.note_step(None if sharded else written)
+
+
+class Source:
+    """A head as a compiled graph returned it, and what was done to it since.
+
+    Attributes:
+        head: outside of the autograd graph.
+        rows: how many rows of its output were computed for those who read only some.
+    """
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self.rows = 0
+        self._seen = self._look()
+        self._refusal: str | None = None
+        _watch_optimizers()
+        _sources.add(self)
+
+    def _look(self) -> list[tuple[int, int, int]]:
+        return [
+            (version_of(t), t.untyped_storage().nbytes(), t.data_ptr()) for t in self.head.tensors
+        ]
+
+    def check(self) -> None:
+        """
+        Raises:
+            RuntimeError: a tensor of the head was changed in place, or its memory is gone.
+        """
+        for name, before, now in zip(_NAMES, self._seen, self._look(), strict=False):
+            if before[1:] != now[1:]:
+                _refuse(f"the memory of the {name} was given back or used anew")
+            if before != now:
+                _refuse(f"the {name} was changed in place")
+        if self._refusal is not None:
+            _refuse(self._refusal)
+
+    def note_step(self, written: set[int] | None) -> None:
+        """Notes that an optimizer wrote to these storages; None are those that nobody knows."""
+        if written is None:
+            self._refusal = "an optimizer made a step"
+            return
+        for name, tensor in zip(_NAMES, self.head.tensors, strict=False):
+            if storage_id(tensor) in written:
+                self._refusal = f"the {name} was changed by an optimizer"
+
+
+def _refuse(what: str) -> NoReturn:
+    raise RuntimeError(
+        f"these logits were not read yet, and can't be computed any more: {what} since the model "
+        f"returned them. Read them before, or compile with options={{{LAZY_LOGITS!r}: False}}, "
+        "which keeps all logits"
+    )
+
+
+class Memory:
+    """What the storage of a plain tensor is: one for a tensor and all its views.
+
+    Args:
+        make: what computes it.
+        source: the memory that it is computed of, if any.
+
+    Attributes:
+        made: the tensor, once it was read.
+    """
+
+    def __init__(self, make: Callable[[], Tensor], source: Memory | None = None) -> None:
+        self.made: Tensor | None = None
+        self._make: Callable[[], Tensor] | None = make
+        self._source = source
+        #: What waits for numbers of this memory, and has to have them before they change.
+        self._readers: WeakSet[Memory] = WeakSet()
+        self._lock: threading.RLock = threading.RLock() if source is None else source._lock
+        if source is not None:
+            source._readers.add(self)
+
+    def read(self) -> Tensor:
+        with self._lock:
+            if self.made is None:
+                assert self._make is not None
+                with torch.no_grad():
+                    self.made = self._make()
+                self._make = self._source = None
+            return self.made
+
+    def is_unread(self) -> bool:
+        """Whether neither it nor what it is computed of is there."""
+        with self._lock:
+            return self.made is None and (self._source is None or self._source.is_unread())
+
+    def share(self) -> Tensor:
+        """Reads it for somebody who may write to it; what waits is computed before."""
+        with self._lock:
+            made = self.read()
+            for reader in list(self._readers):
+                reader.read()
+            return made

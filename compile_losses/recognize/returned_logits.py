@@ -1,0 +1,207 @@
+"""Logits that a graph computes a loss of and returns: what keeps them, or how they become lazy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from compile_losses.distributed import are_dtensors
+from compile_losses.lazy import LazyOutput
+from compile_losses.lazy.head import Step
+from compile_losses.lazy.tensor import can_wait
+from compile_losses.ops.linear.chunk_size import chunk_rows
+from compile_losses.recognize.head import Head, NotAbsorbedError, find_head
+from compile_losses.recognize.memory import memory_of, storage_of
+from compile_losses.recognize.shadow import Shadow, aten
+from compile_losses.recognize.values import Value, example
+from compile_losses.sites import megabytes
+from compile_losses.switches import LAZY_LOGITS
+from compile_losses.torch_internals.ops import tree_leaves
+
+
+@dataclass
+class Lazily:
+    """That logits which a graph returns are to be lazy.
+
+    Attributes:
+        refusal: why they can't be.
+        outputs: gets the outputs that the caller of the graph has to make lazy.
+    """
+
+    refusal: str | None = None
+    outputs: list[LazyOutput] = field(default_factory=list)
+
+
+_READ = "the logits have other users"
+
+
+def readers(nodes: set[Node], root: Node | None) -> Iterator[Node]:
+    """Who needs the numbers of some nodes, besides those and the loss that is made of them."""
+    for node in sorted(nodes):
+        for user in node.users:
+            is_size = isinstance(example(user), int | torch.SymInt)
+            if user not in nodes and user is not root and not is_size:
+                yield user
+
+
+def outputs_of(nodes: set[Node], root: Node | None) -> list[Node]:
+    """The outputs of a graph that are made of logits.
+
+    Args:
+        nodes: the head and what leads from it to the loss.
+        root: the loss, if there is one.
+
+    Raises:
+        NotAbsorbedError: something else reads the logits.
+    """
+    found: dict[Node, None] = {}
+    seen = set(nodes)
+    waiting = sorted(nodes)
+    while waiting:
+        node = waiting.pop()
+        for user in readers({node}, root):
+            if user.op == "output":
+                found[node] = None
+            elif not isinstance(example(user), Tensor) or not user.users:
+                raise NotAbsorbedError(_READ)
+            elif user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return sorted(found)
+
+
+def lazy_outputs(
+    head: Head, outputs: list[Node], shadow: Shadow, lazily: Lazily | None
+) -> list[LazyOutput]:
+    """How the outputs of a graph that are made of a head's output become lazy.
+
+    Args:
+        lazily: None where nobody asked for it.
+
+    Raises:
+        NotAbsorbedError: the logits have to be there, and why.
+    """
+    if not outputs:
+        return []
+    returned = "its logits are returned"
+    logits = example(head.node)
+    if not logits.requires_grad:
+        raise NotAbsorbedError(f"{returned}, and no gradients are recorded")
+    tensors = [part for part in (head.input, head.weight, head.bias) if part is not None]
+    if any(are_dtensors(part.fake) for part in tensors):
+        raise NotAbsorbedError(f"{returned}, and are those of a DTensor")
+    if lazily is not None and lazily.refusal is not None:
+        raise NotAbsorbedError(f"{returned}, and {lazily.refusal}")
+    found = [_lazy_output(head, node, shadow) for node in outputs]
+    if lazily is None:
+        size = logits.dtype.itemsize * math.prod(map(_hint, logits.shape))
+        raise NotAbsorbedError(
+            f"{returned}: options={{{LAZY_LOGITS!r}: True}} would save {megabytes(size)}"
+        )
+    return found
+
+
+def add_logits_without_loss(graph: Graph, shadow: Shadow, lazily: Lazily) -> None:
+    """Makes logits lazy that a graph returns and computes no loss of: the next graph may.
+
+    That is done where a layer looks like a head: it makes more features than it takes, and enough
+    of them for chunks to pay.
+    """
+    if lazily.refusal is not None:
+        return
+    (output,) = graph.find_nodes(op="output")
+    known = {one.node for one in lazily.outputs}
+    for node in dict.fromkeys(n for n in tree_leaves(output.args[0]) if isinstance(n, Node)):
+        if node in known or not getattr(example(node), "requires_grad", False):
+            continue
+        with suppress(NotAbsorbedError):
+            head = _head_behind(node, shadow)
+            if head is None or not _is_large(head):
+                continue
+            path = _steps(head.node, node, shadow)[1]
+            outputs = outputs_of(set(path), None)
+            found = lazy_outputs(head, outputs, shadow, lazily)
+            lazily.outputs += [one for one in found if one.node not in known]
+            known.update(outputs)
+
+
+def _head_behind(node: Node, shadow: Shadow) -> Head | None:
+    """The linear layer whose output a node is made of, alone."""
+    while True:
+        head = find_head(node)
+        if head is not None:
+            return head
+        value = shadow.of(node)
+        while value.op is not None and value.node is node:
+            if not value.args or not isinstance(value.args[0], Value):
+                return None
+            value = value.args[0]
+        if value.node is node:
+            return None
+        node = value.node
+
+
+def _is_large(head: Head) -> bool:
+    classes, hidden = example(head.node).shape[-1], head.input.fake.shape[-1]
+    rows = math.prod(map(_hint, head.input.fake.shape[:-1]))
+    if not isinstance(classes, int) or not isinstance(hidden, int) or classes < 2 * hidden:
+        return False
+    return 2 * chunk_rows(rows, hidden, classes, example(head.node).dtype) <= rows
+
+
+def _lazy_output(head: Head, node: Node, shadow: Shadow) -> LazyOutput:
+    steps, path = _steps(head.node, node, shadow)
+    (input, _), (weight, is_transposed) = _made_of(head.input), _made_of(head.weight)
+    bias = None if head.bias is None else _made_of(head.bias)[0]
+    memory = memory_of(node.graph)
+    for source in (input, weight, bias) if bias is not None else (input, weight):
+        written = memory.conflict(storage_of(example(source)), head.node, head.node)
+        if written:
+            raise NotAbsorbedError(f"its logits are returned, and {source} {written}")
+    dtype = example(head.node).dtype
+    needs_grad = example(node).requires_grad
+    return LazyOutput(node, input, weight, bias, dtype, is_transposed, steps, needs_grad, path)
+
+
+def _made_of(part: Value) -> tuple[Node, bool]:
+    """The node that an argument of a head is cast from, and whether it is transposed before."""
+    is_transposed = False
+    while not part.whole:
+        if part.op is aten.t.default:
+            is_transposed = not is_transposed
+        elif part.op is not aten.to.dtype:
+            raise NotAbsorbedError(f"its logits are returned, and {part.op} makes its layer")
+        part = part.args[0]
+    return part.node, is_transposed
+
+
+def _steps(head: Node, node: Node, shadow: Shadow) -> tuple[tuple[Step, ...], tuple[Node, ...]]:
+    """The ops that lead from a head's output to a node, and the nodes that do."""
+    steps: list[Step] = []
+    path = [node]
+    while path[-1] is not head:
+        value = shadow.of(path[-1])
+        while value.op is not None and value.node is path[-1]:
+            first, *rest = value.args
+            numbers = all(not isinstance(part, Value | torch.SymInt) for part in tree_leaves(rest))
+            if not (
+                isinstance(first, Value) and numbers and can_wait(value.op, rest, value.kwargs)
+            ):
+                raise NotAbsorbedError(_READ)
+            steps.append((value.op, tuple(rest), tuple(sorted(value.kwargs.items()))))
+            value = first
+        if value.node is path[-1]:
+            raise NotAbsorbedError(_READ)
+        path.append(value.node)
+    return tuple(reversed(steps)), tuple(path)
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    hint: int | None = size if isinstance(size, int) else size.node.hint
+    return hint or 0
