@@ -4,7 +4,7 @@
 width. ``python -m benchmarks plot FILE.csv`` draws an earlier run again; ``python -m benchmarks
 compile-matrix`` measures compiled steps against stock torch.compile's, ``elementwise`` losses that
 have no op, ``linear`` a linear layer together with its cross entropy, ``tokens`` losses of tokens
-over such a layer, ``steps`` whole training steps of models, ``overhead`` eager calls against
+over such a layer, ``returned`` models that return their logits, ``steps`` whole training steps of models, ``overhead`` eager calls against
 torch's, and ``profile`` reads what limits the kernels.
 """
 
@@ -17,7 +17,18 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import elementwise, linear, matrix, overhead, plots, profile, report, steps, tokens
+from benchmarks import (
+    elementwise,
+    linear,
+    matrix,
+    overhead,
+    plots,
+    profile,
+    report,
+    returned,
+    steps,
+    tokens,
+)
 from benchmarks.cases import CASES, PASSES, Size
 from benchmarks.clock import make_clock, measure_bandwidth
 from benchmarks.contenders import CONTENDERS
@@ -54,13 +65,14 @@ def parser() -> argparse.ArgumentParser:
     main.add_argument("--no-plots", dest="plots", action="store_false")
     commands = main.add_subparsers(
         dest="command",
-        metavar="{plot,compile-matrix,elementwise,linear,tokens,steps,overhead,profile}",
+        metavar="{plot,compile-matrix,elementwise,linear,tokens,returned,steps,overhead,profile}",
     )
     matrix.add_command(commands)
     elementwise.add_command(commands)
     linear.add_command(commands)
     steps.add_command(commands)
     tokens.add_command(commands)
+    returned.add_command(commands)
     overhead.add_command(commands)
     profile.add_command(commands)
     plot = commands.add_parser("plot", help="draw the PNG files of a CSV file")
@@ -134,6 +146,8 @@ def main() -> int:
         return linear.run(arguments)
     if arguments.command == "tokens":
         return tokens.run(arguments)
+    if arguments.command == "returned":
+        return returned.run(arguments)
     if arguments.command == "steps":
         return steps.run(arguments)
     if arguments.command == "overhead":

@@ -30,11 +30,13 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(chunk_size, "PART_OF_WEIGHT", 0)
 
 
-def leaves(*, bias=True, dtype=torch.float64):
+def leaves(*, bias=True, dtype=torch.float64, device="cpu"):
     generator = torch.Generator().manual_seed(0)
     shapes = [(ROWS, TOKENS, HIDDEN), (CLASSES, HIDDEN), *([(CLASSES,)] if bias else [])]
     return [
-        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        .to(device, dtype)
+        .requires_grad_()
         for shape in shapes
     ]
 
@@ -403,8 +405,8 @@ def changes(tensors, x):
 
 
 @pytest.mark.parametrize("name", changes(leaves(), None))
-def test_stale(name):
-    tensors = leaves(dtype=torch.float32)
+def test_stale(name, device):
+    tensors = leaves(dtype=torch.float32, device=device)
     for tensor in tensors:
         tensor.grad = torch.ones_like(tensor)
     x = lazy(tensors)

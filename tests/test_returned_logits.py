@@ -54,7 +54,7 @@ def ids():
 def trained(function, model, read=None):
     """Loss, logits and gradients of a step, whose loss may be joined by one of the logits."""
     model.zero_grad()
-    out = function(ids())
+    out = function(ids().to(next(model.parameters()).device))
     loss = out["loss"] if read is None else out["loss"] + read(out["logits"])
     loss.backward()
     return loss.detach(), out["logits"], [p.grad for p in model.parameters()]
@@ -89,10 +89,10 @@ def test_returned(between, inner):
     assert_lazy(Model(BETWEEN[between]), inner=inner)
 
 
-def test_through_inductor():
+def test_through_inductor(device):
     torch.manual_seed(0)
-    assert_lazy(Model(), inner="inductor")
-    assert_lazy(Model(), inner="inductor", read=lambda logits: logits.square().mean())
+    assert_lazy(Model().to(device), inner="inductor")
+    assert_lazy(Model().to(device), inner="inductor", read=lambda logits: logits.square().mean())
 
 
 @pytest.mark.parametrize("bias", [False, True])
