@@ -200,6 +200,9 @@ class Returning(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = model()
+        self.inner.head = nn.Linear(self.inner.head.in_features, 4 * CLASSES).to(
+            device, torch.float64
+        )
 
     def forward(self, x, target):
         logits = self.inner(x)
@@ -217,46 +220,41 @@ def small_chunks():
 
 
 def lazily(wrap):
-    """Steps of a wrapped model, whole and compiled alone, and of its parts as DDP cuts them."""
-    expected = None
-    with small_chunks():
-        for compiles in ("nothing", "model", "step"):
-            torch._dynamo.reset()
-            wrapped = wrap(Returning())
-            optimizer = torch.optim.AdamW(wrapped.parameters(), 0.1)
+    """Steps of a wrapped model, compiled itself or in its step, with losses inside and outside."""
+    for outside in (False, True):
+        expected = steps(wrap, "nothing", outside=outside)[0]
+        with small_chunks():
+            for compiles in ("model", "step"):
+                losses, logits = steps(wrap, compiles, outside=outside)
+                same(losses, expected)
+                assert isinstance(logits, LazyLogits), compiles
+                if not outside:
+                    with pytest.raises(RuntimeError, match="were not read yet"):
+                        logits.sum()
 
-            def step(x, target, wrapped=wrapped):
-                loss, logits = wrapped(x, target)
-                torch._dynamo.graph_break()
-                return loss + 0.5 * F.cross_entropy(logits, target), logits
 
-            options = {"lazy_logits": True, "inner_backend": "aot_eager"}
-            if compiles == "step":
-                step = torch.compile(step, backend="compile_losses", options=options)
-            elif compiles == "model":
-                compiled = torch.compile(wrapped, backend="compile_losses", options=options)
+def steps(wrap, compiles, *, outside):
+    """The losses of two steps of training, and the logits of the last."""
+    torch._dynamo.reset()
+    wrapped = wrap(Returning())
+    optimizer = torch.optim.AdamW(wrapped.parameters(), 0.1)
+    options = {"lazy_logits": True, "inner_backend": "aot_eager"}
+    compiled = partial(torch.compile, backend="compile_losses", options=options)
+    model = compiled(wrapped) if compiles == "model" else wrapped
 
-                def step(x, target, compiled=compiled):
-                    return compiled(x, target)
+    def step(x, target):
+        loss, logits = model(x, target)
+        return (loss + 0.5 * F.cross_entropy(logits, target) if outside else loss), logits
 
-            losses = []
-            for _ in range(2):
-                optimizer.zero_grad()
-                loss, logits = step(rand(ROWS, HIDDEN), labels())
-                if compiles == "model":
-                    loss = loss + 0.5 * F.cross_entropy(logits, labels())
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach())
-            result = torch.stack(losses)
-            if expected is None:
-                expected = result
-                continue
-            assert isinstance(logits, LazyLogits), compiles
-            same(result, expected)
-            if compiles == "step":
-                with pytest.raises(RuntimeError, match="were not read yet"):
-                    logits.sum()
+    step = compiled(step) if compiles == "step" else step
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss, logits = step(rand(ROWS, HIDDEN), labels())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses), logits
 
 
 def check_lazy_ddp():
