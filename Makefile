@@ -36,7 +36,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all conformance asan memcheck racecheck synccheck lint bench readme \
-	cuda-check sdist wheel check-wheel clean
+	docs cuda-check sdist wheel check-wheel clean
 
 help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z -]+:.*  ## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,7 +48,7 @@ $(STAMP): $(BUILT_FROM)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -c constraints.txt torch setuptools wheel ninja
 	PATH="$(abspath $(BIN)):$$PATH" $(PIP_INSTALL) -c constraints.txt --no-build-isolation \
-		-e ".[demo,test,lint,models,wheel]"
+		-e ".[demo,docs,test,lint,models,wheel]"
 	touch $@
 else
 # PYTHON may itself be in a virtual environment, whose packages --system-site-packages would not find:
@@ -115,6 +115,11 @@ bench: $(STAMP)  ## the benchmarks
 
 readme: $(STAMP)  ## the tables of README.md and docs/performance.md, from the results' CSV files
 	$(BIN)/python -m benchmarks.pages
+
+docs: $(STAMP)  ## build/site: the pages of docs/ and the API; a warning or a broken link is an error
+	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --doctree-dir build/doctrees \
+		docs build/site
+	@echo "build/site/index.html"
 
 cuda-check:  ## compile every CUDA source, if there is an nvcc; needs neither torch nor a GPU
 	@if command -v $(NVCC) > /dev/null; then \

@@ -15,7 +15,7 @@ class Result:
     """A number that a graph returns, or calls ``backward`` on, and that needs a gradient.
 
     Attributes:
-        file, line: where it is computed, as of a :class:`Site`.
+        file, line: where it is computed, as of a :class:`~compile_losses.sites.Site`.
         graph: the index of its graph.
         found: what it is made of: the ops of the sites with their status.
     """

@@ -1,9 +1,10 @@
-"""README.md and docs/: their tables are those of the results, their links lead somewhere, and their
-Python runs."""
+"""README.md and docs/: their tables are those of the results, their links lead somewhere, their
+Python runs, and the site has all of them."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 
 import pytest
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.skipif(
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
+#: Those that only bring a page from elsewhere into the site.
+INCLUDES = [page for page in DOCS if page.read_text().startswith("```{include} ")]
 _CODE = re.compile(r"```.*?```", re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -57,7 +60,7 @@ def test_links(page):
 
 def test_every_page_is_linked():
     text = "".join(page.read_text() for page in PAGES)
-    for page in DOCS:
+    for page in set(DOCS) - set(INCLUDES):
         assert f"{page.name})" in text or f"{page.name}#" in text, page.name
 
 
@@ -94,3 +97,42 @@ def test_explained_example(tmp_path, monkeypatch, capsys):
     for line in ("1 graph, 3 losses, 2 rewritten", "model.py:16", "model.py:17", "model.py:18"):
         assert line in told
         assert line in text
+
+
+def test_navigation_of_the_site():
+    """It has each page once. Sphinx says so too, in `make docs`."""
+    docs = ROOT / "docs"
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```", (docs / "index.md").read_text(), re.M | re.S)
+    lines = "".join(trees).splitlines()
+    entries = [line for line in lines if line and not line.startswith(":")]
+    pages = [page for suffix in ("md", "rst") for page in docs.rglob(f"*.{suffix}")]
+    names = [page.relative_to(docs).with_suffix("").as_posix() for page in pages]
+    assert sorted(["index", *entries]) == sorted(names)
+
+
+def test_reference_of_the_site():
+    """Each public name stands in docs/api; docs/conf.py lists the ops."""
+    import compile_losses
+    from compile_losses import linear
+
+    api = ROOT / "docs" / "api"
+    text = (api / "package.rst").read_text()
+    for name in set(compile_losses.__all__) - {"functional", *linear.__all__}:
+        assert re.search(rf"^\.\. auto(function|class):: {name}$", text, re.M), name
+    for name in ("functional", "linear"):
+        text = (api / f"{name}.rst").read_text()
+        assert f".. automodule:: compile_losses.{name}\n   :members:\n" in text
+
+
+@pytest.mark.slow
+def test_site_is_built(tmp_path):
+    pytest.importorskip("sphinx", reason="pip install .[docs]")
+    from compile_losses import library
+
+    command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning"]
+    folders = ["--doctree-dir", tmp_path / "doctrees", ROOT / "docs", tmp_path / "site"]
+    subprocess.run([*command, *folders], check=True)
+    reference = tmp_path / "site" / "api"
+    assert "compile_losses.functional.huber_loss" in (reference / "functional.html").read_text()
+    ops = (reference / "ops.html").read_text()
+    assert all(f"torch.ops.fused.{name}(" in ops for name in library.public_ops())

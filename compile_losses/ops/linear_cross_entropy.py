@@ -11,13 +11,13 @@ rows in the memory of linear_weight's gradient (:mod:`compile_losses.ops.linear.
 
 Additions, for what models do between the two:
 
-``softcap``: logits become ``softcap * tanh(logits / softcap)``, not rounded to their own dtype.
-``z_loss``: ``z_loss * logsumexp(logits) ** 2`` is added to the loss of each row that is not ignored
-    (PaLM, https://arxiv.org/abs/2204.02311). Reduction mean divides it by the number of such rows,
-    whatever the class weights.
-``dtype``: of the loss; the result is that of casting the logits, after the soft-cap, to it. When it
-    is given autocast changes nothing; otherwise arguments are cast as autocast casts those of
-    ``linear``.
+- ``softcap``: logits become ``softcap * tanh(logits / softcap)``, not rounded to their own dtype.
+- ``z_loss``: ``z_loss * logsumexp(logits) ** 2`` is added to the loss of each row that is not
+  ignored (PaLM, https://arxiv.org/abs/2204.02311). Reduction mean divides it by the number of such
+  rows, whatever the class weights.
+- ``dtype``: of the loss; the result is that of casting the logits, after the soft-cap, to it. When
+  it is given autocast changes nothing; otherwise arguments are cast as autocast casts those of
+  ``linear``.
 
 Gradients of a loss that is reduced are computed with the loss, in three matrix products in all, and
 only those that are needed. Where that can't be (reduction none, float16, whose unit gradients
