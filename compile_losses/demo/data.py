@@ -25,6 +25,7 @@ class Case:
     """One model to train.
 
     ``loss`` is the line that its forward ends in; ``make`` builds it; ``sampler`` draws batches.
+    The first of the steps compiles, the next few still warm caches up: ``warm_up`` are not timed.
     """
 
     name: str
@@ -33,18 +34,23 @@ class Case:
     sampler: Sampler
     learning_rate: float
     steps: int
+    warm_up: int = 5
 
     def batches(self, count: int, seed: int = 0) -> Iterator[tuple[Tensor, ...]]:
         generator = torch.Generator().manual_seed(seed)
         return (self.sampler(generator) for _ in range(count))
 
 
-def text() -> Tensor:
-    """The values of ``pydoc_data.topics`` as bytes: int64 [about 460,000], each in [0, 256)."""
+def help_topics() -> str:
+    """The values of ``pydoc_data.topics``."""
     from pydoc_data.topics import topics
 
-    joined = "\n".join(topics.values()).encode()
-    return torch.frombuffer(bytearray(joined), dtype=torch.uint8).long()
+    return "\n".join(topics.values())
+
+
+def text() -> Tensor:
+    """The help topics as bytes: int64 [about 460,000], each in [0, 256)."""
+    return torch.frombuffer(bytearray(help_topics().encode()), dtype=torch.uint8).long()
 
 
 def windows(source: Tensor, length: int, count: int, generator: torch.Generator) -> Tensor:
@@ -54,7 +60,7 @@ def windows(source: Tensor, length: int, count: int, generator: torch.Generator)
     return source[starts + torch.arange(length, device=on)]
 
 
-def next_bytes(source: Tensor, batch: int, time: int) -> Sampler:
+def next_tokens(source: Tensor, batch: int, time: int) -> Sampler:
     """Tokens and the tokens that follow them, both [batch, time]."""
 
     def sample(generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -139,7 +145,7 @@ def cases(steps: int) -> list[Case]:
             "GPT",
             "F.cross_entropy(logits.view(-1, V), targets.view(-1))",
             lambda: models.GPT(time=128),
-            next_bytes(source, batch=8, time=128),
+            next_tokens(source, batch=8, time=128),
             learning_rate=1e-3,
             steps=steps,
         ),

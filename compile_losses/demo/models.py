@@ -131,3 +131,23 @@ class RobustRegression(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return F.smooth_l1_loss(self.layers(inputs), targets, beta=self.beta)
+
+
+class Factorisation(nn.Module):
+    """A matrix as the product of two thin ones; the mean squared error of all its entries."""
+
+    def __init__(self, rows: int, cols: int, rank: int) -> None:
+        super().__init__()
+        self.left = nn.Parameter(torch.randn(rows, rank))
+        self.right = nn.Parameter(torch.randn(rank, cols) / rank**0.5)
+
+    def forward(self, entries: Tensor) -> Tensor:
+        return F.mse_loss(self.left @ self.right, entries)
+
+
+class Recommender(Factorisation):
+    """Who likes what, as the logits of a matrix of zeros and ones (Johnson, Logistic Matrix
+    Factorization for Implicit Feedback Data, 2014)."""
+
+    def forward(self, entries: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(self.left @ self.right, entries)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +13,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 STOCK_COLOR, OURS_COLOR, GRAY = "#9aa5b1", "#d1495b", "#52606d"
-COLORS = ("#d1495b", "#00798c", "#e09f1f", "#30638e", "#7b5ea7", "#66a182")
+COLORS = (
+    *("#d1495b", "#00798c", "#e09f1f", "#30638e", "#7b5ea7", "#66a182"),
+    *("#a23e48", "#3fb5b0", "#b9770e", "#6a8caf", "#b39ddb", "#99c9a8"),
+)
 #: Curves that agree to the last bit are drawn here: a logarithmic axis has no zero.
 SMALLEST = 1e-8
 
 
-def write(results: Sequence[Result], device: str, path: Path) -> None:
-    """Writes the figure to ``path``; the first result's curves are shown in full."""
+def write(results: Sequence[Result], large: int, device: str, path: Path) -> None:
+    """Writes the figure to ``path``: all curves' differences, and the curves of the longest run.
+
+    Times and memory are those of the first ``large`` results: others differ by chance.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -33,12 +39,13 @@ def write(results: Sequence[Result], device: str, path: Path) -> None:
         fontweight="bold",
     )
     (upper_left, upper_right), (lower_left, lower_right) = figure.subplots(2, 2)
-    curves(upper_left, results[0])
+    curves(upper_left, max(results, key=lambda result: len(result.stock.losses)))
     differences(upper_right, results)
-    times = [(result.stock.step * 1e3, result.ours.step * 1e3) for result in results]
-    bars(lower_left, results, "Median time of a training step, ms", times)
-    memory = [(result.stock.peak_memory / 1e6, result.ours.peak_memory / 1e6) for result in results]
-    bars(lower_right, results, "Peak memory of a training step, MB", memory)
+    shown = results[:large]
+    times = [(result.stock.step * 1e3, result.ours.step * 1e3) for result in shown]
+    bars(lower_left, shown, "Median time of a training step, ms", times)
+    memory = [(result.stock.peak_memory / 1e6, result.ours.peak_memory / 1e6) for result in shown]
+    bars(lower_right, shown, "Peak memory of a training step, MB", memory)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=GRAY)
@@ -62,7 +69,7 @@ def curves(axes: Axes, result: Result) -> None:
 
 
 def differences(axes: Axes, results: Sequence[Result]) -> None:
-    for result, color in zip(results, COLORS, strict=False):
+    for result, color in zip(results, cycle(COLORS), strict=False):
         values = [max(value, SMALLEST) for value in accumulate(result.differences, max)]
         steps = range(1, len(values) + 1)
         axes.plot(steps, values, label=result.case.name, color=color, linewidth=1.8)
@@ -101,7 +108,7 @@ def bars(
     for side, (label, color) in enumerate(looks):
         where = [place + (side - 0.5) * (width + 0.02) for place in places]
         drawn = axes.bar(where, heights[side], width, color=color, label=label)
-        figures = [f"{pair[side]:.3g}" for pair in pairs]
+        figures = [f"{pair[side]:{'.0f' if pair[side] >= 1000 else '.3g'}}" for pair in pairs]
         axes.bar_label(drawn, figures, padding=2, fontsize=9, color=GRAY)
     heading(axes, title)
     axes.set_ylabel("relative to stock", color=GRAY)

@@ -17,9 +17,6 @@ from compile_losses.demo.data import Case
 STOCK = "inductor"
 OURS = "compile_losses"
 
-#: Steps at the start of which the first compiles and the next few still warm caches up: not timed.
-WARM_UP = 5
-
 # The two runs do the same arithmetic in another order, so they differ by rounding: 6e-8 (2^-24) for
 # each float32 operation, and some tens of that for the mean of half a million elements. Until the
 # weights have moved, that is all there is: the gradients of the first step must agree to
@@ -39,6 +36,7 @@ LATE_BOUND = 1e-2
 class Run:
     """What one backend did with one model. Times in seconds, memory in bytes."""
 
+    warm_up: int
     losses: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     peak_memory: int = 0
@@ -51,7 +49,7 @@ class Run:
     @property
     def step(self) -> float:
         """The median time of a step, without the warm-up."""
-        return statistics.median(self.times[WARM_UP:] or self.times)
+        return statistics.median(self.times[self.warm_up :] or self.times)
 
 
 @dataclass
@@ -65,6 +63,21 @@ class Result:
     stock: Run
     ours: Run
     gradient_difference: float
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast ours is: the median of the ratios of a turn, without the warm-up.
+
+        Whatever else the machine does meets both steps of a turn.
+        """
+        turns = zip(self.stock.times, self.ours.times, strict=True)
+        ratios = [stock / ours for stock, ours in turns]
+        return statistics.median(ratios[self.case.warm_up :] or ratios)
+
+    @property
+    def saving(self) -> float:
+        """How many times as much memory stock holds at most."""
+        return self.stock.peak_memory / max(self.ours.peak_memory, 1)
 
     @property
     def differences(self) -> list[float]:
@@ -90,12 +103,12 @@ class Result:
 class Trainer:
     """A model under one backend, with its optimiser."""
 
-    def __init__(self, model: nn.Module, backend: str, learning_rate: float) -> None:
-        self.run = Run()
+    def __init__(self, model: nn.Module, backend: str, case: Case) -> None:
+        self.run = Run(case.warm_up)
         self.parameters = list(model.parameters())
         self.device = self.parameters[0].device
         self.model = torch.compile(model, backend=backend)
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, fused=True)
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=case.learning_rate, fused=True)
 
     def step(self, batch: tuple[Tensor, ...]) -> Tensor:
         self.optimizer.zero_grad()
@@ -170,8 +183,8 @@ def side_by_side(case: Case, device: torch.device, tick: Callable[[str], None]) 
     torch.compiler.reset()
     torch.manual_seed(0)
     model = case.make().to(device)
-    stock = Trainer(copy.deepcopy(model), STOCK, case.learning_rate)
-    ours = Trainer(copy.deepcopy(model), OURS, case.learning_rate)
+    stock = Trainer(copy.deepcopy(model), STOCK, case)
+    ours = Trainer(copy.deepcopy(model), OURS, case)
     batch: tuple[Tensor, ...] = ()
     gradient_difference = 0.0
     for index, drawn in enumerate(case.batches(case.steps)):

@@ -1,0 +1,105 @@
+"""The demo's large problems: what the package is for, where losses take time and memory.
+
+To add one, write a function that returns its :class:`Case` and add it to :data:`PROBLEMS`, or to
+:data:`QUICK` if a few seconds are enough for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from compile_losses.demo import data, models
+from compile_losses.demo.data import Case, Sampler
+
+VOCABULARY = 16384
+
+
+def words(size: int = VOCABULARY) -> Tensor:
+    """The help topics as words, and as pairs of words that are frequent: int64 [about 70,000].
+
+    The vocabulary of ``size`` is all words, numbers, marks and spaces of the text, a space before a
+    word counted to it, and as many of the pairs as there is room for.
+    """
+    pieces = re.findall(r" ?\w+| ?[^\w\s]+|\s+", data.help_topics())
+    single = dict.fromkeys(pieces)
+    counted = Counter(pairwise(pieces)).most_common(size - len(single))
+    numbers = {entry: i for i, entry in enumerate([*single, *(pair for pair, _ in counted)])}
+    found = []
+    place = 0
+    while place < len(pieces):
+        pair = tuple(pieces[place : place + 2])
+        found.append(numbers.get(pair, numbers[pieces[place]]))
+        place += 2 if pair in numbers else 1
+    return torch.tensor(found)
+
+
+def language_model(quick: bool) -> Case:
+    """A GPT of words; nearly all of its memory is the logits."""
+    time = 256
+    width, layers, batch = (32, 1, 32) if quick else (64, 2, 48)
+    return Case(
+        "GPT, 16k words",
+        "F.cross_entropy(logits.view(-1, V), targets.view(-1))",
+        lambda: models.GPT(width, layers, time=time, vocabulary=VOCABULARY),
+        data.next_tokens(words(), batch, time),
+        learning_rate=1e-3,
+        steps=4 if quick else 8,
+        warm_up=1 if quick else 2,
+    )
+
+
+def product(rows: int, cols: int, rank: int) -> Tensor:
+    """A matrix of that rank, [rows, cols], with entries of variance 1 and some noise."""
+    generator = torch.Generator().manual_seed(1)
+    left = torch.randn(rows, rank, generator=generator)
+    right = torch.randn(rank, cols, generator=generator)
+    noise = torch.randn(rows, cols, generator=generator)
+    return torch.addmm(noise, left, right, beta=0.1, alpha=rank**-0.5)
+
+
+def whole(entries: Tensor) -> Sampler:
+    """The same in every batch."""
+    return lambda generator: (entries,)
+
+
+def factorisation(quick: bool) -> Case:
+    """A large matrix, fitted by the product of two thin ones: all that is large is in the loss."""
+    rows, cols, rank = (1024 if quick else 4096), 16384, 4
+    return Case(
+        "factorisation",
+        "F.mse_loss(self.left @ self.right, entries)",
+        lambda: models.Factorisation(rows, cols, rank),
+        whole(product(rows, cols, rank)),
+        learning_rate=1e-2,
+        steps=8 if quick else 12,
+        warm_up=2,
+    )
+
+
+def recommender(quick: bool) -> Case:
+    """The same of zeros and ones, whose loss takes more arithmetic."""
+    rows, cols, rank = (1024 if quick else 4096), 16384, 4
+    return Case(
+        "recommender",
+        "F.binary_cross_entropy_with_logits(self.left @ self.right, entries)",
+        lambda: models.Recommender(rows, cols, rank),
+        whole((product(rows, cols, rank) > 1).float()),
+        learning_rate=1e-2,
+        steps=8 if quick else 12,
+        warm_up=2,
+    )
+
+
+#: Those of ``--quick``, and all. Each is told whether it is to be quick.
+QUICK: tuple[Callable[[bool], Case], ...] = (language_model, factorisation)
+PROBLEMS = (*QUICK, recommender)
+
+
+def problems(quick: bool) -> list[Case]:
+    return [make(quick) for make in (QUICK if quick else PROBLEMS)]

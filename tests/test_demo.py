@@ -1,0 +1,90 @@
+"""The demo: its words, its peaks, and what it says was gained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compile_losses import demo
+from compile_losses.demo import gains, problems
+from compile_losses.demo.data import Case
+from compile_losses.demo.train import Result, Run, peak_memory
+from compile_losses.report import Report
+from compile_losses.sites import Site
+
+MIB = 1 << 20
+SITE = Site(
+    "huber_loss", "rewritten", "", "model.py", 3,
+    plan=("inlined",), details=("inlined: it is small",),
+    bytes_moved=1000, bytes_held=500, stock_bytes_moved=2000, stock_bytes_held=500,
+)  # fmt: skip
+
+
+def result(name="model", *, speedup=1.0, saving=1.0):
+    """Stock's turns take 1 to 4 seconds, ours by that factor less."""
+    case = Case(name, "", torch.nn.Identity, lambda generator: (), 0.1, steps=5, warm_up=1)
+    seconds = [100.0, 1.0, 2.0, 3.0, 4.0]
+    stock = Run(1, [1.0], seconds, int(saving * MIB))
+    return Result(case, stock, Run(1, [1.0], [time / speedup for time in seconds], MIB), 0.0)
+
+
+def test_words():
+    numbers = problems.words()
+    assert problems.VOCABULARY == 16384
+    assert numbers.min() == 0
+    assert 0.9 * problems.VOCABULARY < numbers.max() < problems.VOCABULARY
+    assert 50_000 < len(numbers) < 100_000
+    # Words that are only in pairs of words, and pairs of which another pair took one, are not seen.
+    assert len(numbers.unique()) > 0.6 * problems.VOCABULARY
+
+
+def test_peak_memory():
+    """Of what is held at once, without what is there before."""
+    before = torch.ones(MIB)
+
+    def call():
+        first = torch.ones(2 * MIB)
+        second = first + 1
+        del first
+        return second + before[0]
+
+    assert 16 * MIB <= peak_memory(call, torch.device("cpu")) < 17 * MIB
+
+
+def test_speedup_is_that_of_turns():
+    found = result(speedup=1.25)
+    assert found.speedup == pytest.approx(1.25)
+    found.stock.times[-1] *= 10  # somebody else's work
+    assert found.speedup == pytest.approx(1.25)
+
+
+def test_closing_line():
+    results = [result("a", speedup=1.5), result("b"), result("c", speedup=2, saving=3.04)]
+    expected = "Gained in this run: c: peak memory 1/3, 2.00 times as fast; a: 1.50 times as fast."
+    assert gains.closing_line(results) == expected
+    assert gains.closing_line([result("b", speedup=0.5)]) == "Gained in this run: nothing."
+
+
+def test_says_why_there_is_no_gain():
+    report = Report([SITE], graphs=1)
+    time = "time (huber_loss moves 1 kB, stock's 2 kB)"
+    memory = "memory (huber_loss holds 500 B, as stock's)"
+    why = "inlined: it is small"
+    assert gains.without_gain(result("a"), report) == f"a: {time}, {memory}: {why}"
+    assert gains.without_gain(result("a", saving=2), report) == f"a: {time}: {why}"
+    assert gains.without_gain(result("a", speedup=2), report) == f"a: {memory}: {why}"
+    assert gains.without_gain(result("a", speedup=2, saving=2), report) == ""
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--output", "no/such/folder/x.png"]])
+def test_arguments(arguments, capsys):
+    with pytest.raises(SystemExit):
+        demo.main(arguments)
+    assert arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_quick(tmp_path, capsys):
+    assert demo.main(["--quick", "--device", "cpu", "--output", str(tmp_path / "figure.png")]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("Gained in this run: GPT, 16k words: peak memory 1/")
