@@ -11,7 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import compile_losses
 
-compile_losses.enable()  # the added line
+# Large logits that the model returns are computed only if somebody reads them.
+compile_losses.enable(lazy_logits=True)  # the added line
 
 
 def main(steps: int = 200) -> list[float]:

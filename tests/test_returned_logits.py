@@ -137,6 +137,21 @@ def test_outputs(name):
         torch.testing.assert_close(found[key].detach() + 0, expected[key].detach())
 
 
+def test_outputs_share_memory():
+    """What is written to one output is seen in the others, as of torch's views."""
+    model = Outputs(OUTPUTS["last token"])
+    compiled = torch.compile(
+        model, backend="compile_losses", options={**LAZY, "inner_backend": "aot_eager"}
+    )
+    found = []
+    for function in (model, compiled):
+        out = function(ids())
+        out["last"].detach().zero_()
+        found.append(out["logits"].detach() + 0)
+    torch.testing.assert_close(found[1], found[0])
+    assert (found[1][:, -1] == 0).all()
+
+
 KEPT = {
     "maximum": (lambda x: {"best": x.max()}, "the logits have other users"),
     "argmax": (lambda x: {"best": x.argmax(-1)}, "the logits have other users"),
@@ -405,6 +420,30 @@ def test_graph_break(between):
         torch.testing.assert_close((found[0], found[2]), (expected[0], expected[2]))
         if read is None:
             assert compile_losses.counters()["rewritten"] == {"linear_cross_entropy": 1}
+
+
+@pytest.mark.parametrize("dynamic", [False, None, True])
+def test_graph_break_again(dynamic):
+    """Other batches are no reason to compile anew, and other sizes once."""
+    torch.manual_seed(0)
+    model = Model()
+    step = broken(model)
+    options = {**LAZY, "inner_backend": "aot_eager"}
+    compiled = torch.compile(step, backend="compile_losses", options=options, dynamic=dynamic)
+    graphs = torch._dynamo.utils.counters["stats"]
+    compile_losses.counters().clear()
+    for rows in (4, 4, 6, 7, 9):
+        before = graphs["unique_graphs"]
+        tokens = torch.randint(CLASSES, (rows, 33))
+        found, expected = compiled(tokens), step(tokens)
+        torch.testing.assert_close(found["loss"], expected["loss"])
+        found["loss"].backward()
+        assert found["logits"]._memory.is_unread()
+        made = graphs["unique_graphs"] - before
+        assert made == 2 or (made == 0 and rows != 6) or dynamic, (rows, made)
+    # With all sizes dynamic those of the head are not known in the next graph.
+    op = "cross_entropy" if dynamic else "linear_cross_entropy"
+    assert set(compile_losses.counters()["rewritten"]) == {op}
 
 
 def test_graph_break_memory():

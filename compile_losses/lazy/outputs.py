@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compile_losses.lazy.head import Head, Step
+from compile_losses.lazy.head import Head, Step, apply
 from compile_losses.lazy.tensor import lazy_logits
 
 #: A compiled graph, or what stands for one.
@@ -43,8 +43,9 @@ class LazyOutput:
     path: tuple[Node, ...]
 
     @property
-    def sources(self) -> list[Node]:
-        return [node for node in (self.input, self.weight, self.bias) if node is not None]
+    def sources(self) -> tuple[Node, ...]:
+        both = self.input, self.weight
+        return both if self.bias is None else (*both, self.bias)
 
 
 def return_lazily(
@@ -95,15 +96,20 @@ def return_lazily(
     def run(*given: Any) -> list[Any]:
         made = compiled(*given)
         rest = iter(made)
+        #: The output of each head, of which all that is returned of it are views.
+        heads: dict[tuple[Node, ...], Tensor] = {}
         results = []
         for node in returned:
             one = lazy.get(node)
             if one is None:
                 results.append(next(rest))
                 continue
-            input, weight, *bias = (get(given, made) for get in made_of[node])
-            head = Head(input, weight, bias[0] if bias else None, one.dtype, one.is_transposed)
-            results.append(lazy_logits(head, one.steps, requires_grad=one.requires_grad))
+            if one.sources not in heads:
+                input, weight, *bias = (get(given, made) for get in made_of[node])
+                head = Head(input, weight, bias[0] if bias else None, one.dtype, one.is_transposed)
+                heads[one.sources] = lazy_logits(head)
+            result = apply(heads[one.sources], one.steps)
+            results.append(result if one.requires_grad else result.detach())
         return results
 
     return run

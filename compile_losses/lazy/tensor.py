@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -405,16 +404,14 @@ def plain(value: Any) -> Any:
     return value.plain() if isinstance(value, LazyLogits) else value
 
 
-def lazy_logits(head: Head, steps: tuple[Step, ...] = (), *, requires_grad: bool = True) -> Tensor:
-    """What some ops make of a head's output, computed when it is read.
+def lazy_logits(head: Head) -> Tensor:
+    """A head's output, computed when it is read.
 
     Args:
         head: its tensors are in the autograd graph, to which gradients go.
-        steps: views and copies.
     """
-    with nullcontext() if requires_grad else torch.no_grad():
-        # Tracing calls what is compiled, too, and only asks for shapes.
-        is_traced = any(isinstance(tensor, FakeTensor) for tensor in head.tensors)
-        first = head.output() if is_traced else _Lazy.apply(head, *head.tensors)
-        result = apply(first, steps)
-    return result if requires_grad else result.detach()
+    # Tracing calls what is compiled, too, and only asks for shapes.
+    if any(isinstance(tensor, FakeTensor) for tensor in head.tensors):
+        return head.output()
+    result: Tensor = _Lazy.apply(head, *head.tensors)
+    return result
