@@ -265,7 +265,7 @@ def _through_inductor(gm: GraphModule, example_inputs: list[Any], settings: Sett
         own = inductor.config[slot] = kind(users, strict=settings.strict)
         if isinstance(own, _PlanPass):
             own.prefer_memory, own.losses = settings.prefer_memory, settings.losses
-    compiled = inductor(gm, example_inputs)
+    compiled = compile_with_inductor(inductor, gm, example_inputs)
     if getattr(compiled, "serialize", None) is not None:  # compiled ahead of time, to be saved
         from compile_losses.artifact import Artifact
 
@@ -526,8 +526,9 @@ def enable(*, lazy_logits: bool | None = None) -> _Enabled:
         current.calls += 1
         if isinstance(current, _RewritePass) and lazy_logits is not None:
             current.lazy_logits = lazy_logits
-    # A pass on a graph can't change what its caller gets.
-    go_around_inductor(_compile_lazily)
+    if switches.returns_lazy_logits(lazy_logits):
+        # A pass on a graph can't change what its caller gets.
+        go_around_inductor(_compile_lazily)
     return _Enabled()
 
 

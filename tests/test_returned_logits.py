@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -16,6 +19,7 @@ from compile_losses.explanation import explain_call
 from compile_losses.lazy import LazyLogits
 from compile_losses.ops.linear import chunk_size
 from compile_losses.report import Report
+from tests import ROOT
 from tests.linear_problems import largest_allocation
 
 CLASSES, HIDDEN = 211, 16
@@ -367,6 +371,48 @@ def test_enable():
     torch.testing.assert_close((found[0], found[2]), (expected[0], expected[2]))
     torch._dynamo.reset()
     assert type(torch.compile(model)(ids())["logits"]) is torch.Tensor
+
+
+def test_backend_while_enabled():
+    """The backend's options count for what it compiles, and enable()'s for the rest."""
+    with compile_losses.enable(lazy_logits=True):
+        kept = torch.compile(Model(), backend="compile_losses", options={"lazy_logits": False})
+        assert type(kept(ids())["logits"]) is torch.Tensor
+        torch._dynamo.reset()
+        lazy = torch.compile(Model(), backend="compile_losses", options=LAZY)
+        assert isinstance(lazy(ids())["logits"], LazyLogits)
+
+
+def test_warm_caches(tmp_path):
+    """A second process takes the compiled graph from a cache, and returns lazy logits as well."""
+    script = """
+import torch
+from compile_losses.lazy import LazyLogits
+from compile_losses.ops.linear import chunk_size
+from tests.test_returned_logits import LAZY, Model, ids, trained
+chunk_size.LEAST_ROWS, chunk_size.LOGITS_BYTES = 8, 1
+torch.manual_seed(0)
+model = Model()
+compiled = torch.compile(model, backend="compile_losses", options=LAZY)
+found, expected = trained(compiled, model), trained(model, model)
+assert isinstance(found[1], LazyLogits)
+torch.testing.assert_close(found[1].detach() + 0, expected[1].detach())
+torch.testing.assert_close((found[0], found[2]), (expected[0], expected[2]))
+print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+"""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    hits = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env=environment,
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.split()[-1]
+        for _ in range(2)
+    ]
+    assert hits == ["0", "1"]
 
 
 def test_enable_without():
