@@ -4,8 +4,9 @@
 width. ``python -m benchmarks plot FILE.csv`` draws an earlier run again; ``python -m benchmarks
 compile-matrix`` measures compiled steps against stock torch.compile's, ``elementwise`` losses that
 have no op, ``linear`` a linear layer together with its cross entropy, ``tokens`` losses of tokens
-over such a layer, ``returned`` models that return their logits, ``steps`` whole training steps of
-models, ``overhead`` eager calls against torch's, and ``profile`` reads what limits the kernels.
+over such a layer, ``distillation`` from one such layer into another, ``returned`` models that return
+their logits, ``steps`` whole training steps of models, ``overhead`` eager calls against torch's, and
+``profile`` reads what limits the kernels.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    distillation,
     elementwise,
     linear,
     matrix,
@@ -65,7 +67,8 @@ def parser() -> argparse.ArgumentParser:
     main.add_argument("--no-plots", dest="plots", action="store_false")
     commands = main.add_subparsers(
         dest="command",
-        metavar="{plot,compile-matrix,elementwise,linear,tokens,returned,steps,overhead,profile}",
+        metavar="{plot,compile-matrix,elementwise,linear,tokens,distillation,returned,steps,"
+        "overhead,profile}",
     )
     matrix.add_command(commands)
     elementwise.add_command(commands)
@@ -73,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     steps.add_command(commands)
     tokens.add_command(commands)
     returned.add_command(commands)
+    distillation.add_command(commands)
     overhead.add_command(commands)
     profile.add_command(commands)
     plot = commands.add_parser("plot", help="draw the PNG files of a CSV file")
@@ -146,6 +150,8 @@ def main() -> int:
         return linear.run(arguments)
     if arguments.command == "tokens":
         return tokens.run(arguments)
+    if arguments.command == "distillation":
+        return distillation.run(arguments)
     if arguments.command == "returned":
         return returned.run(arguments)
     if arguments.command == "steps":

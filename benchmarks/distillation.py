@@ -1,0 +1,193 @@
+"""Distillation into a linear layer from a teacher's: a step's time and peak memory.
+
+``python -m benchmarks distillation`` computes the Kullback-Leibler divergence of two linear layers'
+outputs at a temperature, and the gradients of the student's hidden states and weight, with stock
+torch.compile, with this package compiled and called, and with Liger's fused linear Jensen-Shannon
+loss where that computes the same. ``mixed`` adds the cross entropy of labels to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import linear_steps, report
+from benchmarks.clock import Call, make_clock, peak_mib, time_in_turns
+from benchmarks.contenders import UnavailableError, version_of
+from benchmarks.linear_steps import Row, Shape
+from benchmarks.options import DTYPES, add_options, provenance
+
+TEMPERATURE = 2.0
+Step = Callable[..., Tensor]
+
+
+def divergence(student: Tensor, teacher: Tensor, target: Tensor) -> Tensor:
+    """Of Hinton et al., 2015."""
+    log_probs = F.log_softmax(student / TEMPERATURE, -1)
+    probs = F.softmax(teacher / TEMPERATURE, -1)
+    return F.kl_div(log_probs, probs, reduction="batchmean") * TEMPERATURE**2
+
+
+def mixed(student: Tensor, teacher: Tensor, target: Tensor) -> Tensor:
+    return 0.5 * divergence(student, teacher, target) + 0.5 * F.cross_entropy(student, target)
+
+
+LOSSES = {"divergence": divergence, "mixed": mixed}
+
+
+class Problem:
+    """Inputs of one shape; the teacher has twice the student's features."""
+
+    def __init__(self, loss: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        self.loss, self.name = LOSSES[loss], loss
+
+        def layer(hidden: int) -> tuple[Tensor, Tensor]:
+            weight = torch.randn(shape.classes, hidden, device=device).div_(hidden**0.5)
+            return torch.randn(shape.rows, hidden, device=device).to(dtype), weight.to(dtype)
+
+        self.student = tuple(tensor.requires_grad_() for tensor in layer(shape.hidden))
+        self.teacher = layer(2 * shape.hidden)
+        self.target = torch.randint(shape.classes, (shape.rows,), device=device)
+        wide = torch.float64 if dtype == torch.float32 else torch.float32
+        self.expected = self._results(self.eager, wide)
+
+    def eager(
+        self, hidden: Tensor, weight: Tensor, taught: Tensor, teacher: Tensor, target: Tensor
+    ) -> Tensor:
+        with torch.no_grad():
+            wanted = F.linear(taught, teacher)
+        return self.loss(F.linear(hidden, weight), wanted, target)
+
+    def _results(self, step: Step, dtype: torch.dtype) -> list[Tensor]:
+        student = [tensor.detach().to(dtype).requires_grad_() for tensor in self.student]
+        teacher = [tensor.to(dtype) for tensor in self.teacher]
+        value = step(*student, *teacher, self.target)
+        return [value.detach(), *torch.autograd.grad(value, student)]
+
+    def errors(self, step: Step) -> list[float]:
+        """Of the loss and the gradients."""
+        results = self._results(step, self.student[0].dtype)
+        pairs = zip(results, self.expected, strict=True)
+        return [linear_steps.relative_error(*pair) for pair in pairs]
+
+    def next_call(self, step: Step) -> Call:
+        for tensor in self.student:
+            tensor.grad = None
+        return partial(self._run, step)
+
+    def _run(self, step: Step) -> Tensor:
+        value = step(*self.student, *self.teacher, self.target)
+        value.backward()
+        return value.detach()
+
+
+def _stock(problem: Problem) -> Step:
+    return torch.compile(problem.eager)
+
+
+def _ours_compiled(problem: Problem) -> Step:
+    return torch.compile(problem.eager, backend="compile_losses")
+
+
+def _ours_eager(problem: Problem) -> Step:
+    from compile_losses.linear import linear_softmax_kl_div
+
+    if problem.name != "divergence":
+        raise UnavailableError("not of this loss")
+
+    def step(
+        hidden: Tensor, weight: Tensor, taught: Tensor, teacher: Tensor, target: Tensor
+    ) -> Tensor:
+        value = linear_softmax_kl_div(
+            hidden, weight, taught, target_weight=teacher, temperature=TEMPERATURE
+        )
+        return value * TEMPERATURE**2
+
+    return step
+
+
+def _liger(problem: Problem) -> Step:
+    if problem.name != "divergence" or not torch.cuda.is_available():
+        raise UnavailableError("not of this loss, or no CUDA device")
+    from liger_kernel.transformers import LigerFusedLinearJSD
+
+    # Of beta 0 it is the forward divergence, of which it takes the mean over rows.
+    loss = LigerFusedLinearJSD(jsd_beta=0.0, temperature=TEMPERATURE)
+
+    def step(
+        hidden: Tensor, weight: Tensor, taught: Tensor, teacher: Tensor, target: Tensor
+    ) -> Tensor:
+        value: Tensor = loss(hidden, weight, taught, teacher)
+        return value * TEMPERATURE**2
+
+    return step
+
+
+BUILDERS: dict[str, tuple[Callable[[Problem], Step], str]] = {
+    "inductor": (_stock, "torch"),
+    "ours_compiled": (_ours_compiled, "compile_losses"),
+    "ours_eager": (_ours_eager, "compile_losses"),
+    "liger": (_liger, "liger-kernel"),
+}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    device = torch.device(arguments.device)
+    clock = make_clock(device)
+    output = arguments.output or report.default_output(device, "distillation")
+    results = linear_steps.Results(output, append=arguments.append)
+    dtype = DTYPES[arguments.dtype]
+    print(linear_steps.HEADER)
+    for name in arguments.loss:
+        problem = Problem(name, arguments.shape, dtype, device)
+        common = {
+            **provenance(arguments, device),
+            "dtype": arguments.dtype,
+            "shape": f"{name} {arguments.shape}",
+        }
+        allowed = linear_steps.allowed_errors(problem.errors(problem.eager), dtype)
+        steps, reasons = linear_steps.checked(
+            {each: partial(BUILDERS[each][0], problem) for each in arguments.contender},
+            problem.errors,
+            allowed,
+        )
+        ready = {each: partial(problem.next_call, step) for each, step in steps.items()}
+        turns = time_in_turns(list(ready.values()), clock, arguments.budget)
+        times = dict(zip(ready, turns, strict=True))
+        for each in arguments.contender:
+            version = version_of(BUILDERS[each][1])
+            row = Row(contender=each, reason=reasons[each], contender_version=version, **common)
+            if each in times:
+                peak = peak_mib(ready[each], clock)
+                row = row.timed(times[each], peak, times.get("inductor"))
+            print(row, flush=True)
+            results.add([row])
+        del problem, ready, steps
+    print(f"wrote {output}")
+    return int(results.broken)
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
+    parser = commands.add_parser(
+        "distillation", help="distillation into a head, with peak memory", description=__doc__
+    )
+    choose = partial(parser.add_argument, nargs="+", help="default: all")
+    choose("--loss", choices=LOSSES, default=list(LOSSES))
+    choose("--contender", choices=BUILDERS, default=list(BUILDERS))
+    cuda = torch.cuda.is_available()
+    shape = Shape(8192, 2048, 128_256) if cuda else Shape(2048, 64, 32_000)
+    parser.add_argument(
+        "--shape",
+        type=Shape.parse,
+        default=shape,
+        help=f"ROWSxHIDDENxCLASSES of the student ({shape})",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if cuda else "float32")
+    add_options(parser, 0.5, append=True)
