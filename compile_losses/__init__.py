@@ -12,6 +12,8 @@ Public names:
 ``functional``              torch's loss functions over the ops, for eager code
 ``linear_cross_entropy``    cross entropy of a linear layer, without its logits
 ``LinearCrossEntropyLoss``  the same as a module
+``linear_softmax_kl_div``   distillation into a linear layer, without its logits or the teacher's
+``linear_softmax_js_div``   the same with a Jensen-Shannon divergence
 ``global_mean``             a loss's mean over the ranks of DDP or FSDP
 ``__version__``             of the package
 """
@@ -21,7 +23,12 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from compile_losses import functional
-from compile_losses.linear import LinearCrossEntropyLoss, linear_cross_entropy
+from compile_losses.linear import (
+    LinearCrossEntropyLoss,
+    linear_cross_entropy,
+    linear_softmax_js_div,
+    linear_softmax_kl_div,
+)
 
 if TYPE_CHECKING:
     from compile_losses.backend import disable, enable
@@ -43,6 +50,8 @@ __all__ = [
     "functional",
     "global_mean",
     "linear_cross_entropy",
+    "linear_softmax_js_div",
+    "linear_softmax_kl_div",
     "rewrite",
 ]
 

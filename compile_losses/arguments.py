@@ -42,6 +42,12 @@ def reduction_of(
     raise ValueError(f"expected reduction to be 'none', 'mean' or 'sum', got {reduction!r}")
 
 
+def reduction_of_divergence(reduction: str) -> int:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"expected reduction to be one of {list(REDUCTIONS)}, got {reduction!r}")
+    return REDUCTIONS[reduction]
+
+
 def warn(message: str, stacklevel: int) -> None:
     """Warns the caller of the loss; in torch.compile while it traces the call."""
     if torch.compiler.is_dynamo_compiling():

@@ -5,7 +5,8 @@ of the same name, for which it can be imported instead. Where torch rounds parti
 16-bit type, these do not.
 
 ``softmax_kl_div`` and ``softmax_js_div``, which torch has no function for, are the ops with named
-reductions.
+reductions, and so are ``linear_softmax_kl_div`` and ``linear_softmax_js_div`` of
+:mod:`compile_losses.linear`.
 
 A call goes on to torch's own function when an operand is not a dense tensor of a floating dtype on
 a device with kernels, when a class or mode overrides torch's function, and, within the ops, inside
@@ -41,10 +42,15 @@ from compile_losses.arguments import (
     is_integer,
     is_number,
     reduction_of,
+    reduction_of_divergence,
     warn,
     warn_if_broadcast,
 )
-from compile_losses.linear import linear_cross_entropy
+from compile_losses.linear import (
+    linear_cross_entropy,
+    linear_softmax_js_div,
+    linear_softmax_kl_div,
+)
 from compile_losses.ops.checks import (
     REDUCTIONS,
     broadcast_shape,
@@ -61,6 +67,8 @@ __all__ = [
     "kl_div",
     "l1_loss",
     "linear_cross_entropy",
+    "linear_softmax_js_div",
+    "linear_softmax_kl_div",
     "mse_loss",
     "nll_loss",
     "smooth_l1_loss",
@@ -287,7 +295,7 @@ def softmax_kl_div(
         ValueError: unknown reduction.
         NotImplementedError: logits that are not floating point.
     """
-    enum = _reduction_of_divergence(reduction)
+    enum = reduction_of_divergence(reduction)
     return fused.softmax_kl_div(input, target, enum, temperature=temperature, dim=dim)
 
 
@@ -313,14 +321,8 @@ def softmax_js_div(
     Raises:
         RuntimeError: beta is not between 0 and 1.
     """
-    enum = _reduction_of_divergence(reduction)
+    enum = reduction_of_divergence(reduction)
     return fused.softmax_js_div(input, target, enum, beta=beta, temperature=temperature, dim=dim)
-
-
-def _reduction_of_divergence(reduction: str) -> int:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"expected reduction to be one of {list(REDUCTIONS)}, got {reduction!r}")
-    return REDUCTIONS[reduction]
 
 
 def _weighted(

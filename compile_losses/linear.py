@@ -1,4 +1,8 @@
-"""Linear cross entropy as torch 2.13 spells it, for every torch that this package runs on."""
+"""Losses of a linear layer's output that never hold that output.
+
+Linear cross entropy is as torch 2.13 spells it, for every torch that this package runs on. Torch
+has no function for the divergences from a teacher.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,14 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 import compile_losses.ops  # noqa: F401  declares fused::*
-from compile_losses.arguments import is_integer, is_number, reduction_of
+from compile_losses.arguments import is_integer, is_number, reduction_of, reduction_of_divergence
 
-__all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy"]
+__all__ = [
+    "LinearCrossEntropyLoss",
+    "linear_cross_entropy",
+    "linear_softmax_js_div",
+    "linear_softmax_kl_div",
+]
 
 
 def linear_cross_entropy(
@@ -92,6 +101,100 @@ def linear_cross_entropy(
         label_smoothing=label_smoothing,
         softcap=softcap,
         z_loss=z_loss,
+    )
+
+
+def linear_softmax_kl_div(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    reduction: str = "batchmean",
+    *,
+    linear_bias: Tensor | None = None,
+    target_weight: Tensor | None = None,
+    target_bias: Tensor | None = None,
+    reverse: bool = False,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Kullback-Leibler divergence of a linear layer's output from a teacher's logits, for
+    distillation (Hinton et al., Distilling the Knowledge in a Neural Network, 2015), of which
+    neither is ever held::
+
+        student = F.linear(input, linear_weight, linear_bias)
+        teacher = target if target_weight is None else F.linear(target, target_weight, target_bias)
+        F.kl_div(
+            F.log_softmax(student / temperature, -1), F.softmax(teacher / temperature, -1),
+            reduction=reduction,
+        )
+
+    It is not multiplied by the temperature's square. Input, linear_weight and linear_bias are
+    differentiable, the teacher is not.
+
+    Args:
+        input: [hidden], [rows, hidden], or with more leading dimensions.
+        linear_weight, linear_bias: [classes, hidden] and [classes], in input's dtype.
+        target: the teacher's logits, of input's leading dimensions and then [classes]; or with
+            target_weight what its own linear layer reads, of these and any number of features.
+        target_weight, target_bias: [classes, target's features] and [classes], in target's dtype.
+        reduction: ``"batchmean"``, which divides by the first of the logits' sizes; ``"sum"``;
+            ``"mean"`` over all classes of all rows; or ``"none"``, the divergence of each row, of
+            input's leading dimensions.
+        reverse: whether the divergence is that of the teacher from the student, ``KL(student ||
+            teacher)``, as in MiniLLM (Gu et al., 2024).
+        temperature: of both.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices that don't go together; a temperature that is not
+            positive; a teacher that requires a gradient where gradients are recorded; DTensors.
+        ValueError: unknown reduction.
+        NotImplementedError: tensors that are not floating point.
+    """
+    return torch.ops.fused.linear_softmax_kl_div(
+        input,
+        linear_weight,
+        target,
+        reduction_of_divergence(reduction),
+        linear_bias=linear_bias,
+        target_weight=target_weight,
+        target_bias=target_bias,
+        reverse=reverse,
+        temperature=temperature,
+    )
+
+
+def linear_softmax_js_div(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    reduction: str = "batchmean",
+    *,
+    linear_bias: Tensor | None = None,
+    target_weight: Tensor | None = None,
+    target_bias: Tensor | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Generalised Jensen-Shannon divergence of a linear layer's output and a teacher's logits, of
+    which neither is ever held: :func:`compile_losses.functional.softmax_js_div` of both.
+
+    Args:
+        beta: between 0 and 1, without these.
+
+    Others, and errors, are those of :func:`linear_softmax_kl_div`.
+
+    Raises:
+        RuntimeError: beta is not between 0 and 1.
+    """
+    return torch.ops.fused.linear_softmax_js_div(
+        input,
+        linear_weight,
+        target,
+        reduction_of_divergence(reduction),
+        linear_bias=linear_bias,
+        target_weight=target_weight,
+        target_bias=target_bias,
+        beta=beta,
+        temperature=temperature,
     )
 
 

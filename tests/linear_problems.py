@@ -113,6 +113,15 @@ def assert_like_torch(tensors, dtype, what, **options):
         assert_accurate(*results, f"{what}, {name}")
 
 
+def products(function):
+    """The matrix products that a call makes."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        function()
+    return sum(
+        event.name in ("aten::mm", "aten::addmm", "aten::addmm_") for event in profiled.events()
+    )
+
+
 def largest_allocation(function):
     """In bytes, of those that the ops inside a call make."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

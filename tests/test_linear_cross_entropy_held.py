@@ -12,16 +12,15 @@ from torch.profiler import ProfilerActivity, profile
 from compile_losses.ops.linear import block_layout, chunk_size, class_blocks, row_chunks
 from compile_losses.ops.linear.block_layout import BlockLayout, smallest_scratch
 from compile_losses.ops.linear.chunk_size import chunk_rows, plan, sums_in_float32
-from tests.linear_problems import ROWS, largest_allocation, leaves, op, problem, run
-
-
-def products(function):
-    """The matrix products that a call makes."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        function()
-    return sum(
-        event.name in ("aten::mm", "aten::addmm", "aten::addmm_") for event in profiled.events()
-    )
+from tests.linear_problems import (
+    ROWS,
+    largest_allocation,
+    leaves,
+    op,
+    problem,
+    products,
+    run,
+)
 
 
 @pytest.mark.parametrize("needs", list(itertools.product((False, True), repeat=3)))

@@ -1,4 +1,4 @@
-"""Linear cross entropy in joint graphs.
+"""Losses of a linear layer's output in joint graphs: linear cross entropy, and divergences.
 
 Of a loss that is reduced autograd has put the gradients into the forward already, and a ``scale``
 for each into the backward. What is left to do is to take along what the forward knows of their
@@ -17,39 +17,40 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from compile_losses.lower.aliases import depends_on_tangents
-from compile_losses.lower.calls import fused_call, named_arguments, same_arguments
+from compile_losses.lower.calls import fused_call, fused_op, named_arguments, same_arguments
 from compile_losses.lower.cost import Cost, hint_of, nbytes_of
 from compile_losses.lower.decision import Decision
 from compile_losses.lower.factor import emit, factor_of, move_before
+from compile_losses.lower.held_logits import (
+    call,
+    leaf_arguments,
+    name_of,
+    put,
+    take_logits_back,
+)
 from compile_losses.lower.row_gradients import RowGradients, row_gradients
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, plan
-from compile_losses.ops.linear.leaves import ARGUMENT_COUNT
+from compile_losses.ops.linear.row_divergences import buffers as buffers_of
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.graphs import EAGER_VALUES, RECOMPUTE
 from compile_losses.torch_internals.inductor import activation_memory_budget
-from compile_losses.torch_internals.ops import schema_of
 
 aten = torch.ops.aten
 fused = torch.ops.fused
-_NAME = "linear_cross_entropy"
+_NAMES = ("linear_cross_entropy", "linear_softmax_js_div", "linear_softmax_kl_div")
 
 
 def plan_linear(graph: Graph) -> list[Decision]:
     """Moves factors of the gradients into the forward; says what each loss costs."""
-    calls = [(node, call[1]) for node in graph.nodes if (call := fused_call(node))]
-    losses = [
-        (node, part)
-        for node, part in calls
-        if part != "backward" and (fused_call(node) or ("",))[0] == _NAME
-    ]
+    calls = [(node, *found) for node in graph.nodes if (found := fused_call(node))]
+    losses = [c for c in calls if c[1] in _NAMES and c[2] != "backward"]
     backward = depends_on_tangents(graph) if losses else set()
     decisions = []
-    for node, part in losses:
+    for node, name, part in losses:
         cost, stock, reason = _costs(node)
         site = site_of(node)
         choice = "kernel"
@@ -59,28 +60,27 @@ def plan_linear(graph: Graph) -> list[Decision]:
         elif part == "with_grad":
             _save(node)
             choice = "hoisted with its factor" if _take_factor(node, backward) else "hoisted"
-        decisions.append(Decision(site, _NAME, choice, reason, cost, stock))
+        decisions.append(Decision(site, name, choice, reason, cost, stock))
     return decisions
 
 
 def plan_rows(graph: Graph, *, prefer_memory: bool = False) -> list[Decision]:
     """Decides how the gradients of losses that are not reduced are computed."""
     decisions = []
-    calls = [node for node in graph.nodes if (fused_call(node) or ("",))[0] == _NAME]
-    backwards = [node for node in calls if fused_call(node) == (_NAME, "backward")]
-    for node in calls:
-        if fused_call(node) != (_NAME, "forward"):
+    calls = [(node, *found) for node in graph.nodes if (found := fused_call(node))]
+    for node, name, part in calls:
+        if name not in _NAMES or part != "forward":
             continue
         if named_arguments(node)["reduction"] != REDUCTIONS["none"]:
             continue
-        own = [backward for backward in backwards if same_arguments(node, backward)]
+        own = [n for n, *c in calls if c == [name, "backward"] and same_arguments(node, n)]
         if own:
             decisions.append(_plan_rows(node, own, prefer_memory))
     return decisions
 
 
 def _plan_rows(node: Node, backwards: list[Node], prefer_memory: bool) -> Decision:
-    site, graph = site_of(node), node.graph
+    site, name = site_of(node), name_of(node)
     named = named_arguments(backwards[0])
     needs = tuple(value for name, value in named.items() if name.startswith("needs_grad_"))
     cost, stock, chunks = _costs(backwards[0])
@@ -93,37 +93,18 @@ def _plan_rows(node: Node, backwards: list[Node], prefer_memory: bool) -> Decisi
         reason = "the activation memory budget is 0"
     elif needs == (True, False, False):
         _scale_rows(node, backwards[0])
-        return Decision(site, _NAME, "hoisted, scaled by row", chunks, cost, stock)
+        return Decision(site, name, "hoisted, scaled by row", chunks, cost, stock)
     else:
-        found = row_gradients(node, backwards[0].args[0], depends_on_tangents(graph))  # type: ignore[arg-type]
+        found = row_gradients(node, backwards[0].args[0], depends_on_tangents(node.graph))  # type: ignore[arg-type]
         if isinstance(found, RowGradients):
             _hoist_rows(node, backwards[0], found)
-            return Decision(site, _NAME, "hoisted by row", chunks, cost, stock)
+            return Decision(site, name, "hoisted by row", chunks, cost, stock)
         reason = found
-    if site is not None and not prefer_memory and named["z_loss"] == 0:
-        _take_logits_back(node, backwards)
+    if site is not None and not prefer_memory and named.get("z_loss", 0) == 0:
+        take_logits_back(node, backwards)
         reason += "; options={'prefer_memory': True} computes the logits twice instead"
-        return Decision(site, _NAME, "with its logits", reason)
-    return Decision(site, _NAME, "logits computed again", reason, cost, stock)
-
-
-def _call(op: Any, args: tuple[Any, ...], like: Node, value: Any = None) -> Node:
-    """A call where the graph inserts."""
-    new = like.graph.call_function(op, args)
-    new.meta = {k: v for k, v in like.meta.items() if k not in ("val", EAGER_VALUES)}
-    if value is None:
-        (fake, *_) = (v for n in new.all_input_nodes if isinstance(v := n.meta["val"], Tensor))
-        with fake.fake_mode:  # type: ignore[attr-defined]
-            value = op(*map_arg(args, lambda n: n.meta["val"]))
-    new.meta["val"] = value
-    return new
-
-
-def _arguments(node: Node) -> tuple[Any, ...]:
-    """Of a forward or a backward, those of both."""
-    named = named_arguments(node)
-    names = [a.name for a in schema_of(fused.linear_cross_entropy_forward.default).arguments]
-    return tuple(named[name] for name in names)
+        return Decision(site, name, "with its logits", reason)
+    return Decision(site, name, "logits computed again", reason, cost, stock)
 
 
 def _with_unit_gradients(
@@ -137,12 +118,12 @@ def _with_unit_gradients(
     values = [node.meta["val"], *backward.meta["val"]]
     with node.meta["val"].fake_mode:
         fresh = tuple(map(torch.empty_like, values))
-    op = fused.linear_cross_entropy_rows_with_grad.default
+    op = fused_op(name_of(node), "rows_with_grad")
     with graph.inserting_before(node):
-        args = (*_arguments(node), *needs, grad_output, function, known)
-        both = _call(op, args, node, (values[0], *fresh[1:]))
+        args = (*leaf_arguments(node), *needs, grad_output, function, known)
+        both = call(op, args, node, (values[0], *fresh[1:]))
         losses, *units = (
-            _call(operator.getitem, (both, i), node, v) for i, v in enumerate(both.meta["val"])
+            call(operator.getitem, (both, i), node, v) for i, v in enumerate(both.meta["val"])
         )
     _save(both)
     node.replace_all_uses_with(losses)
@@ -155,19 +136,11 @@ def _with_unit_gradients(
     return kept
 
 
-def _put(backward: Node, gradients: dict[Any, Node]) -> None:
-    """Puts gradients in the place of those of a backward."""
-    for item in list(backward.users):
-        item.replace_all_uses_with(gradients[item.args[1]])
-        backward.graph.erase_node(item)
-    backward.graph.erase_node(backward)
-
-
 def _hoist_rows(node: Node, backward: Node, found: RowGradients) -> None:
     units = _with_unit_gradients(node, backward, found.grad_output, found)
     with node.graph.inserting_before(backward):
         scaled = {
-            index: _call(
+            index: call(
                 fused.scale.default,
                 (unit, found.tangent),
                 backward,
@@ -175,7 +148,7 @@ def _hoist_rows(node: Node, backward: Node, found: RowGradients) -> None:
             )
             for index, unit in units.items()
         }
-    _put(backward, scaled)
+    put(backward, scaled)
 
 
 def _scale_rows(node: Node, backward: Node) -> None:
@@ -186,7 +159,7 @@ def _scale_rows(node: Node, backward: Node) -> None:
     with graph.inserting_before(node):
         rows: Any = value.shape[0]
         if not isinstance(rows, int):
-            rows = _call(aten.sym_size.int, (target, 0), node, rows)
+            rows = call(aten.sym_size.int, (target, 0), node, rows)
         options: dict[str, Any] = {
             "dtype": value.dtype,
             "device": value.device,
@@ -196,56 +169,14 @@ def _scale_rows(node: Node, backward: Node) -> None:
         ones.meta["val"] = value
     (unit,) = _with_unit_gradients(node, backward, ones, None).values()
     with graph.inserting_before(backward):
-        column = _call(aten.unsqueeze.default, (grad_output, 1), backward)
-        product = _call(aten.mul.Tensor, (unit, column), backward)
+        column = call(aten.unsqueeze.default, (grad_output, 1), backward)
+        product = call(aten.mul.Tensor, (unit, column), backward)
         wanted = backward.meta["val"][0].dtype
         if product.meta["val"].dtype != wanted:
-            product = _call(
+            product = call(
                 torch.ops.prims.convert_element_type.default, (product, wanted), backward
             )
-    _put(backward, {0: product})
-
-
-def _take_logits_back(node: Node, backwards: list[Node]) -> None:
-    """Losses and gradients of logits that are held, as without this op."""
-    graph = node.graph
-    input, weight, target, bias, of_classes, *options = _arguments(node)
-    reduction, ignore_index, label_smoothing, softcap, _, dtype = options
-    with graph.inserting_before(node):
-        if target.meta["val"].dtype != torch.int64:
-            target = _call(
-                torch.ops.prims.convert_element_type.default, (target, torch.int64), node
-            )
-        columns = _call(aten.permute.default, (weight, [1, 0]), node)
-        if bias is None:
-            logits = _call(aten.mm.default, (input, columns), node)
-        else:
-            logits = _call(aten.addmm.default, (bias, input, columns), node)
-        options = [reduction, ignore_index, label_smoothing]
-        call = (logits, target, of_classes, *options, dtype, softcap)
-        forward = _call(fused.cross_entropy_forward.default, call, node)
-        losses, *statistics = (
-            _call(operator.getitem, (forward, i), node, v)
-            for i, v in enumerate(forward.meta["val"])
-        )
-    node.replace_all_uses_with(losses)
-    graph.erase_node(node)
-    for backward in backwards:
-        named = named_arguments(backward)
-        with graph.inserting_before(backward):
-            call = (named["grad_output"], logits, target, of_classes, *statistics)
-            op = fused.cross_entropy_backward.default
-            of_logits = _call(op, (*call, *options, softcap), backward)
-            gradients: dict[Any, Node] = {}
-            for index in {item.args[1] for item in backward.users}:
-                if index == 0:
-                    gradients[index] = _call(aten.mm.default, (of_logits, weight), backward)
-                elif index == 1:
-                    rows = _call(aten.permute.default, (of_logits, [1, 0]), backward)
-                    gradients[index] = _call(aten.mm.default, (rows, input), backward)
-                else:
-                    gradients[index] = _call(aten.sum.dim_IntList, (of_logits, [0]), backward)
-        _put(backward, gradients)
+    put(backward, {0: product})
 
 
 def _compute_again(node: Node) -> bool:
@@ -263,18 +194,18 @@ def _compute_again(node: Node) -> bool:
     (grad_output, *others) = {scale.args[1] for _, scale in scales}
     if others:
         return False
-    graph, arguments = node.graph, node.args[:ARGUMENT_COUNT]
-    needs = node.args[ARGUMENT_COUNT : ARGUMENT_COUNT + 3]
-    values = node.meta["val"]
+    graph, arguments, values = node.graph, leaf_arguments(node), node.meta["val"]
+    name, count = name_of(node), len(arguments)
+    needs = node.args[count : count + 3]
 
     with graph.inserting_before(node):
-        loss = _call(fused.linear_cross_entropy_forward.default, arguments, node, values[0])
+        loss = call(fused_op(name, "forward"), arguments, node, values[0])
     first = min(scale for _, scale in scales)
     with graph.inserting_before(first):
-        op = fused.linear_cross_entropy_backward.default
-        backward = _call(op, (grad_output, *arguments, *needs), first, values[1:])
+        op = fused_op(name, "backward")
+        backward = call(op, (grad_output, *arguments, *needs), first, values[1:])
         gradients = {
-            index: _call(operator.getitem, (backward, index - 1), first, values[index])
+            index: call(operator.getitem, (backward, index - 1), first, values[index])
             for index in items
         }
     loss_item.replace_all_uses_with(loss)
@@ -327,20 +258,42 @@ def _costs(node: Node) -> tuple[Cost, Cost, str]:
     row_bytes = nbytes_of(weight) // max(1, hidden)
     rows = nbytes_of(input) // max(1, hidden * input.element_size())
     classes = row_bytes // weight.element_size()
-    if needs[1]:
+    of_teacher, computed = 0, False
+    if name_of(node) != "linear_cross_entropy":
+        buffers = _chunk_buffers(named, any(needs))
+        chunk = chunk_rows(
+            rows, hidden, classes, weight.dtype, buffers=buffers, sums_weight=needs[1]
+        )
+        how = Plan(chunk, held=chunk * row_bytes * buffers)
+        computed = named["target_weight"] is not None
+        of_teacher = rows * classes * named["target"].meta["val"].element_size()
+    elif needs[1]:
         how = plan(rows, hidden, classes, weight.dtype, needs_input=needs[0])
     else:
         chunk = chunk_rows(rows, hidden, classes, weight.dtype)
         how = Plan(chunk, held=chunk * row_bytes)
     logits = rows * row_bytes
     # Written by the product and read by the loss; written and read by it again, and by a product
-    # for each gradient. Torch reads them once more.
+    # for each gradient. Torch reads them once more. A teacher's are read, and written before if
+    # they are computed.
     gradients = (1 + sum(needs)) if any(needs) else 0
-    moved = (2 + gradients) * logits
-    stock = Cost(moved + logits * any(needs), logits)
+    moved = (2 + gradients) * logits + (1 + computed) * of_teacher
+    stock = Cost(moved + (logits + of_teacher) * any(needs), logits + of_teacher * computed)
     reason = f"{how.chunk} rows of logits at a time"
     if how.first is not None:
         reason = f"{how.first_rows} rows of logits in the weight's gradient"
         if how.first_rows < rows:
             reason += f", then {how.chunk} at a time"
     return Cost(moved + how.moved, how.held), stock, reason
+
+
+def _chunk_buffers(named: dict[str, Any], gradient: bool) -> int:
+    """How many tensors of a chunk's size a divergence holds at a time."""
+    weight = named["target_weight"]
+    return buffers_of(
+        named["input"].meta["val"].dtype,
+        None if weight is None else weight.meta["val"].dtype,
+        by_row=named["reduction"] == REDUCTIONS["none"],
+        reverse=named.get("reverse", False),
+        gradient=gradient,
+    )

@@ -9,6 +9,8 @@ from compile_losses.ops import (  # noqa: F401
     kl_div,
     l1_loss,
     linear_cross_entropy,
+    linear_softmax_js_div,
+    linear_softmax_kl_div,
     mse_loss,
     nll_loss,
     scale,

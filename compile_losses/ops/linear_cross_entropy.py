@@ -39,6 +39,7 @@ Raises:
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,8 +49,9 @@ from compile_losses import library
 from compile_losses.distributed import mesh_of
 from compile_losses.ops.checks import REDUCTIONS, class_indices, loss_dtype
 from compile_losses.ops.linear.arguments import NAME, check, has_probabilities
-from compile_losses.ops.linear.leaves import forward, with_grad
+from compile_losses.ops.linear.leaves import declare_leaves
 from compile_losses.ops.linear.reference import autocast_off, reference, under_autocast
+from compile_losses.ops.linear.row_chunks import of_cross_entropy
 from compile_losses.ops.transforms import needs_torch
 
 public = library.define(
@@ -57,6 +59,16 @@ public = library.define(
     "Tensor? linear_bias=None, Tensor? weight=None, int reduction=1, SymInt? ignore_index=None, "
     "float label_smoothing=0.0, float? softcap=None, float z_loss=0.0, ScalarType? dtype=None) "
     "-> Tensor"
+)
+
+leaves = declare_leaves(
+    NAME,
+    "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "
+    "int reduction, SymInt ignore_index, float label_smoothing, float? softcap, float z_loss, "
+    "ScalarType dtype",
+    problem=of_cross_entropy,
+    check=partial(check, leaf=True),
+    reference=reference,
 )
 
 
@@ -113,9 +125,9 @@ def public_kernel(
         and any(needs)
         and input.dtype != torch.float16
     ):
-        loss, *_ = with_grad(*rows, *options, *needs)
+        loss, *_ = leaves.with_grad(*rows, *options, *needs)
         return loss
-    return forward(*rows, *options).reshape(target.shape if reduction == 0 else ())
+    return leaves.forward(*rows, *options).reshape(target.shape if reduction == 0 else ())
 
 
 library.implement_public(public, public_kernel)

@@ -58,6 +58,11 @@ def reduce(each: Tensor, reduction: int, dim: int) -> Tensor:
     return each.sum() if name == "sum" else each.sum() / each.size(0)
 
 
+def check_temperature(name: str, temperature: float) -> None:
+    if not temperature > 0:  # nan is refused, too
+        raise RuntimeError(f"{name}: expected temperature to be positive, got {temperature}")
+
+
 def declare(
     name: str,
     reference: Callable[..., Tensor],
@@ -71,7 +76,7 @@ def declare(
         reference: the loss in torch's own ops, with X_forward's arguments less its dtype, and in
             logarithms: with probabilities an underflow would make a gradient nan.
         parameters: what the loss has besides the temperature, by keyword.
-        check: raises for bad values of the parameters; called with them.
+        check: raises for bad values of the parameters; called with the name and them.
     """
     public_options = [
         *(p.declaration_with_default for p in parameters),
@@ -110,9 +115,8 @@ def declare(
                 f"{name}: expected dim to be a dimension of input of shape {list(input.shape)}, "
                 f"got {dim}"
             )
-        if not temperature > 0:  # nan is refused, too
-            raise RuntimeError(f"{name}: expected temperature to be positive, got {temperature}")
-        check(*values)
+        check_temperature(name, temperature)
+        check(name, *values)
 
     def public_kernel(
         input: Tensor,

@@ -39,16 +39,13 @@ def reference(
     return reduce(beta * of_target + (1 - beta) * of_input, reduction, dim)
 
 
-def check(beta: float) -> None:
+def check(name: str, beta: float) -> None:
     if not 0 < beta < 1:  # nan is refused, too
         raise RuntimeError(
-            f"softmax_js_div: expected beta to be between 0 and 1, without these, got {beta}"
+            f"{name}: expected beta to be between 0 and 1, without these, got {beta}"
         )
 
 
-declare(
-    "softmax_js_div",
-    reference,
-    [Parameter("float", "beta", "0.5", keyword_only=True)],
-    check=check,
-)
+BETA = Parameter("float", "beta", "0.5", keyword_only=True)
+
+declare("softmax_js_div", reference, [BETA], check=check)

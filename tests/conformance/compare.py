@@ -19,7 +19,13 @@ from tests.conformance import ledger
 
 #: linear_cross_entropy has a weight more, and the divergences of softmaxes no function of torch's:
 #: they have tests of their own.
-_OTHERS = ("linear_cross_entropy", "softmax_js_div", "softmax_kl_div")
+_OTHERS = (
+    "linear_cross_entropy",
+    "linear_softmax_js_div",
+    "linear_softmax_kl_div",
+    "softmax_js_div",
+    "softmax_kl_div",
+)
 LOSSES = tuple(name for name in functional.__all__ if name not in _OTHERS)
 TENSORS = ("input", "target", "weight", "pos_weight")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

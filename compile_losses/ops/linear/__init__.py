@@ -1,1 +1,1 @@
-"""What ``fused::linear_cross_entropy`` is made of: checks, torch's own formula, chunks of rows."""
+"""What losses of a linear layer's output are made of: checks, torch's formulas, chunks of rows."""

@@ -80,34 +80,41 @@ def _check_weight_of_classes(weight: Tensor, dtype: torch.dtype, probabilities: 
 
 
 def _check_linear(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> None:
-    if input.dim() < 1:
-        raise RuntimeError(f"{NAME}: expected input to have at least 1 dimension, got 0")
-    if linear_weight.dim() < 2:
-        raise RuntimeError(
-            f"{NAME}: expected linear_weight with dimensionality at least 2, "
-            f"got {linear_weight.dim()}"
-        )
-    if input.shape[-1] != linear_weight.shape[-1]:
-        raise RuntimeError(
-            f"{NAME}: expected equal input and linear_weight last dimensions (in_features), "
-            f"got {input.shape[-1]} and {linear_weight.shape[-1]}, respectively"
-        )
-    if linear_bias is not None and linear_bias.shape != linear_weight.shape[:-1]:
-        raise RuntimeError(
-            f"{NAME}: expected linear_bias shape {tuple(linear_weight.shape[:-1])}, "
-            f"got {tuple(linear_bias.shape)}"
-        )
-    for name, tensor in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if tensor is not None and tensor.dtype != input.dtype:
-            raise RuntimeError(
-                f"{NAME}: expected {name} to have input's dtype {input.dtype}, got {tensor.dtype}"
-            )
+    check_linear(NAME, ("input", "linear_weight", "linear_bias"), input, linear_weight, linear_bias)
     if linear_weight.dim() > 2 and input.dim() != 2:
         raise RuntimeError(
             f"{NAME}: K-dimensional loss defined by linear_weight shape "
             f"{tuple(linear_weight.shape)} requires batched input, (N, {input.shape[-1]}), got "
             f"{'unbatched ' if input.dim() == 1 else ''}input with shape {tuple(input.shape)}"
         )
+
+
+def check_linear(
+    op: str, names: tuple[str, str, str], input: Tensor, weight: Tensor, bias: Tensor | None
+) -> None:
+    """The arguments of a linear layer, which an op has names for."""
+    of_input, of_weight, of_bias = names
+    if input.dim() < 1:
+        raise RuntimeError(f"{op}: expected {of_input} to have at least 1 dimension, got 0")
+    if weight.dim() < 2:
+        raise RuntimeError(
+            f"{op}: expected {of_weight} with dimensionality at least 2, got {weight.dim()}"
+        )
+    if input.shape[-1] != weight.shape[-1]:
+        raise RuntimeError(
+            f"{op}: expected equal {of_input} and {of_weight} last dimensions (in_features), "
+            f"got {input.shape[-1]} and {weight.shape[-1]}, respectively"
+        )
+    if bias is not None and bias.shape != weight.shape[:-1]:
+        raise RuntimeError(
+            f"{op}: expected {of_bias} shape {tuple(weight.shape[:-1])}, got {tuple(bias.shape)}"
+        )
+    for name, tensor in ((of_weight, weight), (of_bias, bias)):
+        if tensor is not None and tensor.dtype != input.dtype:
+            raise RuntimeError(
+                f"{op}: expected {name} to have {of_input}'s dtype {input.dtype}, "
+                f"got {tensor.dtype}"
+            )
 
 
 def _check_target(

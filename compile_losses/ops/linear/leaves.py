@@ -1,7 +1,24 @@
-"""The leaf ops of linear cross entropy: schemas, fakes and autograd formulas."""
+"""The leaf ops of a loss of a linear layer's output: schemas, fakes and autograd formulas.
+
+``fused::X_forward``         the loss
+``fused::X_backward``        the gradients, from the logits computed again
+``fused::X_with_grad``       the loss, and the gradients for a grad_output of one number, or for 1.
+                             Differentiable: it is what autograd differentiates, in eager mode and
+                             in AOTAutograd's graphs
+``fused::X_rows_with_grad``  the same for reduction none, which the passes put into graphs:
+                             grad_output is [rows], or the row_function makes it of each row's loss
+                             and of what is known (:mod:`compile_losses.ops.linear.row_function`).
+                             Not differentiable
+
+They take input [rows, hidden], linear_weight [classes, hidden] and, as their fourth argument,
+linear_bias: these have gradients, and no other argument has. Gradients that are not needed are
+empty.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,9 +26,8 @@ from torch import Tensor
 
 from compile_losses import library
 from compile_losses.ops.checks import REDUCTIONS
-from compile_losses.ops.linear import row_chunks
-from compile_losses.ops.linear.arguments import check
-from compile_losses.ops.linear.reference import autocast_off, reference
+from compile_losses.ops.linear.reference import autocast_off
+from compile_losses.ops.linear.row_chunks import Problem, RowChunks
 from compile_losses.ops.scale import scale, scale_
 from compile_losses.ops.transforms import double_backward
 from compile_losses.torch_internals.eager import (
@@ -19,134 +35,167 @@ from compile_losses.torch_internals.eager import (
     is_legacy_batchedtensor,
     retains_graph,
 )
+from compile_losses.torch_internals.ops import OpOverload
 
-ARGUMENTS = (
-    "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight, "
-    "int reduction, SymInt ignore_index, float label_smoothing, float? softcap, float z_loss, "
-    "ScalarType dtype"
-)
 NEEDS = "bool needs_grad_input, bool needs_grad_linear_weight, bool needs_grad_linear_bias"
-ARGUMENT_COUNT = 11
-#: How many of them are tensors; the rest are options.
-TENSORS = 5
-
-#: The leaves take input [rows, hidden] and target [rows]. Gradients that are not needed are empty.
-forward = library.define(f"linear_cross_entropy_forward({ARGUMENTS}) -> Tensor")
-backward = library.define(
-    f"linear_cross_entropy_backward(Tensor grad_output, {ARGUMENTS}, {NEEDS}) "
-    "-> (Tensor, Tensor, Tensor)"
-)
-#: The loss, and the gradients for this grad_output (one number; 1 by default). Differentiable: it
-#: is what autograd differentiates, in eager mode and in AOTAutograd's graphs.
-with_grad = library.define(
-    f"linear_cross_entropy_with_grad({ARGUMENTS}, {NEEDS}, Tensor? grad_output=None) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-#: The same for reduction none, which the passes put into graphs: grad_output is [rows], or the
-#: row_function makes it of each row's loss and of what is known
-#: (:mod:`compile_losses.ops.linear.row_function`). Not differentiable.
-rows_with_grad = library.define(
-    f"linear_cross_entropy_rows_with_grad({ARGUMENTS}, {NEEDS}, Tensor? grad_output, "
-    "str row_function, Tensor[] known) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-
-library.implement(forward, row_chunks.forward, "CompositeExplicitAutograd")
-library.implement(backward, row_chunks.backward, "CompositeExplicitAutograd")
-library.implement(with_grad, row_chunks.with_grad, "CompositeExplicitAutograd")
-library.implement(rows_with_grad, row_chunks.rows_with_grad, "CompositeExplicitAutograd")
 
 
-def forward_fake(*arguments: Any) -> Tensor:
-    check(*arguments, leaf=True)
-    input, _, target, *_, dtype = arguments
-    each = arguments[TENSORS] == REDUCTIONS["none"]
-    return input.new_empty(target.shape if each else (), dtype=dtype)
+@dataclass(frozen=True)
+class Leaves:
+    """What a public op calls. The leaves take positional arguments."""
+
+    forward: OpOverload[..., Any]
+    with_grad: OpOverload[..., Any]
 
 
-def gradients_fake(arguments: tuple[Any, ...], needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
+def declare_leaves(
+    name: str,
+    arguments: str,
+    *,
+    problem: Callable[..., Problem],
+    check: Callable[..., None],
+    reference: Callable[..., Tensor],
+) -> Leaves:
+    """Declares the leaf ops of the loss ``name``.
+
+    Args:
+        arguments: of all of them, as their schemas spell them: tensors, then the reduction and
+            other options, the last of which is the loss's dtype.
+        problem: their kernels' problem, from these arguments and a grad_output.
+        check: raises for bad arguments.
+        reference: the loss in torch's own ops, of these arguments.
+    """
+    count, tensors = arguments.count(",") + 1, arguments.count("Tensor")
+    nothing = (None,) * count
+    forward = library.define(f"{name}_forward({arguments}) -> Tensor")
+    backward = library.define(
+        f"{name}_backward(Tensor grad_output, {arguments}, {NEEDS}) -> (Tensor, Tensor, Tensor)"
+    )
+    with_grad = library.define(
+        f"{name}_with_grad({arguments}, {NEEDS}, Tensor? grad_output=None) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    )
+    rows_with_grad = library.define(
+        f"{name}_rows_with_grad({arguments}, {NEEDS}, Tensor? grad_output, str row_function, "
+        "Tensor[] known) -> (Tensor, Tensor, Tensor, Tensor)"
+    )
+    chunks = RowChunks(name, count, tensors, problem)
+    library.implement(forward, chunks.forward, "CompositeExplicitAutograd")
+    library.implement(backward, chunks.backward, "CompositeExplicitAutograd")
+    library.implement(with_grad, chunks.with_grad, "CompositeExplicitAutograd")
+    library.implement(rows_with_grad, chunks.rows_with_grad, "CompositeExplicitAutograd")
+
+    def forward_fake(*arguments: Any) -> Tensor:
+        check(*arguments)
+        input, *_, dtype = arguments
+        each = arguments[tensors] == REDUCTIONS["none"]
+        return input.new_empty(input.shape[:1] if each else (), dtype=dtype)
+
+    def backward_fake(grad_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        forward_fake(*rest[:count])
+        return _gradients_fake(rest[:count], rest[count:])
+
+    def with_grad_fake(*rest: Any) -> tuple[Tensor, ...]:
+        arguments, needs = rest[:count], rest[count : count + 3]
+        return forward_fake(*arguments), *_gradients_fake(arguments, needs)
+
+    library.register_fake(forward, forward_fake)
+    library.register_fake(backward, backward_fake)
+    library.register_fake(with_grad, with_grad_fake)
+    library.register_fake(rows_with_grad, with_grad_fake)
+    library.register_not_differentiable(rows_with_grad)
+
+    def save(ctx: Any, arguments: tuple[Any, ...], *more: Tensor) -> None:
+        # For outputs without a gradient one would be made as large as a weight.
+        ctx.set_materialize_grads(False)
+        ctx.options = arguments[tensors:]
+        ctx.save_for_backward(*arguments[:tensors], *more)
+
+    def in_place_of_arguments(gradients: Any, needs: Any) -> tuple[Tensor | None, ...]:
+        """Gradients of input, linear_weight and linear_bias, in the order of the arguments."""
+        input, linear_weight, linear_bias = (
+            gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)
+        )
+        return input, linear_weight, None, linear_bias, *nothing[4:]
+
+    def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        save(ctx, inputs)
+
+    def forward_vjp(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_output is None:
+            return nothing
+        needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
+        gradients = backward(grad_output, *ctx.saved_tensors, *ctx.options, *needs)
+        return in_place_of_arguments(gradients, needs)
+
+    library.register_autograd(forward, forward_vjp, setup_forward)
+
+    def setup_with_grad(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *arguments, needs_input, needs_weight, needs_bias, grad_output = inputs
+        if grad_output is not None:
+            raise RuntimeError(
+                f"fused::{name}_with_grad is differentiable for a grad_output of 1 alone"
+            )
+        ctx.needs = (needs_input, needs_weight, needs_bias)
+        _, *gradients = output
+        ctx.mark_non_differentiable(*gradients)
+        save(ctx, tuple(arguments), *gradients)
+
+    def with_grad_vjp(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad_output is None:
+            return (*nothing, *(None,) * 4)
+        # Unpacking compares versions: the inputs must not have changed since the gradients were
+        # made.
+        *tensors, grad_input, grad_weight, grad_bias = ctx.saved_tensors
+        gradients: Any = (grad_input, grad_weight, grad_bias)
+        if torch.is_grad_enabled():  # create_graph
+            gradients = backward(grad_output, *tensors, *ctx.options, *ctx.needs)
+        elif _are_ours_to_overwrite(gradients, grad_output):
+            for gradient, needed in zip(gradients, ctx.needs, strict=True):
+                if needed:
+                    scale_(gradient, grad_output)
+        else:
+            gradients = [
+                scale(gradient, grad_output) if needed else gradient
+                for gradient, needed in zip(gradients, ctx.needs, strict=True)
+            ]
+        return *in_place_of_arguments(gradients, ctx.needs), None, None, None, None
+
+    library.register_autograd(with_grad, with_grad_vjp, setup_with_grad)
+
+    def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        grad_output, *arguments, needs_input, needs_weight, needs_bias = inputs
+        ctx.needs = (needs_input, needs_weight, needs_bias)
+        ctx.mark_non_differentiable(
+            *(gradient for gradient, needed in zip(output, ctx.needs, strict=True) if not needed)
+        )
+        save(ctx, tuple(arguments), grad_output)
+
+    def backward_vjp(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(cotangent is None for cotangent in cotangents):
+            return (*nothing, *(None,) * 4)
+        input, linear_weight, target, linear_bias, *others, grad_output = ctx.saved_tensors
+        inputs = [input, linear_weight] + ([] if linear_bias is None else [linear_bias])
+
+        def loss(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None) -> Tensor:
+            return reference(input, linear_weight, target, linear_bias, *others, *ctx.options)
+
+        wanted = [c if needed else None for c, needed in zip(cotangents, ctx.needs, strict=True)]
+        with autocast_off(input):
+            products = double_backward(loss, grad_output, inputs, wanted[: len(inputs)])
+        of_grad_output, *of_inputs = (*products, None) if linear_bias is None else products
+        return of_grad_output, *in_place_of_arguments(of_inputs, (True,) * 3), None, None, None
+
+    library.register_autograd(backward, backward_vjp, setup_backward)
+    return Leaves(forward, with_grad)
+
+
+def _gradients_fake(arguments: tuple[Any, ...], needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
     input, linear_weight, _, linear_bias, *_ = arguments
     return tuple(
         input.new_empty(tensor.shape if needed else 0)
         for tensor, needed in zip((input, linear_weight, linear_bias), needs, strict=True)
     )
-
-
-def backward_fake(grad_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    forward_fake(*rest[:-3])
-    return gradients_fake(rest[:-3], rest[-3:])
-
-
-def with_grad_fake(*rest: Any) -> tuple[Tensor, ...]:
-    arguments, needs = rest[:ARGUMENT_COUNT], rest[ARGUMENT_COUNT : ARGUMENT_COUNT + 3]
-    return forward_fake(*arguments), *gradients_fake(arguments, needs)
-
-
-library.register_fake(forward, forward_fake)
-library.register_fake(backward, backward_fake)
-library.register_fake(with_grad, with_grad_fake)
-library.register_fake(rows_with_grad, with_grad_fake)
-library.register_not_differentiable(rows_with_grad)
-
-
-def _save(ctx: Any, arguments: tuple[Any, ...], *more: Tensor) -> None:
-    ctx.set_materialize_grads(False)  # for outputs without one they would be as large as weights
-    ctx.options = arguments[TENSORS:]
-    ctx.save_for_backward(*arguments[:TENSORS], *more)
-
-
-def _in_place_of_arguments(gradients: Any, needs: Any) -> tuple[Tensor | None, ...]:
-    """Gradients of input, linear_weight and linear_bias, in the order of ARGUMENTS."""
-    input, linear_weight, linear_bias = (
-        gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)
-    )
-    return input, linear_weight, None, linear_bias, None, *(None for _ in range(6))
-
-
-def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _save(ctx, inputs)
-
-
-def forward_vjp(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
-    if grad_output is None:
-        return (None,) * ARGUMENT_COUNT
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-    gradients = backward(grad_output, *ctx.saved_tensors, *ctx.options, *needs)
-    return _in_place_of_arguments(gradients, needs)
-
-
-library.register_autograd(forward, forward_vjp, setup_forward)
-
-
-def setup_with_grad(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *arguments, needs_input, needs_weight, needs_bias, grad_output = inputs
-    if grad_output is not None:
-        raise RuntimeError(
-            "fused::linear_cross_entropy_with_grad is differentiable for a grad_output of 1 alone"
-        )
-    ctx.needs = (needs_input, needs_weight, needs_bias)
-    _, *gradients = output
-    ctx.mark_non_differentiable(*gradients)
-    _save(ctx, tuple(arguments), *gradients)
-
-
-def with_grad_vjp(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if grad_output is None:
-        return (None,) * (ARGUMENT_COUNT + 4)
-    # Unpacking compares versions: the inputs must not have changed since the gradients were made.
-    *tensors, grad_input, grad_weight, grad_bias = ctx.saved_tensors
-    gradients: Any = (grad_input, grad_weight, grad_bias)
-    if torch.is_grad_enabled():  # create_graph
-        gradients = backward(grad_output, *tensors, *ctx.options, *ctx.needs)
-    elif _are_ours_to_overwrite(gradients, grad_output):
-        for gradient, needed in zip(gradients, ctx.needs, strict=True):
-            if needed:
-                scale_(gradient, grad_output)
-    else:
-        gradients = [
-            scale(gradient, grad_output) if needed else gradient
-            for gradient, needed in zip(gradients, ctx.needs, strict=True)
-        ]
-    return *_in_place_of_arguments(gradients, ctx.needs), None, None, None, None
 
 
 def _are_ours_to_overwrite(gradients: tuple[Tensor, ...], grad_output: Tensor) -> bool:
@@ -162,35 +211,3 @@ def _are_ours_to_overwrite(gradients: tuple[Tensor, ...], grad_output: Tensor) -
     if torch.compiler.is_compiling():
         return False
     return not retains_graph()
-
-
-library.register_autograd(with_grad, with_grad_vjp, setup_with_grad)
-
-
-def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    grad_output, *arguments, needs_input, needs_weight, needs_bias = inputs
-    ctx.needs = (needs_input, needs_weight, needs_bias)
-    ctx.mark_non_differentiable(
-        *(gradient for gradient, needed in zip(output, ctx.needs, strict=True) if not needed)
-    )
-    _save(ctx, tuple(arguments), grad_output)
-
-
-def backward_vjp(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-    if all(cotangent is None for cotangent in cotangents):
-        return (None,) * (ARGUMENT_COUNT + 4)
-    input, linear_weight, target, linear_bias, weight, grad_output = ctx.saved_tensors
-    needs = ctx.needs
-    inputs = [input, linear_weight] + ([] if linear_bias is None else [linear_bias])
-
-    def loss(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None) -> Tensor:
-        return reference(input, linear_weight, target, linear_bias, weight, *ctx.options)
-
-    wanted = [c if needed else None for c, needed in zip(cotangents, needs, strict=True)]
-    with autocast_off(input):
-        products = double_backward(loss, grad_output, inputs, wanted[: len(inputs)])
-    of_grad_output, *of_inputs = (*products, None) if linear_bias is None else products
-    return of_grad_output, *_in_place_of_arguments(of_inputs, (True,) * 3), None, None, None
-
-
-library.register_autograd(backward, backward_vjp, setup_backward)

@@ -1,4 +1,4 @@
-"""Linear cross entropy and its gradients, a chunk of rows of logits at a time.
+"""A loss of a linear layer's output and its gradients, a chunk of rows of logits at a time.
 
 A chunk of input's rows, [chunk, hidden], is multiplied with the weight, [classes, hidden], into a
 buffer [chunk, classes] that all chunks share. The row kernels write the logits' gradient over the
@@ -8,16 +8,20 @@ more than a chunk of rows. Where those additions cost most, a large first chunk 
 the weight's gradient itself (:mod:`compile_losses.ops.linear.class_blocks`); how many rows it and
 the others have is decided in :mod:`compile_losses.ops.linear.chunk_size`.
 
-Ignored rows are left out before the first product where they are at least an eighth of the rows. A
-GPU's host has to wait for their number: it does so where the products take far longer than that,
-when all is ready for the first of them, and never while a CUDA graph is captured. Elsewhere
-ignored rows are computed like the others, to gradients of 0. Sums have a fixed order.
+Divergences of two rows read a second row of logits, of a teacher: given, or multiplied a chunk at a
+time likewise (:mod:`compile_losses.ops.linear.row_divergences`).
+
+Cross entropy's ignored rows are left out before the first product where they are at least an eighth
+of the rows. A GPU's host has to wait for their number: it does so where the products take far
+longer than that, when all is ready for the first of them, and never while a CUDA graph is captured.
+Elsewhere ignored rows are computed like the others, to gradients of 0. Sums have a fixed order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,6 +38,7 @@ from compile_losses.ops.linear.products import (
     rows_of,
 )
 from compile_losses.ops.linear.reference import autocast_off
+from compile_losses.ops.linear.row_divergences import RowDivergences
 from compile_losses.ops.linear.row_function import RowFunction
 from compile_losses.ops.linear.row_losses import NONE, RowLosses
 
@@ -42,32 +47,36 @@ IGNORED = 8
 #: A GPU's host waits for their number where the products are so many operations, some milliseconds.
 WORTH_WAITING = 2e12
 
+Losses: TypeAlias = RowLosses | RowDivergences
+
 
 class Problem:
-    """The arguments of a leaf op, and the rows that are computed: all, until some are left out."""
+    """A linear layer, the losses of its output's rows, and which rows are computed.
+
+    Args:
+        dtype: of the loss.
+        count: of the rows that may be left out, if there are any.
+    """
 
     def __init__(
-        self, arguments: tuple[Any, ...], grad_output: Tensor | RowFunction | None = None
+        self,
+        input: Tensor,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        losses: Losses,
+        dtype: torch.dtype,
+        count: KeptRows | None = None,
     ) -> None:
-        self.input, self.linear_weight, target, self.linear_bias, weight, *options = arguments
-        self.reduction, ignore_index, label_smoothing, softcap, z_loss, self.dtype = options
-        check(*arguments, leaf=True)
-        target = target.to(torch.int64)
-        self.all_rows = len(target)
-        operations = 6 * self.linear_weight.numel() * self.all_rows
-        self.count: KeptRows | None = None
-        if is_worth_waiting(target, operations):
-            self.count = KeptRows(target, ignore_index)
-        self.losses = RowLosses(
-            target, weight, self.reduction, ignore_index, label_smoothing, softcap, z_loss,
-            accumulation_type(self.input.dtype), self.dtype, grad_output,
-        )  # fmt: skip
+        self.input, self.linear_weight, self.linear_bias = input, linear_weight, linear_bias
+        self.losses, self.dtype, self.count = losses, dtype, count
         self.kept: Tensor | None = None
-        self.rows = self.all_rows
+        self.rows = self.all_rows = len(input)
 
     def leave_out_ignored(self) -> bool:
         """Leaves ignored rows out, where they are many; waits for a device that counts them."""
-        self.kept = None if self.count is None else self.count.indices()
+        if self.count is None or not isinstance(self.losses, RowLosses):
+            return False
+        self.kept = self.count.indices()
         if self.kept is None:
             return False
         self.losses.keep(self.kept)
@@ -87,7 +96,7 @@ class Problem:
     def plan(self, needs_input: bool, needs_weight: bool) -> Plan:
         """How many rows of logits are held at a time for the gradients, and where."""
         buffers = self.losses.buffers(gradient=True)
-        if not needs_weight or self.losses.by_row:
+        if not needs_weight or self.losses.by_row or not isinstance(self.losses, RowLosses):
             return Plan(chunk_rows(*self.sizes, buffers=buffers, sums_weight=needs_weight))
         return plan(
             *self.sizes,
@@ -103,6 +112,24 @@ class Problem:
             return computed
         result = computed.new_zeros((self.all_rows, *computed.shape[1:]))
         return result.index_copy_(0, self.kept, computed)
+
+
+def of_cross_entropy(
+    arguments: tuple[Any, ...], grad_output: Tensor | RowFunction | None = None
+) -> Problem:
+    """The problem of a leaf op of linear cross entropy."""
+    input, linear_weight, target, linear_bias, weight, *options = arguments
+    reduction, ignore_index, label_smoothing, softcap, z_loss, dtype = options
+    check(*arguments, leaf=True)
+    target = target.to(torch.int64)
+    count: KeptRows | None = None
+    if is_worth_waiting(target, 6 * linear_weight.numel() * len(target)):
+        count = KeptRows(target, ignore_index)
+    losses = RowLosses(
+        target, weight, reduction, ignore_index, label_smoothing, softcap, z_loss,
+        accumulation_type(input.dtype), dtype, grad_output,
+    )  # fmt: skip
+    return Problem(input, linear_weight, linear_bias, losses, dtype, count)
 
 
 def is_worth_waiting(target: Tensor, operations: int) -> bool:
@@ -131,53 +158,94 @@ class KeptRows:
         return self.mask.nonzero().squeeze(1)
 
 
-def forward(*arguments: Any) -> Tensor:
-    """fused::linear_cross_entropy_forward: one product in all."""
-    with autocast_off(arguments[0]):
-        problem = Problem(arguments)
-        problem.leave_out_ignored()
-        losses = problem.losses
-        each = losses.target.new_empty(problem.rows, dtype=losses.dtype)
-        chunk = chunk_rows(*problem.sizes, buffers=losses.buffers(gradient=False))
-        for rows, _, logits in problem.logits(chunk):
-            each[rows] = losses.value(rows, logits)
-        if problem.reduction == NONE:
-            return problem.for_all_rows(each.to(problem.dtype))
-        return losses.reduced().to(problem.dtype)
+@dataclass(frozen=True)
+class RowChunks:
+    """The kernels of the leaf ops of a loss.
 
+    Attributes:
+        name: of the loss.
+        count, tensors: how many arguments the leaf ops share, and how many of these are tensors;
+            the first that is none is the reduction.
+        problem: from these arguments and a grad_output.
+    """
 
-def with_grad(*rest: Any) -> tuple[Tensor, ...]:
-    """fused::linear_cross_entropy_with_grad: three products for all gradients."""
-    arguments, needs, more = rest[:11], rest[11:14], rest[14:]
-    if arguments[5] == NONE:
-        raise RuntimeError("linear_cross_entropy: a loss with its gradient needs a reduction")
-    return _with_gradients(arguments, needs, more[0] if more else None)
+    name: str
+    count: int
+    tensors: int
+    problem: Callable[..., Problem]
 
+    def forward(self, *arguments: Any) -> Tensor:
+        """fused::X_forward: one product in all."""
+        with autocast_off(arguments[0]):
+            problem = self.problem(arguments)
+            problem.leave_out_ignored()
+            losses = problem.losses
+            each = problem.input.new_empty(problem.rows, dtype=losses.dtype)
+            chunk = chunk_rows(*problem.sizes, buffers=losses.buffers(gradient=False))
+            for rows, _, logits in problem.logits(chunk):
+                each[rows] = losses.value(rows, logits)
+            if losses.by_row:
+                return problem.for_all_rows(each.to(problem.dtype))
+            return losses.reduced().to(problem.dtype)
 
-def rows_with_grad(*rest: Any) -> tuple[Tensor, ...]:
-    """fused::linear_cross_entropy_rows_with_grad: three products, as for a loss that is reduced."""
-    *arguments, grad_output, row_function, known = rest
-    if arguments[5] != NONE:
-        raise RuntimeError(
-            f"linear_cross_entropy: expected reduction 0 (none) for gradients by row, "
-            f"got {arguments[5]}"
-        )
-    if (grad_output is None) != bool(row_function):
-        raise RuntimeError(
-            "linear_cross_entropy: expected either grad_output or row_function, got "
-            + ("both" if row_function else "neither")
-        )
-    if row_function:
-        grad_output = RowFunction(row_function, tuple(known))
-    return _with_gradients(tuple(arguments[:11]), tuple(arguments[11:]), grad_output)
+    def with_grad(self, *rest: Any) -> tuple[Tensor, ...]:
+        """fused::X_with_grad: three products for all gradients."""
+        arguments, needs = rest[: self.count], rest[self.count : self.count + 3]
+        more = rest[self.count + 3 :]
+        if arguments[self.tensors] == NONE:
+            raise RuntimeError(f"{self.name}: a loss with its gradient needs a reduction")
+        return self._with_gradients(arguments, needs, more[0] if more else None)
 
+    def rows_with_grad(self, *rest: Any) -> tuple[Tensor, ...]:
+        """fused::X_rows_with_grad: three products, as for a loss that is reduced."""
+        *arguments, grad_output, row_function, known = rest
+        if arguments[self.tensors] != NONE:
+            raise RuntimeError(
+                f"{self.name}: expected reduction 0 (none) for gradients by row, "
+                f"got {arguments[self.tensors]}"
+            )
+        if (grad_output is None) != bool(row_function):
+            raise RuntimeError(
+                f"{self.name}: expected either grad_output or row_function, got "
+                + ("both" if row_function else "neither")
+            )
+        if row_function:
+            grad_output = RowFunction(row_function, tuple(known))
+        needs = tuple(arguments[self.count :])
+        return self._with_gradients(tuple(arguments[: self.count]), needs, grad_output)
 
-def backward(grad_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    """fused::linear_cross_entropy_backward: the logits are computed again."""
-    *arguments, needs_input, needs_weight, needs_bias = rest
-    needs = (needs_input, needs_weight, needs_bias)
-    _, *gradients = _with_gradients(tuple(arguments), needs, grad_output)
-    return tuple(gradients)
+    def backward(self, grad_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        """fused::X_backward: the logits are computed again."""
+        arguments, needs = rest[: self.count], rest[self.count :]
+        _, *gradients = self._with_gradients(arguments, needs, grad_output)
+        return tuple(gradients)
+
+    def _with_gradients(
+        self,
+        arguments: tuple[Any, ...],
+        needs: tuple[bool, bool, bool],
+        grad_output: Tensor | RowFunction | None,
+    ) -> tuple[Tensor, ...]:
+        with autocast_off(arguments[0]):
+            problem = self.problem(arguments, grad_output)
+            losses = problem.losses
+            how, gradients, first = _prepared(problem, needs)  # while a device counts
+            if problem.leave_out_ignored():
+                del gradients, first
+                how, gradients, first = _prepared(problem, needs)
+            if first is not None:
+                rows = rows_of(problem.input, slice(0, how.first_rows), problem.kept)
+                first.add(rows, problem.linear_bias)
+                del first, rows
+            add_chunks(gradients, problem.logits(how.chunk, how.first_rows), losses.gradient)
+            grad_input, *others = gradients.result()
+            if gradients.needs_input:
+                grad_input = problem.for_all_rows(grad_input)
+            if losses.by_row:
+                loss = problem.for_all_rows(torch.cat(losses.each))
+            else:
+                loss = losses.reduced().to(problem.dtype)
+            return loss, grad_input, *others
 
 
 def _prepared(
@@ -189,32 +257,7 @@ def _prepared(
     how = problem.plan(needs_input, needs_weight)
     wide = how.first is None and sums_in_float32(problem.rows, how.chunk, problem.input.dtype)
     gradients = Gradients(problem.linear_weight, problem.rows, needs, losses.dtype, wide=wide)
-    first = None if how.first is None else FirstRows(gradients, how.first, losses)
+    first = None
+    if how.first is not None and isinstance(losses, RowLosses):
+        first = FirstRows(gradients, how.first, losses)
     return how, gradients, first
-
-
-def _with_gradients(
-    arguments: tuple[Any, ...],
-    needs: tuple[bool, bool, bool],
-    grad_output: Tensor | RowFunction | None,
-) -> tuple[Tensor, ...]:
-    with autocast_off(arguments[0]):
-        problem = Problem(arguments, grad_output)
-        losses = problem.losses
-        how, gradients, first = _prepared(problem, needs)  # while a device counts
-        if problem.leave_out_ignored():
-            del gradients, first
-            how, gradients, first = _prepared(problem, needs)
-        if first is not None:
-            rows = rows_of(problem.input, slice(0, how.first_rows), problem.kept)
-            first.add(rows, problem.linear_bias)
-            del first, rows
-        add_chunks(gradients, problem.logits(how.chunk, how.first_rows), losses.gradient)
-        grad_input, *others = gradients.result()
-        if gradients.needs_input:
-            grad_input = problem.for_all_rows(grad_input)
-        if losses.by_row:
-            loss = problem.for_all_rows(torch.cat(losses.each))
-        else:
-            loss = losses.reduced().to(problem.dtype)
-        return loss, grad_input, *others

@@ -104,6 +104,11 @@ class RowFunction:
         return values[-1]
 
 
+def grad_outputs(given: Tensor | RowFunction, rows: slice, losses: Tensor) -> Tensor:
+    """Those of a chunk's rows, [rows of the slice]: known, or a function of their losses."""
+    return given(rows, losses) if isinstance(given, RowFunction) else given[rows]
+
+
 def _of_rows(tensor: Tensor, rows: Any) -> Tensor:
     return tensor if tensor.numel() == 1 else tensor[rows]
 
@@ -119,7 +124,7 @@ def _decoded(text: str) -> list[tuple[Callable[..., Tensor], list[Any], dict[str
         namespace, packet, overload = name.split(".")
         op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
         if not is_of_elements(op):
-            raise ValueError(f"linear_cross_entropy: row_function has {name}, no op of elements")
+            raise ValueError(f"row_function has {name}, no op of elements")
         named = {key: _decoded_argument(argument) for key, argument in kwargs.items()}
         steps.append((op, [_decoded_argument(argument) for argument in args], named))
     return steps

@@ -8,7 +8,7 @@ from torch import Tensor
 from compile_losses.ops import cross_entropy, vocabulary_parallel
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.divisors import divisors
-from compile_losses.ops.linear.row_function import RowFunction
+from compile_losses.ops.linear.row_function import RowFunction, grad_outputs
 
 NONE, MEAN, SUM = (REDUCTIONS[name] for name in ("none", "mean", "sum"))
 
@@ -166,10 +166,7 @@ class RowLosses:
         losses = losses.to(self.result)
         self.each.append(losses)
         assert self.of_rows is not None
-        if isinstance(self.of_rows, RowFunction):
-            factor = self.of_rows(rows, losses)
-        else:
-            factor = self.of_rows[rows]
+        factor = grad_outputs(self.of_rows, rows, losses)
         of_squares = self.z_loss * factor.to(self.dtype) if self.z_loss != 0 else None
         return gradient_from_statistics(
             logits, self.target[rows], self.weight, stats, factor, of_squares, 0, logits.shape[1],

@@ -1,0 +1,288 @@
+"""How a divergence ``X`` of two softmaxes becomes one of a linear layer's output and a teacher's.
+
+``fused::linear_X`` is public: checks, autocast and type promotion, then the ops of
+:mod:`compile_losses.ops.linear.leaves`. It equals ``fused::X`` of ``linear(input, linear_weight,
+linear_bias)``, the student's logits, and of the teacher's: ``target`` itself, or
+``linear(target, target_weight, target_bias)``. Neither tensor of logits is ever held that is not
+given: both are computed a chunk of rows at a time.
+
+Input is [hidden], [rows, hidden] or with any other leading dimensions, linear_weight [classes,
+hidden], linear_bias [classes]; target has input's leading dimensions and then the classes, or with
+target_weight, [classes, target's hidden], as many features as that. Student and teacher may differ
+in dtype. Reductions are those of ``X``, as if the logits were there; with 0 (none) the loss of each
+row, of input's leading shape.
+
+The gradients of input, linear_weight and linear_bias are computed with a loss that is reduced, in
+three matrix products in all and one for the teacher's logits, and only those that are needed. Where
+that can't be (reduction none, float16, whose unit gradients underflow) the backward recomputes both
+rows of logits. The teacher has no gradient.
+
+``dtype`` is that of the loss; the result is that of casting the logits to it. When it is given
+autocast changes nothing; otherwise arguments are cast as autocast casts those of ``linear``.
+
+Raises:
+    RuntimeError: shapes, dtypes or devices that don't go together; a temperature that is not
+        positive; a teacher that requires a gradient where gradients are recorded; DTensors.
+    ValueError: unknown reduction.
+    NotImplementedError: tensors that are not floating point.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compile_losses import library
+from compile_losses.distributed import are_dtensors
+from compile_losses.ops import checks
+from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.ops.elementwise import Parameter
+from compile_losses.ops.linear.arguments import check_linear
+from compile_losses.ops.linear.leaves import declare_leaves
+from compile_losses.ops.linear.reference import autocast_off, under_autocast
+from compile_losses.ops.linear.row_chunks import Problem
+from compile_losses.ops.linear.row_divergences import (
+    NONE,
+    SUM,
+    Pair,
+    RowDivergences,
+    TeacherLogits,
+)
+from compile_losses.ops.linear.row_function import RowFunction
+from compile_losses.ops.softmax_divergence import check_temperature
+from compile_losses.ops.transforms import needs_torch
+from compile_losses.torch_internals.ops import schema_of
+
+_STUDENT = ("input", "linear_weight", "linear_bias")
+_TEACHER = ("target", "target_weight", "target_bias")
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Those of the leaf ops, whose input is [rows, hidden]; of the public op before it flattens.
+
+    Attributes:
+        reduction: 0 (none), or 2 (sum) of which divisor divides.
+        own: what the loss has besides the temperature.
+    """
+
+    input: Tensor
+    linear_weight: Tensor
+    target: Tensor
+    linear_bias: Tensor | None
+    target_weight: Tensor | None
+    target_bias: Tensor | None
+    reduction: int
+    own: Any
+    temperature: float
+    divisor: int
+    dtype: torch.dtype
+
+    @property
+    def accumulation(self) -> torch.dtype:
+        """What sums are made in."""
+        double = torch.float64 in (self.input.dtype, self.target.dtype)
+        return torch.float64 if double else torch.float32
+
+    def check(self, name: str) -> None:
+        student = (self.input, self.linear_weight, self.linear_bias)
+        teacher = (self.target, self.target_weight, self.target_bias)
+        given = zip(_STUDENT + _TEACHER, student + teacher, strict=True)
+        named = {key: tensor for key, tensor in given if tensor is not None}
+        for key, tensor in named.items():
+            if tensor.layout != torch.strided:
+                raise NotImplementedError(
+                    f"{name}: expected {key} to be dense, got {checks.describe(tensor)}"
+                )
+        checks.check_floating(name, **named)
+        checks.check_same_device(name, **named)
+        check_linear(name, _STUDENT, *student)
+        if self.target_weight is not None:
+            check_linear(name, _TEACHER, self.target, self.target_weight, self.target_bias)
+        elif self.target_bias is not None:
+            raise RuntimeError(f"{name}: expected target_bias only with target_weight")
+        for key in ("linear_weight", "target_weight"):
+            if key in named and named[key].dim() != 2:
+                raise RuntimeError(
+                    f"{name}: expected {key} of shape [classes, hidden], "
+                    f"got {list(named[key].shape)}"
+                )
+        classes = self.linear_weight.shape[0]
+        expected = torch.Size((*self.input.shape[:-1], classes))
+        of_teacher = self.target.shape
+        if self.target_weight is not None:
+            of_teacher = torch.Size((*self.target.shape[:-1], self.target_weight.shape[0]))
+        if not checks.same_shape(of_teacher, expected):
+            raise RuntimeError(
+                f"{name}: expected the teacher's logits to have the shape of the student's "
+                f"{list(expected)}, got {list(of_teacher)}"
+            )
+        check_temperature(name, self.temperature)
+
+
+def declare(
+    divergence: str,
+    reference: Callable[..., Tensor],
+    parameter: Parameter,
+    pair: Callable[[Any], tuple[bool, tuple[Any, ...]]],
+    *,
+    check: Callable[..., None] = lambda *_: None,
+) -> None:
+    """Declares the ops of ``linear_X``.
+
+    Args:
+        divergence: X.
+        reference: of X, see :mod:`compile_losses.ops.softmax_divergence`.
+        parameter: what the loss has besides the temperature, by keyword.
+        pair: of the parameter's value, whether the student's logits are X's target and not its
+            input, and X's options before the temperature.
+        check: raises for a bad value of the parameter; called with the name and it.
+    """
+    name = f"linear_{divergence}"
+    public = library.define(
+        f"{name}(Tensor input, Tensor linear_weight, Tensor target, int reduction=3, *, "
+        "Tensor? linear_bias=None, Tensor? target_weight=None, Tensor? target_bias=None, "
+        f"{parameter.declaration_with_default}, float temperature=1.0, ScalarType? dtype=None) "
+        "-> Tensor"
+    )
+    (default,) = (a.default_value for a in schema_of(public).arguments if a.name == parameter.name)
+
+    def check_leaf(*arguments: Any) -> None:
+        given = _Arguments(*arguments)
+        given.check(name)
+        if given.reduction not in (NONE, SUM):
+            raise ValueError(
+                f"{name}: expected reduction 0 (none) or 2 (sum), got {given.reduction}"
+            )
+        if given.input.dim() != 2:
+            raise RuntimeError(
+                f"{name}: expected input of shape [rows, hidden], got {list(given.input.shape)}"
+            )
+        check(name, given.own)
+
+    def problem(
+        arguments: tuple[Any, ...], grad_output: Tensor | RowFunction | None = None
+    ) -> Problem:
+        check_leaf(*arguments)
+        given = _Arguments(*arguments)
+        reverse, options = pair(given.own)
+        losses = RowDivergences(
+            Pair(divergence, reverse, (*options, given.temperature)),
+            TeacherLogits(given.target, given.target_weight, given.target_bias),
+            given.reduction,
+            given.divisor,
+            given.input.dtype,
+            given.accumulation,
+            given.dtype,
+            grad_output,
+        )
+        return Problem(given.input, given.linear_weight, given.linear_bias, losses, given.dtype)
+
+    def in_torch(*arguments: Any) -> Tensor:
+        """The loss in torch's own ops, over all logits."""
+        given = _Arguments(*arguments)
+        student = F.linear(given.input, given.linear_weight, given.linear_bias)
+        teacher = given.target
+        if given.target_weight is not None:
+            teacher = F.linear(teacher, given.target_weight, given.target_bias)
+        reverse, options = pair(given.own)
+        dtype = given.dtype
+        rows = (teacher, student) if reverse else (student, teacher)
+        options = (NONE, *options, given.temperature, -1)
+        each = reference(*(row.to(dtype) for row in rows), *options)
+        return each if given.reduction == NONE else each.sum() / given.divisor
+
+    leaves = declare_leaves(
+        name,
+        "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
+        "Tensor? target_weight, Tensor? target_bias, int reduction, "
+        f"{parameter.declaration}, float temperature, SymInt divisor, ScalarType dtype",
+        problem=problem,
+        check=check_leaf,
+        reference=in_torch,
+    )
+
+    def public_kernel(
+        input: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        reduction: int = 3,
+        *,
+        linear_bias: Tensor | None = None,
+        target_weight: Tensor | None = None,
+        target_bias: Tensor | None = None,
+        temperature: float = 1.0,
+        dtype: torch.dtype | None = None,
+        **own: Any,
+    ) -> Tensor:
+        student, teacher = [input, linear_weight, linear_bias], [target, target_weight, target_bias]
+        if are_dtensors(*student, *teacher):
+            raise RuntimeError(
+                f"{name}: expected plain tensors, got DTensors. {divergence} takes those of logits"
+            )
+        checks.check_reduction(name, reduction, batchmean=True)
+        result = checks.loss_dtype(dtype, input, target)
+        if dtype is None and under_autocast(input):
+            student = _autocast(*student)
+            teacher = teacher if target_weight is None else _autocast(*teacher)
+        input, linear_weight, linear_bias = student  # type: ignore[assignment]
+        target, target_weight, target_bias = teacher  # type: ignore[assignment]
+        value = own.get(parameter.name, default)
+        each = NONE if reduction == NONE else SUM
+        tensors = (linear_weight, linear_bias, target_weight, target_bias)
+        given = _Arguments(
+            input, linear_weight, target, linear_bias, target_weight, target_bias, each, value,
+            temperature, 1, result,
+        )  # fmt: skip
+        given.check(name)
+        check(name, value)
+        if torch.is_grad_enabled():
+            for key, tensor in zip(_TEACHER, teacher, strict=True):
+                if tensor is not None and tensor.requires_grad:
+                    raise RuntimeError(
+                        f"{name}: expected {key} not to require grad: the teacher has no gradient"
+                    )
+        leading = input.shape[:-1]
+        classes = linear_weight.shape[0]
+        divisor = 1
+        if reduction == REDUCTIONS["mean"]:
+            divisor = math.prod(leading) * classes
+        elif reduction == REDUCTIONS["batchmean"]:
+            divisor = leading[0] if leading else classes
+        options = (each, value, temperature, divisor, result)
+        if needs_torch(input, target, *tensors):
+            with autocast_off(input):
+                return in_torch(
+                    input, linear_weight, target, linear_bias, target_weight, target_bias, *options
+                )
+        arguments = (
+            _rows(input), linear_weight, _rows(target), linear_bias, target_weight, target_bias,
+            *options,
+        )  # fmt: skip
+        needs = [t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)]
+        if each != NONE and torch.is_grad_enabled() and any(needs) and input.dtype != torch.float16:
+            loss, *_ = leaves.with_grad(*arguments, *needs)
+            return loss
+        return leaves.forward(*arguments).reshape(leading if each == NONE else ())
+
+    library.implement_public(public, public_kernel)
+
+
+def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
+    """As autocast casts the arguments of a linear layer."""
+    device = next(t.device.type for t in tensors if t is not None)
+    if any(t is not None and t.dtype == torch.float64 for t in tensors):
+        return list(tensors)
+    lower = torch.get_autocast_dtype(device)
+    return [t if t is None else t.to(lower) for t in tensors]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    # Not by reshape: -1 is no number where there are no features.
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)

@@ -1,0 +1,164 @@
+"""The divergence of a chunk of logits from a teacher's, and the gradient of these logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.ops.linear.products import write_logits
+from compile_losses.ops.linear.row_function import RowFunction, grad_outputs
+
+NONE, SUM = (REDUCTIONS[name] for name in ("none", "sum"))
+
+
+class TeacherLogits:
+    """A teacher's logits: given, or the output of a linear layer, a chunk of rows at a time.
+
+    Args:
+        target: [rows, classes], or with a weight the layer's input, [rows, hidden].
+        weight: [classes, hidden].
+    """
+
+    def __init__(self, target: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
+        self.target, self.weight, self.bias = target, weight, bias
+        self.buffer: Tensor | None = None
+
+    def __call__(self, rows: slice) -> Tensor:
+        target = self.target[rows]
+        if self.weight is None:
+            return target
+        if self.buffer is None:  # the first chunk is the largest
+            self.buffer = target.new_empty((len(target), len(self.weight)))
+        logits = self.buffer[: len(target)]
+        write_logits(target, self.weight, self.bias, logits)
+        return logits
+
+
+@dataclass(frozen=True)
+class Pair:
+    """How a divergence of two softmaxes is computed: ``fused::X_forward`` and its kin.
+
+    Attributes:
+        name: X.
+        reverse: whether the student's logits are the op's target, not its input.
+        options: those of the ops between the reduction and dim.
+    """
+
+    name: str
+    reverse: bool
+    options: tuple[Any, ...]
+
+    def op(self, part: str) -> Callable[..., Any]:
+        op: Callable[..., Any] = getattr(torch.ops.fused, f"{self.name}_{part}").default
+        return op
+
+    def ordered(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+        return (teacher, student) if self.reverse else (student, teacher)
+
+    def forward(
+        self, student: Tensor, teacher: Tensor, reduction: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """The loss, and what the backward reads."""
+        pair = self.ordered(student, teacher)
+        loss, statistics = self.op("forward")(*pair, reduction, *self.options, -1, dtype)
+        return loss, statistics
+
+    def gradient(
+        self, factor: Tensor, student: Tensor, teacher: Tensor, statistics: Tensor, reduction: int
+    ) -> Tensor:
+        """The gradient of the student's logits, in memory of its own."""
+        pair, needs = self.ordered(student, teacher), (not self.reverse, self.reverse)
+        gradients: tuple[Tensor, Tensor] = self.op("backward")(
+            factor, *pair, statistics, reduction, *self.options, -1, *needs
+        )
+        return gradients[self.reverse]
+
+    def with_gradient(
+        self, student: Tensor, teacher: Tensor, dtype: torch.dtype, factor: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of the losses, and the gradient of the student's logits, mostly over these."""
+        if self.reverse:
+            loss, statistics = self.forward(student, teacher, SUM, dtype)
+            return loss, self.gradient(factor, student, teacher, statistics, SUM)
+        loss = self.op("with_grad_")(student, teacher, SUM, *self.options, -1, dtype, factor)
+        return loss, student
+
+
+def buffers(
+    dtype: torch.dtype, teacher: torch.dtype | None, *, by_row: bool, reverse: bool, gradient: bool
+) -> int:
+    """How many tensors of the size of a chunk of the student's logits there are at a time.
+
+    Args:
+        dtype: of the student's logits.
+        teacher: of the teacher's where these are computed, too.
+    """
+    of_teacher = 0 if teacher is None else max(1, teacher.itemsize // dtype.itemsize)
+    return 1 + of_teacher + int(gradient and (by_row or reverse))
+
+
+class RowDivergences:
+    """The divergence of each row of a student's logits from its teacher's.
+
+    The sum of the rows is divided by a number; for a sum the gradient is that for grad_output, one
+    number, or 1; by row it is that for a grad_output of each row, known or a function of its loss,
+    and without one there is no gradient.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        teacher: TeacherLogits,
+        reduction: int,
+        divisor: int,
+        logits: torch.dtype,
+        dtype: torch.dtype,  # that sums are made in
+        result: torch.dtype,  # of the loss
+        grad_output: Tensor | RowFunction | None,
+    ) -> None:
+        self.pair, self.teacher, self.divisor = pair, teacher, divisor
+        self.by_row, self.logits, self.dtype, self.result = reduction == NONE, logits, dtype, result
+        nothing = teacher.target.new_zeros((), dtype=dtype)
+        self.sums = [nothing]
+        self.each = [nothing.new_empty(0, dtype=result)]
+        self.of_rows = grad_output if self.by_row else None
+        one = nothing.new_ones(())
+        if isinstance(grad_output, Tensor) and not self.by_row:
+            one = grad_output.to(dtype).reshape(())
+        self.factor = one / divisor
+
+    def buffers(self, *, gradient: bool) -> int:
+        """How many tensors of a chunk's size there are at a time, the logits included."""
+        teacher = None if self.teacher.weight is None else self.teacher.weight.dtype
+        return buffers(
+            self.logits, teacher, by_row=self.by_row, reverse=self.pair.reverse, gradient=gradient
+        )
+
+    def value(self, rows: slice, logits: Tensor) -> Tensor:
+        """The loss of each row."""
+        losses, _ = self.pair.forward(logits, self.teacher(rows), NONE, self.dtype)
+        self.sums.append(losses.sum())
+        return losses
+
+    def gradient(self, rows: slice, logits: Tensor) -> Tensor:
+        """The gradient of the logits; may lie over them."""
+        teacher = self.teacher(rows)
+        if not self.by_row:
+            loss, of_logits = self.pair.with_gradient(logits, teacher, self.dtype, self.factor)
+            self.sums.append(loss)
+            return of_logits
+        losses, statistics = self.pair.forward(logits, teacher, NONE, self.dtype)
+        losses = losses.to(self.result)
+        self.each.append(losses)
+        assert self.of_rows is not None
+        factor = grad_outputs(self.of_rows, rows, losses)
+        return self.pair.gradient(factor, logits, teacher, statistics, NONE)
+
+    def reduced(self) -> Tensor:
+        """The loss of the rows seen so far."""
+        return torch.stack(self.sums).sum(dtype=torch.float64) / self.divisor
