@@ -376,7 +376,7 @@ def test_near_misses_of_16_bits(name):
 
 def test_copies_of_the_weight_pay_for_many_rows(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(linear, "chunk_rows", lambda *_: 4)
+    monkeypatch.setattr(linear, "chunk_rows", lambda *_, **__: 4)
     site = only_site(padded_vocabulary, head())
     assert "copies of its weight" in site.reason
 

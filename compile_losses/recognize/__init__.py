@@ -10,7 +10,14 @@ from torch.fx import Graph, GraphModule, Node
 import compile_losses.ops  # noqa: F401  declares what the graphs will call
 from compile_losses.guard import Failure, attempt
 from compile_losses.recognize.guards import refusal
-from compile_losses.recognize.linear import prefer_memory_by_default, through_linear
+from compile_losses.recognize.linear import (
+    Options,
+    Take,
+    prefer_memory_by_default,
+    take_cross_entropy,
+    through_linear,
+)
+from compile_losses.recognize.linear_divergence import take_divergence
 from compile_losses.recognize.match import Decline, Match
 from compile_losses.recognize.memory import bodies, look_at
 from compile_losses.recognize.returned_logits import Lazily, add_logits_without_loss
@@ -33,6 +40,12 @@ _INSIDE = {
 }
 
 _LINEAR = "linear_cross_entropy"
+#: How losses are taken through the linear layer of their logits, each ``X`` to ``linear_X``.
+_THROUGH_LINEAR: dict[str, Take] = {
+    "cross_entropy": take_cross_entropy,
+    "softmax_js_div": take_divergence,
+    "softmax_kl_div": take_divergence,
+}
 _NOT_CHOSEN = "it is not among the losses that options name"
 
 
@@ -54,8 +67,8 @@ def rewrite(
             leave alone what differs; by default if COMPILE_LOSSES_VERIFY=1 is in the environment.
         strict: whether to raise what goes wrong inside this package, instead of leaving a loss to
             torch; by default if COMPILE_LOSSES_STRICT=1 is in the environment.
-        prefer_memory: whether linear cross entropy is also taken where it saves less than half of
-            the logits, or has to compute them twice, which may cost time; by default if
+        prefer_memory: whether a loss of a linear layer is also taken where it saves less than half
+            of the logits, or has to compute them twice, which may cost time; by default if
             COMPILE_LOSSES_PREFER_MEMORY=1 is in the environment.
         losses: the names of the ops to rewrite to; by default those that COMPILE_LOSSES_ONLY and
             COMPILE_LOSSES_EXCEPT leave, which are all.
@@ -196,13 +209,12 @@ class _Rewriting:
         refused: tuple[Site, list[Node]] | None = None
         for candidate in recognizer.candidates(node):
             found = candidate
-            if isinstance(found, Match) and inside is None and _LINEAR in self.losses:
+            if isinstance(found, Match) and inside is None and f"linear_{found.op}" in self.losses:
                 found = through_linear(
                     found,
                     recognizer.shadow,
-                    prefer_memory=self.prefer_memory,
-                    lowers=self.lowers,
-                    lazily=lazily,
+                    _THROUGH_LINEAR[found.op],
+                    Options(self.prefer_memory, self.lowers, lazily),
                 )
             if isinstance(found, Decline):
                 reason: str | None = found.reason

@@ -1,6 +1,10 @@
-"""Cross entropy of a linear layer's output: both in one op, which never holds the logits."""
+"""A loss of a linear layer's output: both in one op, which never holds the logits."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,36 +35,42 @@ def prefer_memory_by_default() -> bool:
     return is_set("COMPILE_LOSSES_PREFER_MEMORY")
 
 
-def through_linear(
-    match: Match,
-    shadow: Shadow,
-    *,
-    prefer_memory: bool = False,
-    lowers: bool = False,
-    lazily: Lazily | None = None,
-) -> Match:
-    """A match of cross entropy, taken back through the linear layer that makes its logits.
+@dataclass(frozen=True)
+class Options:
+    """How a loss may be taken through its layer.
 
-    Args:
+    Attributes:
         prefer_memory: whether to take it where the op saves memory and may be the slower one.
         lowers: whether ``lower.plan`` will see the op: it finds gradients by row that the forward
             can compute, and else has the logits computed as torch does.
         lazily: whether the graph may return what its logits are computed of; None if nobody asked.
+    """
+
+    prefer_memory: bool = False
+    lowers: bool = False
+    lazily: Lazily | None = None
+
+
+#: The match of a loss and its layer; None where there is no layer.
+Take: TypeAlias = Callable[[Match, Shadow, Options], Match | None]
+
+
+def through_linear(match: Match, shadow: Shadow, take: Take, options: Options) -> Match:
+    """A match of a loss, taken back through the linear layer that makes its logits.
+
+    Args:
+        take: the way of this loss.
 
     Returns:
-        A match of linear_cross_entropy, or the given one, with the reason noted where there is a
+        A match of the loss with its layer, or the given one, with the reason noted where there is a
         linear layer that can't be taken along.
     """
-    if match.op != "cross_entropy" or refusal(match) is not None:
+    if refusal(match) is not None:
         return match
     try:
-        logits = find_logits(match, shadow)
-        if logits is None:
+        found = take(match, shadow, options)
+        if found is None:
             return match
-        _check_gain(match, logits, prefer_memory)
-        _check_rows(match, logits, prefer_memory, lowers)
-        returned = lazy_outputs(logits.head, logits.outputs, shadow, lazily)
-        found = _match(match, logits, returned)
         reason = refusal(found)
         if reason is None:
             return found
@@ -70,14 +80,29 @@ def through_linear(
     return match
 
 
-def _check_gain(match: Match, logits: Logits, prefer_memory: bool) -> None:
+def take_cross_entropy(match: Match, shadow: Shadow, options: Options) -> Match | None:
+    """Cross entropy and its layer."""
+    logits = find_logits(match, shadow)
+    if logits is None:
+        return None
+    target = example(match.args[1])
+    if not isinstance(target, Tensor) or target.is_floating_point():
+        raise NotAbsorbedError("the target is not class indices")
+    check_gain(match, logits, options)
+    check_rows(match, match.args[3], logits, options)
+    returned = lazy_outputs(logits.head, logits.outputs, shadow, options.lazily)
+    return _match(match, logits, returned)
+
+
+def check_gain(match: Match, logits: Logits, options: Options, buffers: int = 1) -> None:
     """Linear layer and loss together pay where a chunk is about half of the logits, or less.
 
     They take more launches than a kernel over the logits of one large product.
+
+    Args:
+        buffers: tensors of a chunk's size that the op holds at a time.
     """
-    target, output = example(match.args[1]), example(logits.head.node)
-    if not isinstance(target, Tensor) or target.is_floating_point():
-        raise NotAbsorbedError("the target is not class indices")
+    output = example(logits.head.node)
     needs_grad = example(match.root).requires_grad
     output = shard_of(output)  # of a DTensor the shard is what is held
     if needs_grad and output.dtype == torch.float16:
@@ -89,8 +114,8 @@ def _check_gain(match: Match, logits: Logits, prefer_memory: bool) -> None:
     made, picked = _rows(output, classes), _rows(taken, hidden)
     if made is None or picked is None:
         raise NotAbsorbedError("its sizes are not known")
-    chunk = chunk_rows(picked, hidden, classes, output.dtype)
-    if chunk > (1 if prefer_memory else LARGEST_CHUNK) * made or chunk == made:
+    chunk = chunk_rows(picked, hidden, classes, output.dtype, buffers=buffers)
+    if chunk > (1 if options.prefer_memory else LARGEST_CHUNK) * made or chunk == made:
         row = classes * output.dtype.itemsize / 2**20
         told = f"its {made * row:.1f} MiB of logits are one chunk: nothing is saved"
         if chunk < made:
@@ -105,13 +130,13 @@ def _check_gain(match: Match, logits: Logits, prefer_memory: bool) -> None:
         )
 
 
-def _check_rows(match: Match, logits: Logits, prefer_memory: bool, lowers: bool) -> None:
+def check_rows(match: Match, reduction: int, logits: Logits, options: Options) -> None:
     """The gradients of a loss that is not reduced need the logits twice, or lowering."""
-    if not example(match.root).requires_grad or match.args[3] != REDUCTIONS["none"]:
+    if not example(match.root).requires_grad or reduction != REDUCTIONS["none"]:
         return
-    if prefer_memory:
+    if options.prefer_memory:
         return
-    if not lowers or are_dtensors(logits.input.fake) or are_dtensors(logits.weight.fake):
+    if not options.lowers or are_dtensors(logits.input.fake) or are_dtensors(logits.weight.fake):
         raise NotAbsorbedError("the gradients of an unreduced loss would need the logits twice")
     if logits.copies_weight:
         raise NotAbsorbedError(
@@ -142,7 +167,7 @@ def _match(match: Match, logits: Logits, returned: list[LazyOutput]) -> Match:
         "ignore_index": ignore_index,
         "label_smoothing": label_smoothing,
         "softcap": logits.softcap,
-        "dtype": _loss_dtype(match),
+        "dtype": loss_dtype(match),
     }
     absorbed = ["a linear layer", *match.absorbed, *logits.absorbed]
     late = ["the logits are returned lazily"] if returned else []
@@ -159,8 +184,8 @@ def _match(match: Match, logits: Logits, returned: list[LazyOutput]) -> Match:
     )
 
 
-def _loss_dtype(match: Match) -> torch.dtype:
-    """The dtype of the cross entropy itself; the root's may come from the steps after it."""
+def loss_dtype(match: Match) -> torch.dtype:
+    """The dtype of the loss itself; the root's may come from the steps after it."""
     if not match.steps:
         return example(match.root).dtype  # float32 under autocast
     return match.kwargs.get("dtype", example(match.args[0]).dtype)

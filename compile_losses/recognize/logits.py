@@ -81,15 +81,18 @@ class Logits:
     outputs: list[Node] = field(default_factory=list)
 
 
-def find_logits(match: Match, shadow: Shadow) -> Logits | None:
-    """The linear layer behind a match's input and the way from it, None where there is none.
+def find_logits(match: Match, shadow: Shadow, place: int = 0) -> Logits | None:
+    """The linear layer behind a match's argument and the way from it, None where there is none.
+
+    Args:
+        place: of the argument, which holds logits.
 
     Raises:
         NotAbsorbedError: there is one, and something on the way can't be taken along.
     """
     nodes: list[Node] = []
     steps: list[Value] = []
-    current: Node | Value = match.args[0]
+    current: Node | Value = match.args[place]
     while len(steps) < FURTHEST:
         if isinstance(current, Value) and not current.whole:
             value = current

@@ -24,6 +24,8 @@ class Match:
         args, kwargs: the op's arguments: nodes, Values computed from nodes, or constants.
         interior: nodes between the arguments and the root that the op makes superfluous. They are
             erased where nothing else uses them.
+        detached: likewise superfluous, and without gradients in the original as in the op, whatever
+            they are computed from.
         absorbed: what those nodes did beyond the op's plain meaning, in words.
         steps: what makes the root of the op's result: functions, each with further arguments.
         notes: what else the report should say.
@@ -39,6 +41,7 @@ class Match:
     steps: list[tuple[Callable[..., Any], tuple[Any, ...]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     returned: list[LazyOutput] = field(default_factory=list)
+    detached: list[Node] = field(default_factory=list)
 
     @property
     def overload(self) -> OpOverload[..., Any]:
@@ -55,7 +58,12 @@ class Match:
         """The nodes that compute the root from the inputs: what the rewrite computes instead."""
         inputs = set(self.inputs)
         extra = [arguments for _, arguments in self.steps]
-        waiting = {self.root, *self.interior, *computed_at((self.args, self.kwargs, extra))}
+        waiting = {
+            self.root,
+            *self.interior,
+            *self.detached,
+            *computed_at((self.args, self.kwargs, extra)),
+        }
         span: set[Node] = set()
         while waiting:
             node = waiting.pop()
@@ -82,7 +90,7 @@ class Match:
         # Only the match's own nodes: dead-code elimination on a Dynamo graph would take in-place
         # operations with it, whose effect is not in their result.
         erased = []
-        for old in [self.root, *self.interior]:
+        for old in [self.root, *self.interior, *self.detached]:
             if not old.users:
                 graph.erase_node(old)
                 erased.append(old)

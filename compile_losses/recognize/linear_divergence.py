@@ -1,0 +1,158 @@
+"""A divergence of a linear layer's output from a teacher's: one op, which never holds the logits.
+
+The teacher has no gradient. Its logits are multiplied a chunk at a time as the student's are where
+nothing else reads them and their layer can be taken along; otherwise they are read as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from compile_losses.distributed import are_dtensors
+from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.ops.linear.row_divergences import buffers
+from compile_losses.recognize.guards import refusal
+from compile_losses.recognize.head import NotAbsorbedError, computed
+from compile_losses.recognize.linear import Options, check_gain, check_rows, loss_dtype
+from compile_losses.recognize.logits import Logits, find_logits
+from compile_losses.recognize.match import Match, example
+from compile_losses.recognize.returned_logits import lazy_outputs
+from compile_losses.recognize.shadow import Shadow, aten
+from compile_losses.recognize.values import Value, sources, whole
+
+
+def take_divergence(match: Match, shadow: Shadow, options: Options) -> Match | None:
+    """A divergence of two softmaxes and the layer of the student's logits, or of both."""
+    reverse = _is_reverse(match)
+    student, teacher = (1, 0) if reverse else (0, 1)
+    logits = find_logits(match, shadow, student)
+    if logits is None:
+        return None
+    _check(match, logits)
+    if _is_trained(match) and _has_gradient(match.args[teacher]):
+        raise NotAbsorbedError("both rows of logits need a gradient, and the op gives one")
+    if reverse and match.op != "softmax_kl_div":
+        raise NotAbsorbedError("only its second row of logits needs a gradient")
+
+    def taken(of_teacher: Logits | None) -> Match:
+        _check_gain(match, logits, of_teacher, reverse, options)
+        check_rows(match, match.args[2], logits, options)
+        found = _match(match, logits, of_teacher, reverse)
+        found.returned = lazy_outputs(logits.head, logits.outputs, shadow, options.lazily)
+        found.notes = [*found.notes, *["the logits are returned lazily"] * bool(found.returned)]
+        return found
+
+    held = None
+    try:
+        of_teacher = find_logits(match, shadow, teacher)
+        if of_teacher is not None:
+            _check(match, of_teacher)
+            if of_teacher.copies_weight:
+                raise NotAbsorbedError("its layer's weight would be copied")
+            if of_teacher.outputs:
+                raise NotAbsorbedError("they are returned")
+            found = taken(of_teacher)
+            held = refusal(found)
+            if held is None:
+                return found
+    except NotAbsorbedError as error:
+        held = str(error)
+    found = taken(None)
+    if held is not None:
+        found.notes = [*found.notes, f"the teacher's logits are held: {held}"]
+    return found
+
+
+def _check_gain(
+    match: Match, logits: Logits, of_teacher: Logits | None, reverse: bool, options: Options
+) -> None:
+    needed = buffers(
+        example(logits.head.node).dtype,
+        None if of_teacher is None else example(of_teacher.head.node).dtype,
+        by_row=match.args[2] == REDUCTIONS["none"],
+        reverse=reverse,
+        gradient=_is_trained(match),
+    )
+    check_gain(match, logits, options, needed)
+
+
+def _is_reverse(match: Match) -> bool:
+    """Whether the student's logits are the second argument: where only that has a gradient."""
+    first, second = map(_has_gradient, match.args[:2])
+    return _is_trained(match) and second and not first
+
+
+def _is_trained(match: Match) -> bool:
+    return bool(example(match.root).requires_grad)
+
+
+def _has_gradient(argument: Node | Value) -> bool:
+    """Whether a tensor has one where the rewrite reads or computes it."""
+    return any(getattr(example(node), "requires_grad", False) for node in sources((argument,)))
+
+
+def _check(match: Match, logits: Logits) -> None:
+    """That a layer makes logits whose rows the op can compare."""
+    if logits.softcap is not None:
+        raise NotAbsorbedError("a soft-cap of its logits, which the op has not")
+    dim, rank = match.kwargs.get("dim", -1), logits.input.fake.dim()
+    if not logits.class_dim == rank - 1 == dim % rank:
+        raise NotAbsorbedError("its classes are not the last dimension")
+    if are_dtensors(logits.input.fake) or are_dtensors(logits.weight.fake):
+        raise NotAbsorbedError("DTensors, which the op does not take")
+
+
+def _match(match: Match, logits: Logits, of_teacher: Logits | None, reverse: bool) -> Match:
+    """The match of loss, student's layer and, where it is taken along, the teacher's."""
+    target = match.args[0 if reverse else 1]
+    given: dict[str, Any] = {}
+    if of_teacher is not None:
+        target = _detached(of_teacher.input)
+        given["target_weight"] = _detached(of_teacher.weight)
+        if of_teacher.bias is not None:
+            given["target_bias"] = _detached(of_teacher.bias)
+    elif _has_gradient(target):
+        target = _detached(target if isinstance(target, Value) else whole(target))
+    if logits.bias is not None:
+        given["linear_bias"] = logits.bias.argument
+    if reverse:
+        given["reverse"] = True
+    options = {k: v for k, v in match.kwargs.items() if k in ("beta", "temperature")}
+    return Match(
+        match.root,
+        f"linear_{match.op}",
+        (logits.input.argument, logits.weight.argument, target, match.args[2]),
+        {**given, **options, "dtype": _loss_dtype(match)},
+        list(dict.fromkeys([*match.interior, *_nodes(logits)])),
+        _absorbed(match, logits, of_teacher),
+        match.steps,
+        match.notes,
+        detached=[] if of_teacher is None else _nodes(of_teacher),
+    )
+
+
+def _nodes(logits: Logits) -> list[Node]:
+    """From the last to the layer."""
+    return [*reversed(logits.nodes), logits.head.node]
+
+
+def _absorbed(match: Match, logits: Logits, of_teacher: Logits | None) -> list[str]:
+    layers = "a linear layer" if of_teacher is None else "the linear layers of student and teacher"
+    more = [] if of_teacher is None else of_teacher.absorbed
+    return list(dict.fromkeys([layers, *match.absorbed, *logits.absorbed, *more]))
+
+
+def _detached(value: Value) -> Node | Value:
+    """Without its gradient: the original has none there, though the layer's weights may."""
+    if not _has_gradient(value.argument):
+        return value.argument
+    return computed(aten.detach.default, value).argument
+
+
+def _loss_dtype(match: Match) -> torch.dtype:
+    if match.steps and "dtype" not in match.kwargs:
+        return torch.promote_types(*(example(argument).dtype for argument in match.args[:2]))
+    return loss_dtype(match)

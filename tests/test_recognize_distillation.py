@@ -1,0 +1,615 @@
+"""From the linear layers of student and teacher and the divergence of their outputs to one op, and
+when not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import compile_losses
+from compile_losses.explanation import explain_call
+from compile_losses.ops.linear import chunk_size
+from tests.accuracy import assert_accurate
+from tests.graphs import recorded
+from tests.linear_problems import largest_allocation
+
+ROWS, HIDDEN, OF_TEACHER, CLASSES = (2, 6), 8, 12, 50
+KL, JS = "linear_softmax_kl_div", "linear_softmax_js_div"
+BOTH, STUDENT = "the linear layers of student and teacher", "a linear layer"
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Chunks of four rows, so that small logits are worth the op."""
+    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 4)
+    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+
+
+def problem(dtype=torch.float32):
+    """Hidden states, weight and bias of the student, then of a teacher that is not frozen."""
+    student = torch.randn(*ROWS, HIDDEN), torch.randn(CLASSES, HIDDEN), torch.randn(CLASSES)
+    teacher = torch.randn(*ROWS, OF_TEACHER), torch.randn(CLASSES, OF_TEACHER)
+    tensors = [t.to(dtype) for t in (*student, *teacher, torch.randn(CLASSES))]
+    return [t.requires_grad_(i != 3) for i, t in enumerate(tensors)]
+
+
+def taught(t, tw, tb=None):
+    """A teacher's logits, as all libraries have them."""
+    with torch.no_grad():
+        return F.linear(t, tw, tb)
+
+
+def soft_targets(student, teacher, temperature=2.0, reduction="batchmean"):
+    """Of transformers' examples, and of DistilBERT's."""
+    loss = nn.KLDivLoss(reduction=reduction)
+    return loss(
+        F.log_softmax(student / temperature, dim=-1), F.softmax(teacher / temperature, dim=-1)
+    ) * (temperature**2)
+
+
+def question_answering(h, w, b, t, tw, tb):
+    return soft_targets(F.linear(h, w, b), taught(t, tw, tb))
+
+
+def of_tokens(h, w, b, t, tw, tb):
+    """DistilBERT's: all tokens in one dimension."""
+    student, teacher = F.linear(h, w, b), taught(t, tw, tb)
+    return soft_targets(student.view(-1, CLASSES), teacher.view(-1, CLASSES))
+
+
+def of_shifted_logits(h, w, b, t, tw, tb):
+    student, teacher = F.linear(h, w, b), taught(t, tw, tb)
+    return soft_targets(student[:, :-1].contiguous(), teacher[:, :-1].contiguous())
+
+
+def generalized(student, teacher, beta, temperature=0.9):
+    """TRL's GKD."""
+    student, teacher = student / temperature, teacher / temperature
+    log_p, log_q = F.log_softmax(student, dim=-1), F.log_softmax(teacher, dim=-1)
+    if beta == 0:
+        each = F.kl_div(log_p, log_q, reduction="none", log_target=True)
+    elif beta == 1:
+        each = F.kl_div(log_q, log_p, reduction="none", log_target=True)
+    else:
+        weight = torch.tensor(beta, dtype=log_p.dtype)
+        log_m = torch.logsumexp(
+            torch.stack([log_p + torch.log(1 - weight), log_q + torch.log(weight)]), dim=0
+        )
+        of_teacher = F.kl_div(log_m, log_q, reduction="none", log_target=True)
+        of_student = F.kl_div(log_m, log_p, reduction="none", log_target=True)
+        each = weight * of_teacher + (1 - weight) * of_student
+    return each.sum() / each.size(0)
+
+
+def gkd(beta):
+    return lambda h, w, b, t, tw, tb: generalized(F.linear(h, w), taught(t, tw), beta)
+
+
+def reverse_written_out(h, w, b, t, tw, tb):
+    """MiniLLM's divergence, over all classes."""
+    log_p = F.linear(h, w, b).log_softmax(-1)
+    log_q = taught(t, tw, tb).log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+
+
+def in_float32(h, w, b, t, tw, tb):
+    """torchtune's and Minitron's: softmaxes in float32 of logits that may be narrower."""
+    log_p = F.log_softmax(F.linear(h, w), dim=-1, dtype=torch.float32)
+    log_q = F.log_softmax(taught(t, tw), dim=-1, dtype=torch.float32)
+    return F.kl_div(log_p, log_q, reduction="sum", log_target=True)
+
+
+def in_chunks(h, w, b, t, tw, tb):
+    """torchtune's loop over chunks of hidden states; here of one."""
+    (chunk,), (of_teacher,) = h.chunk(1, dim=1), t.chunk(1, dim=1)
+    return soft_targets(F.linear(chunk, w), taught(of_teacher, tw))
+
+
+def autocast(h, w, b, t, tw, tb):
+    with torch.autocast("cpu", torch.bfloat16):
+        student, teacher = F.linear(h, w, b), taught(t, tw, tb)
+    return soft_targets(student.float(), teacher.float())
+
+
+def detached_inputs(h, w, b, t, tw, tb):
+    """A frozen teacher, whose layer is not in a region without gradients."""
+    return soft_targets(F.linear(h, w, b), F.linear(t, tw.detach(), tb.detach()))
+
+
+@torch.no_grad()
+def evaluated(h, w, b, t, tw, tb):
+    return question_answering(h, w, b, t, tw, tb)
+
+
+def changed_teacher(h, w, b, t, tw, tb):
+    """Its weights follow the student's after the loss, as a mean teacher's do."""
+    tw = tw.detach() * 1
+    loss = soft_targets(F.linear(h, w), taught(t, tw))
+    tw.mul_(0.9)
+    return loss
+
+
+def changed_teacher_between(h, w, b, t, tw, tb):
+    t = t * 1
+    teacher = taught(t, tw)
+    t.add_(1)
+    return soft_targets(F.linear(h, w), teacher)
+
+
+def other_temperatures(h, w, b, t, tw, tb):
+    """They go into the layers' inputs."""
+    student, teacher = F.linear(h, w, b) / 2, taught(t, tw, tb) / 3
+    return F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction="batchmean")
+
+
+#: The function, the op, and whether the teacher's layer is taken along.
+MATCHES = {
+    "question answering": (question_answering, KL, BOTH),
+    "tokens": (of_tokens, KL, BOTH),
+    "shifted": (of_shifted_logits, KL, BOTH),
+    "GKD, forward": (gkd(0), KL, BOTH),
+    "GKD, reverse": (gkd(1), KL, BOTH),
+    "GKD": (gkd(0.3), JS, BOTH),
+    "reverse, written out": (reverse_written_out, KL, BOTH),
+    "in float32": (in_float32, KL, BOTH),
+    "in chunks": (in_chunks, KL, BOTH),
+    "autocast": (autocast, KL, BOTH),
+    "detached": (detached_inputs, KL, BOTH),
+    "other temperatures": (other_temperatures, KL, BOTH),
+    "sum": (
+        lambda h, w, b, t, tw, tb: soft_targets(F.linear(h, w), taught(t, tw), reduction="sum"),
+        KL, BOTH,
+    ),
+    "mean": (
+        lambda h, w, b, t, tw, tb: soft_targets(F.linear(h, w), taught(t, tw), reduction="mean"),
+        KL, BOTH,
+    ),
+    "teacher in the student's place": (
+        lambda h, w, b, t, tw, tb: soft_targets(taught(t, tw), F.linear(h, w)), KL, BOTH,
+    ),
+    "frozen head": (
+        lambda h, w, b, t, tw, tb: soft_targets(F.linear(h, w.detach()), taught(t, tw)), KL, BOTH,
+    ),
+    "frozen trunk": (
+        lambda h, w, b, t, tw, tb: soft_targets(F.linear(h.detach(), w, b), taught(t, tw)),
+        KL, BOTH,
+    ),
+    "one weight for both": (
+        lambda h, w, b, t, tw, tb: soft_targets(F.linear(h, w), taught(h.detach() * 2, w)),
+        KL, BOTH,
+    ),
+    "without gradients": (evaluated, KL, BOTH),
+    "a teacher of more classes": (
+        lambda h, w, b, t, tw, tb: soft_targets(
+            F.linear(h, w), taught(t, torch.cat([tw, tw]))[..., :CLASSES]
+        ),
+        KL, STUDENT,
+    ),
+    "a changed teacher": (changed_teacher, KL, STUDENT),
+    "a teacher changed between": (changed_teacher_between, KL, STUDENT),
+    "given logits": (
+        lambda h, w, b, t, tw, tb: soft_targets(F.linear(h, w), t.repeat(1, 1, 5)[..., :CLASSES]),
+        KL, STUDENT,
+    ),
+    "teacher of other readers": (
+        lambda h, w, b, t, tw, tb: (lambda s, q: soft_targets(s, q) + q.max())(
+            F.linear(h, w), taught(t, tw)
+        ),
+        KL, STUDENT,
+    ),
+    "teacher with a soft-cap": (
+        lambda h, w, b, t, tw, tb: soft_targets(
+            F.linear(h, w), 5 * torch.tanh(taught(t, tw) / 5)
+        ),
+        KL, STUDENT,
+    ),
+    "teacher's logits detached": (
+        lambda h, w, b, t, tw, tb: soft_targets(F.linear(h, w), F.linear(t, tw).detach()),
+        KL, STUDENT,
+    ),
+}  # fmt: skip
+
+
+def step(function, inputs):
+    value = function(*inputs)
+    leaves = [t for t in inputs if t.requires_grad]
+    if not value.requires_grad:
+        return (value,)
+    return value, *torch.autograd.grad(value.sum() * 3, leaves, allow_unused=True)
+
+
+def compare(function, inputs, options=None, **tolerance):
+    torch._dynamo.reset()
+    options = {"inner_backend": "aot_eager"} if options is None else options
+    compiled = torch.compile(function, backend="compile_losses", options=options)
+    torch.testing.assert_close(step(compiled, inputs), step(function, inputs), **tolerance)
+
+
+def only_site(function, inputs):
+    (site,) = compile_losses.explain(function, *inputs).losses
+    return site
+
+
+#: Casts to float32 are no part of these in float64.
+CAST = ("in float32", "autocast")
+EXACT = [(name, torch.float64) for name in MATCHES if name not in CAST]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*EXACT, *((n, torch.float32) for n in MATCHES)])
+def test_matches(name, dtype):
+    function, op, layers = MATCHES[name]
+    inputs = problem(dtype)
+    site = only_site(function, inputs)
+    assert (site.op, site.status) == (op, "rewritten"), site
+    assert f"absorbed {layers} and" in site.reason or site.reason.startswith(f"absorbed {layers}")
+    tolerance = 1e-12 if dtype == torch.float64 else 5e-2 if name == "autocast" else 5e-5
+    compare(function, inputs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", [name for name in MATCHES if name != "autocast"])
+def test_in_bfloat16(name):
+    """As accurate as torch; a number that is rounded may keep the layers from being taken along."""
+    function, op, _ = MATCHES[name]
+    inputs = problem(torch.bfloat16)
+    assert only_site(function, inputs).op in (op, op.removeprefix("linear_"))
+    torch._dynamo.reset()
+    options = {"inner_backend": "aot_eager"}
+    compiled = torch.compile(function, backend="compile_losses", options=options)
+    exact = [t.detach().double().requires_grad_(t.requires_grad) for t in inputs]
+    found = step(compiled, inputs), step(function, inputs), step(function, exact)
+    for i, results in enumerate(zip(*found, strict=True)):
+        if results[0] is None:
+            assert results == (None, None, None)
+        else:
+            assert_accurate(*results, f"{name}, result {i}")
+
+
+def graph_of(function, inputs, *, lowers=True):
+    """What is left of a Dynamo graph."""
+    found = []
+
+    def backend(gm, _):
+        compile_losses.rewrite(gm, lowers=lowers)
+        found.append(gm.graph)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend)(*inputs)
+    return found[0]
+
+
+def test_options_of_the_op():
+    def keywords(function):
+        graph = graph_of(function, problem())
+        (node,) = (n for n in graph.nodes if str(n.target).startswith("fused.linear_softmax"))
+        return node.args[3], {k: v for k, v in node.kwargs.items() if k[:3] not in ("lin", "tar")}
+
+    float32 = {"dtype": torch.float32}
+    assert keywords(question_answering) == (3, {"temperature": 2.0, **float32})
+    assert keywords(gkd(1)) == (3, {"reverse": True, "temperature": 0.9, **float32})
+    reduction, options = keywords(gkd(0.3))
+    assert math.isclose(options["beta"], 0.3)
+    assert reduction == 3
+
+
+@pytest.mark.parametrize("name", ["question answering", "GKD", "teacher of other readers"])
+def test_no_layer_is_left(name):
+    """But for a teacher's logits that something else reads."""
+    function, _, layers = MATCHES[name]
+    targets = [str(n.target) for n in graph_of(function, problem()).nodes]
+    assert sum("linear" in t and "fused" not in t for t in targets) == (layers == STUDENT)
+
+
+def detached_student(h, w, b, t, tw, tb):
+    return soft_targets(F.linear(h, w).detach() + 0 * h.sum(), taught(t, tw))
+
+
+def changed_between(h, w, b, t, tw, tb):
+    h = h * 1
+    student = F.linear(h, w.detach())
+    h.add_(1)
+    return soft_targets(student, taught(t, tw))
+
+
+def hard_and_soft(h, w, b, t, tw, tb):
+    """Cross entropy on labels reads the same logits."""
+    student, labels = F.linear(h, w), torch.zeros(ROWS, dtype=torch.int64)
+    hard = F.cross_entropy(student.view(-1, CLASSES), labels.view(-1))
+    return 0.5 * hard + 0.5 * soft_targets(student, taught(t, tw))
+
+
+#: The divergence alone is an op; a part of the reason.
+DIVERGENCE_ALONE = {
+    "a teacher that is trained": (
+        lambda h, w, b, t, tw, tb: soft_targets(F.linear(h, w), F.linear(t, tw)),
+        "both rows of logits need a gradient",
+    ),
+    "two heads of one trunk": (
+        lambda h, w, b, t, tw, tb: soft_targets(F.linear(h, w), F.linear(h, w * 2)),
+        "both rows of logits need a gradient",
+    ),
+    "live logits": (
+        lambda h, w, b, t, tw, tb: (lambda s: soft_targets(s, taught(t, tw)) + s.sum())(
+            F.linear(h, w)
+        ),
+        "the logits have other users",
+    ),
+    "a self-distilling student": (
+        lambda h, w, b, t, tw, tb: (lambda s: soft_targets(s, s.detach().flip(0)))(F.linear(h, w)),
+        "made of the logits as well",
+    ),
+    "a soft-cap": (
+        lambda h, w, b, t, tw, tb: soft_targets(
+            5 * torch.tanh(F.linear(h, w) / 5), taught(t, tw)
+        ),
+        "a soft-cap of its logits",
+    ),
+    "classes in the middle": (
+        lambda h, w, b, t, tw, tb: F.kl_div(
+            F.linear(h, w).transpose(1, 2).log_softmax(1), taught(t, tw).transpose(1, 2).softmax(1),
+            reduction="batchmean",
+        ),
+        "not the last dimension",
+    ),
+    "changed hidden states": (changed_between, "changed in place"),
+    "squares": (
+        lambda h, w, b, t, tw, tb: soft_targets(F.linear(h, w).square(), taught(t, tw)),
+        "is none of",
+    ),
+}  # fmt: skip
+
+
+def check_alone(function, reason, inputs):
+    site = only_site(function, inputs)
+    assert (site.op, site.status) == ("softmax_kl_div", "rewritten"), site
+    assert "without its linear layer: " in site.reason
+    assert reason in site.reason, site.reason
+    compare(function, inputs)
+
+
+@pytest.mark.parametrize("name", DIVERGENCE_ALONE)
+def test_divergence_alone(name):
+    check_alone(*DIVERGENCE_ALONE[name], problem())
+
+
+@pytest.mark.parametrize("function", [detached_student, hard_and_soft], ids=lambda f: f.__name__)
+def test_never_taken_along(function):
+    inputs = problem(torch.float64)
+    for site in compile_losses.explain(function, *inputs).losses:
+        assert "linear" not in site.op
+    compare(function, inputs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sum_that_is_no_divergence():
+    """Cross entropy with soft targets, as torchtune's forward divergence: it has another value."""
+
+    def loss(h, w, b, t, tw, tb):
+        q = F.softmax(taught(t, tw), dim=-1, dtype=torch.float32)
+        log_p = F.log_softmax(F.linear(h, w), dim=-1, dtype=torch.float32)
+        return -(q * log_p).sum(-1).mean()
+
+    inputs = problem()
+    site = only_site(loss, inputs)
+    assert "linear" not in site.op
+    compare(loss, inputs)
+
+
+def test_float16_computes_its_logits_once():
+    site = only_site(question_answering, problem(torch.float16))
+    assert (site.op, site.status) == ("softmax_kl_div", "rewritten")
+    assert "gradients in float16" in site.reason
+
+
+def test_small_logits_stay(monkeypatch):
+    monkeypatch.undo()
+    check_alone(question_answering, "0.0 MiB of logits are one chunk", problem())
+
+
+def test_memory_is_preferred(monkeypatch):
+    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 9)
+    inputs = problem()
+    assert only_site(question_answering, inputs).op == "softmax_kl_div"
+    monkeypatch.setenv("COMPILE_LOSSES_PREFER_MEMORY", "1")
+    assert only_site(question_answering, inputs).op == KL
+
+
+def test_chosen_losses(monkeypatch):
+    monkeypatch.setenv("COMPILE_LOSSES_EXCEPT", KL)
+    assert only_site(question_answering, problem()).op == "softmax_kl_div"
+    assert only_site(gkd(0.3), problem()).op == JS
+
+
+def test_verification():
+    """Torch's own nodes, run with the same numbers, agree."""
+    options = {"inner_backend": "aot_eager", "verify": True}
+    for name in ("question answering", "GKD, reverse", "GKD", "teacher of other readers"):
+        function, op, _ = MATCHES[name]
+        inputs = problem()
+        graph = graph_of(function, inputs)
+        assert any(op in str(node.target) for node in graph.nodes)
+        compare(function, inputs, options)
+
+
+def test_dynamic_shapes():
+    compiled = torch.compile(
+        question_answering,
+        backend="compile_losses",
+        options={"inner_backend": "aot_eager"},
+        dynamic=True,
+    )
+    for rows in (6, 9, 30):
+        _, w, b, _, tw, tb = problem()
+        h, t = torch.randn(2, rows, HIDDEN, requires_grad=True), torch.randn(2, rows, OF_TEACHER)
+        inputs = (h, w, b, t, tw, tb)
+        torch.testing.assert_close(step(compiled, inputs), step(question_answering, inputs))
+
+
+class Distilled(nn.Module):
+    """A student and a teacher of which nothing is frozen, as in the libraries' examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.head = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, CLASSES)
+        self.teacher = nn.Sequential(nn.Linear(HIDDEN, OF_TEACHER), nn.Linear(OF_TEACHER, CLASSES))
+
+    def forward(self, x):
+        with torch.no_grad():
+            teacher = self.teacher(x)
+        return soft_targets(self.head(torch.tanh(self.trunk(x))), teacher)
+
+
+@pytest.mark.parametrize("door", ["backend", "enable"])
+def test_inductor(door):
+    """Three steps that accumulate gradients, with a factor."""
+    inputs, results = torch.randn(*ROWS, HIDDEN), []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = Distilled()
+        if compiles and door == "backend":
+            model.compile(backend="compile_losses")
+        elif compiles:
+            with compile_losses.enable():
+                model.compile()
+                model(inputs).backward()
+                model.zero_grad()
+        for factor in (1.0, 3.0, -0.5):
+            (model(inputs) * factor).backward()
+        results.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_neither_logits_are_held(monkeypatch):
+    """At sizes of its own choice, where either side's logits take 312 MiB."""
+    monkeypatch.undo()
+    rows, classes = 4096, 20_000
+    h, t = torch.randn(rows, 16, requires_grad=True), torch.randn(rows, 24)
+    w, tw = torch.randn(classes, 16, requires_grad=True), torch.randn(classes, 24)
+
+    def loss(h, w, t, tw):
+        return soft_targets(h @ w.t(), taught(t, tw))
+
+    compiled = torch.compile(loss, backend="compile_losses")
+    compiled(h, w, t, tw).backward()
+    largest = largest_allocation(lambda: compiled(h, w, t, tw).backward())
+    assert largest <= chunk_size.LOGITS_BYTES < rows * classes * 4
+
+
+def test_factors_go_into_the_forward(monkeypatch, no_code):
+    """The backward multiplies by the tangent alone, which is 1."""
+
+    def loss(h, w, b, t, tw, tb):
+        return 0.5 * question_answering(h, w, b, t, tw, tb)
+
+    inputs = problem(torch.float64)
+    with recorded(monkeypatch) as graphs:
+        compare(loss, inputs, {}, rtol=1e-12, atol=1e-12)
+    forward, backward = graphs["post"]
+    assert forward.count("fused.linear_softmax_kl_div_with_grad.default") == 1
+    assert "grad_output: " in forward
+    assert "linear_softmax" not in backward
+    assert only_site(loss, inputs).plan[0] == "hoisted with its factor"
+
+
+def masked(kind, reduce):
+    """The divergence of each token, and what is made of it."""
+
+    def loss(h, w, b, t, tw, tb):
+        log_p, log_q = F.linear(h, w, b).log_softmax(-1), taught(t, tw, tb).log_softmax(-1)
+        if kind == "reverse":
+            log_p, log_q = log_q, log_p
+        if kind == "mixture":
+            log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+            each = log_q.exp() * (log_q - log_m) + log_p.exp() * (log_p - log_m)
+            return reduce(each.sum(-1) / 2)
+        return reduce(F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1))
+
+    return loss
+
+
+MASK = torch.tensor([[1.0, 1, 0, 1, 1, 0], [0, 1, 1, 1, 0, 1]], dtype=torch.float64)
+#: What is made of each token's divergence, and the plan.
+TOKENS = {
+    "a masked mean": (lambda each: (each * MASK).sum() / MASK.sum(), "hoisted by row"),
+    "a weight of each": (lambda each: (each * MASK.softmax(-1)).sum(), "hoisted by row"),
+    "a bound": (lambda each: each.clamp(max=3.0).mean(), "hoisted by row"),
+    "squares": (lambda each: each.square().sum(), "hoisted by row"),
+    "their softmax": (lambda each: (each * each.softmax(-1)).sum(), "with its logits"),
+    "all of them": (lambda each: each * MASK, "with its logits"),
+}
+
+
+@pytest.mark.usefixtures("no_code")
+@pytest.mark.parametrize("kind", ["forward", "reverse", "mixture"])
+@pytest.mark.parametrize("name", TOKENS)
+def test_divergences_of_tokens(name, kind):
+    reduce, plan = TOKENS[name]
+    inputs, function = problem(torch.float64), masked(kind, reduce)
+    site = only_site(function, inputs)
+    assert site.op == (JS if kind == "mixture" else KL), site
+    assert site.plan[0] == plan, site.plan
+    compare(function, inputs, {}, rtol=1e-12, atol=1e-12)
+    # Without the passes on AOTAutograd's graphs the logits would be computed twice.
+    site = next(
+        n for n in graph_of(function, inputs, lowers=False).nodes if "fused" in str(n.target)
+    )
+    assert "linear" not in str(site.target)
+
+
+@pytest.mark.usefixtures("no_code")
+def test_divergences_of_tokens_of_a_frozen_head():
+    """Any function of them will do."""
+
+    def loss(h, w, b, t, tw, tb):
+        return masked("forward", TOKENS["their softmax"][0])(h, w.detach(), b.detach(), t, tw, tb)
+
+    inputs = problem(torch.float64)
+    assert only_site(loss, inputs).plan[0] == "hoisted, scaled by row"
+    compare(loss, inputs, {}, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("no_code")
+def test_divergences_of_tokens_with_memory_preferred():
+    function, inputs = masked("forward", TOKENS["their softmax"][0]), problem(torch.float64)
+    options = {"prefer_memory": True}
+    compare(function, inputs, options, rtol=1e-12, atol=1e-12)
+    torch._dynamo.reset()
+    (site,) = explain_call(function, inputs, options=options).losses
+    assert site.plan[0] == "logits computed again"
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_returned_logits(read):
+    """The student's may be lazy, as beside cross entropy; a teacher's are then held."""
+
+    def both(h, w, b, t, tw, tb):
+        student = F.linear(h, w, b)
+        return soft_targets(student, taught(t, tw, tb)), student
+
+    def total(function):
+        def whole(*inputs):
+            loss, logits = function(*inputs)
+            return loss + (logits * 0.1).sum() if read else loss
+
+        return whole
+
+    inputs = problem(torch.float64)
+    expected = step(total(both), inputs)
+    for options, op in ({}, "softmax_kl_div"), ({"lazy_logits": True}, KL):
+        torch._dynamo.reset()
+        (site,) = explain_call(both, inputs, options=options).losses
+        assert site.op == op, site
+        options = {"inner_backend": "aot_eager", **options}
+        compiled = torch.compile(both, backend="compile_losses", options=options)
+        torch.testing.assert_close(step(total(compiled), inputs), expected, rtol=1e-12, atol=1e-12)
+
+    def with_teacher(h, w, b, t, tw, tb):
+        teacher = taught(t, tw, tb)
+        return soft_targets(F.linear(h, w, b), teacher), teacher
+
+    (site,) = explain_call(with_teacher, inputs, options={"lazy_logits": True}).losses
+    assert (site.op, "they are returned" in site.reason) == (KL, True), site
