@@ -247,10 +247,6 @@ TASKS = {
         "mse_loss", "diffusers", _denoising(_diffusers_unet), _IMAGES, _SMALL_IMAGES
     ),
     "distillation": Task(
-        "softmax_kl_div",
-        "torch",
-        _distillation,
-        Size(8, 1024, 768, 2, 32_000),
-        Size(batch=8, length=64, width=32, layers=1, classes=4096),
+        "linear_softmax_kl_div", "torch", _distillation, Size(8, 1024, 768, 2, 32_000), _SMALL
     ),
 }

@@ -76,6 +76,31 @@ def test_other_distillation(name):
     check_step(model, step, ["softmax_js_div"])
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("given", [False, True])
+def test_distillation_without_logits(beta, given, chunks):
+    """With the head, and the teacher's where it is called in the step, as GKD's trainer does."""
+    from trl.experimental.gkd import GKDTrainer
+
+    chunks(4)
+    model, batch = build("Llama")
+    other, _ = build("Llama")  # of which nothing is frozen
+    known = teacher_logits(batch)
+
+    def step():
+        student = model(batch["input_ids"]).logits
+        teacher = known
+        if not given:
+            with torch.no_grad():
+                teacher = other.eval()(batch["input_ids"]).logits
+        return GKDTrainer.generalized_jsd_loss(student, teacher, beta=beta, temperature=2.0)
+
+    op = "linear_softmax_js_div" if 0 < beta < 1 else "linear_softmax_kl_div"
+    report = check_step(model, step, [op])
+    layers = "a linear layer" if given else "the linear layers of student and teacher"
+    assert report.losses[0].reason.startswith(f"absorbed {layers}")
+
+
 def test_distillation_in_bfloat16():
     """The mixture's weights are those that were written, not their roundings."""
     from trl.experimental.gkd import GKDTrainer
