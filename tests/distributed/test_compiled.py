@@ -159,6 +159,27 @@ def test_as_much_communication_as_in_eager_mode(case, dynamic, monkeypatch):
     assert collectives_of(backward) == eager_backward.calls
 
 
+@pytest.mark.parametrize("layouts", [("0", "R", "0", "R"), ("R", "0", "R", "0")])
+def test_divergences_of_layers_are_of_logits(layouts, monkeypatch):
+    """The op of both layers takes no DTensors; that of logits does."""
+    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 2)
+    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+
+    def loss(h, w, t, tw):
+        with torch.no_grad():
+            teacher = F.linear(t, tw)
+        return F.kl_div(F.linear(h, w).log_softmax(-1), teacher.softmax(-1), reduction="batchmean")
+
+    shapes = (ROWS, HIDDEN), (CLASSES, HIDDEN), (ROWS, HIDDEN), (CLASSES, HIDDEN)
+    tensors = arguments(layouts, *shapes)
+    for site in compile_losses.explain(loss, *tensors).losses:
+        assert "linear" not in site.op
+        assert "DTensors" in site.reason or site.op == "kl_div"
+    h, w, t, tw = (tensor.detach() for tensor in tensors)
+    with pytest.raises(RuntimeError, match="softmax_kl_div takes those of logits"):
+        torch.ops.fused.linear_softmax_kl_div(h, w, t, target_weight=tw)
+
+
 def test_the_gradient_of_sharded_rows_is_hoisted():
     """The lower passes see a rank's own part of the loss, and treat it like any other."""
     tensors = arguments(("0", "R", "0"), (ROWS, HIDDEN), (CLASSES, HIDDEN), (ROWS,))
