@@ -78,7 +78,8 @@ def test_other_distillation(name):
 
 @pytest.mark.parametrize("beta", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("given", [False, True])
-def test_distillation_without_logits(beta, given, chunks):
+@pytest.mark.parametrize("masked", [False, True])
+def test_distillation_without_logits(beta, given, masked, chunks):
     """With the head, and the teacher's where it is called in the step, as GKD's trainer does."""
     from trl.experimental.gkd import GKDTrainer
 
@@ -93,10 +94,16 @@ def test_distillation_without_logits(beta, given, chunks):
         if not given:
             with torch.no_grad():
                 teacher = other.eval()(batch["input_ids"]).logits
-        return GKDTrainer.generalized_jsd_loss(student, teacher, beta=beta, temperature=2.0)
+        return GKDTrainer.generalized_jsd_loss(
+            student, teacher, labels=labels, beta=beta, temperature=2.0
+        )
 
+    labels = batch["labels"] if masked else None
     op = "linear_softmax_js_div" if 0 < beta < 1 else "linear_softmax_kl_div"
-    report = check_step(model, step, [op])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        report = check_step(model, step, [op])
+        (site,) = compile_losses.explain(step).losses
+    assert site.plan[0].startswith("hoisted by row" if masked else "hoisted")
     layers = "a linear layer" if given else "the linear layers of student and teacher"
     assert report.losses[0].reason.startswith(f"absorbed {layers}")
 
