@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import compile_losses
 from compile_losses.explanation import explain_call
@@ -613,3 +614,31 @@ def test_returned_logits(read):
 
     (site,) = explain_call(with_teacher, inputs, options={"lazy_logits": True}).losses
     assert (site.op, "they are returned" in site.reason) == (KL, True), site
+
+
+@pytest.mark.usefixtures("no_code")
+@pytest.mark.parametrize("budget", [0.0, 0.5])
+def test_memory_budget(budget, monkeypatch):
+    """Where nothing is saved the backward computes both logits again; otherwise nothing twice."""
+    inputs = problem(torch.float64)
+    with (
+        recorded(monkeypatch) as graphs,
+        torch._functorch.config.patch(activation_memory_budget=budget),
+    ):
+        compare(gkd(1), inputs, {}, rtol=1e-12, atol=1e-12)
+    both = [
+        graph.count("fused.linear_softmax_kl_div_with_grad.default") for graph in graphs["post"]
+    ]
+    again = "linear_softmax_kl_div_backward.default" in graphs["post"][1]
+    assert (both, again) == (([0, 0], True) if budget == 0 else ([1, 0], False))
+
+
+def test_checkpointed():
+    """The loss's own gradients are saved; only the trunk is computed twice."""
+
+    def loss(*inputs):
+        return checkpoint(question_answering, *inputs, use_reentrant=False)
+
+    inputs = problem(torch.float64)
+    assert only_site(loss, inputs).op == KL
+    compare(loss, inputs, rtol=1e-12, atol=1e-12)
