@@ -4,9 +4,9 @@
 width. ``python -m benchmarks plot FILE.csv`` draws an earlier run again; ``python -m benchmarks
 compile-matrix`` measures compiled steps against stock torch.compile's, ``elementwise`` losses that
 have no op, ``linear`` a linear layer together with its cross entropy, ``tokens`` losses of tokens
-over such a layer, ``distillation`` from one such layer into another, ``returned`` models that return
-their logits, ``steps`` whole training steps of models, ``overhead`` eager calls against torch's, and
-``profile`` reads what limits the kernels.
+over such a layer, ``distillation`` from one such layer into another, ``returned`` models that
+return their logits, ``steps`` whole training steps of models, ``overhead`` eager calls against
+torch's, and ``profile`` reads what limits the kernels.
 """
 
 from __future__ import annotations

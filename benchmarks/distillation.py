@@ -118,13 +118,13 @@ def _liger(problem: Problem) -> Step:
         raise UnavailableError("not of this loss, or no CUDA device")
     from liger_kernel.transformers import LigerFusedLinearJSD
 
-    # Of beta 0 it is the forward divergence, of which it takes the mean over rows.
+    # Of beta 0 it is the forward divergence, of which it takes the mean over rows with labels.
     loss = LigerFusedLinearJSD(jsd_beta=0.0, temperature=TEMPERATURE)
 
     def step(
         hidden: Tensor, weight: Tensor, taught: Tensor, teacher: Tensor, target: Tensor
     ) -> Tensor:
-        value: Tensor = loss(hidden, weight, taught, teacher)
+        value: Tensor = loss(hidden, weight, taught, teacher, target)
         return value * TEMPERATURE**2
 
     return step
