@@ -213,6 +213,24 @@ def returned() -> str:
     return markdown(("model", "size", *contenders.values()), lines) + f"\n{taken(*rows)}.\n"
 
 
+def distillation() -> str:
+    rows = rows_of("distillation-nvidia-h100.csv")
+    contenders = {
+        "inductor": "torch.compile",
+        "ours_compiled": "ours, compiled",
+        "ours_eager": "ours, called",
+        "liger": "Liger",
+    }
+    lines = []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        found = {row["contender"]: row for row in rows if row["shape"] == shape}
+        name = {"divergence": "divergence", "mixed": "half cross entropy of labels"}[
+            shape.split()[0]
+        ]
+        lines.append((name, *(pair(found[c]) if c in found else "-" for c in contenders)))
+    return markdown(("loss", *contenders.values()), lines) + f"\n{taken(*rows)}.\n"
+
+
 def steps() -> str:
     rows = rows_of("steps-nvidia-h200.csv")
     lines = []
@@ -228,7 +246,17 @@ def steps() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
-    for function in (front, cases_gpu, cases_cpu, linear, linear_h100, tokens, returned, steps)
+    for function in (
+        front,
+        cases_gpu,
+        cases_cpu,
+        linear,
+        linear_h100,
+        tokens,
+        returned,
+        distillation,
+        steps,
+    )
 }
 
 

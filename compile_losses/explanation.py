@@ -17,8 +17,17 @@ from compile_losses.lower.decision import Decision
 from compile_losses.recognize.logits import OUTSIDE
 from compile_losses.recognize.returned import of_parameters, returned_numbers
 from compile_losses.report import Report, Result
-from compile_losses.sites import UNRECOGNISED, Site, first_line, line_in, number_of, source_of
+from compile_losses.sites import (
+    UNRECOGNISED,
+    Site,
+    first_line,
+    line_in,
+    number_of,
+    shorten,
+    source_of,
+)
 from compile_losses.torch_internals.dynamo import (
+    break_after,
     counters,
     lookup_backend,
     uncompiled,
@@ -70,8 +79,15 @@ def explain_call(
     if not switches.is_on():
         report.errors.append("COMPILE_LOSSES=0: compiled in this environment, nothing is rewritten")
 
+    #: Where the graphs so far ended, but for those that ended with the function.
+    ends: list[tuple[str, int]] = []
+
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        return doors.rewritten(gm, example_inputs, settings, add)
+        compiled = doors.rewritten(gm, example_inputs, settings, add)
+        end = break_after(gm)
+        if end is not None:
+            ends.append(end)
+        return compiled
 
     def add(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Adds a rewritten graph to the report; what runs it."""
@@ -93,7 +109,11 @@ def explain_call(
             if failure and site.status == "rewritten":
                 site = replace(site, details=(failure,))
             if report.graphs > 0 and OUTSIDE in site.reason:
-                reason = site.reason.replace(OUTSIDE, f"{OUTSIDE}, after a graph break")
+                end = "a graph break"
+                if ends:
+                    file, line = ends[-1]
+                    end = f"the graph break in {shorten(file)}:{line}"
+                reason = site.reason.replace(OUTSIDE, f"{OUTSIDE}, after {end}")
                 site = replace(site, reason=reason)
             report.sites.append(replace(site, graph=report.graphs))
         unknown = attempt(lambda: _add_results(report, gm.graph))

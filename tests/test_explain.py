@@ -15,6 +15,7 @@ from torch import nn
 import compile_losses
 from compile_losses import library
 from compile_losses.__main__ import main
+from compile_losses.sites import shorten
 from tests.specs import SPECS
 from tests.test_layout import COMPOSED
 
@@ -112,7 +113,7 @@ def test_graph_breaks():
 
 
 def test_head_before_a_graph_break():
-    """The reason why a head is left out says that a graph break stands between."""
+    """The reason why a head is left out says which graph break stands between."""
     head = torch.nn.Linear(8, 50)
 
     def step(h, t):
@@ -120,11 +121,12 @@ def test_head_before_a_graph_break():
         torch._dynamo.graph_break()
         return F.cross_entropy(logits, t)
 
+    line = step.__code__.co_firstlineno + 2
     (site,) = compile_losses.explain(step, torch.randn(6, 8), torch.arange(6)).losses
     assert (site.op, site.status, site.graph) == ("cross_entropy", "rewritten", 1)
     assert site.reason == (
-        "without its linear layer: its logits are an input of this graph, after a graph break: "
-        "options={'lazy_logits': True} may take them along"
+        "without its linear layer: its logits are an input of this graph, after the graph break in "
+        f"{shorten(__file__)}:{line}: options={{'lazy_logits': True}} may take them along"
     )
 
 

@@ -423,6 +423,16 @@ def test_stale(name, device):
     assert torch.equal(read + 0, expected)  # what was read before stays
 
 
+def test_step_of_another_optimizer():
+    """Of other parameters, some without a storage: the logits stay readable."""
+    x = lazy(leaves())
+    sparse = torch.eye(3).to_sparse().requires_grad_()
+    other = torch.ones(3, requires_grad=True)
+    other.grad = torch.ones(3)
+    torch.optim.SGD([sparse, other], 0.1).step()
+    torch.testing.assert_close(x.detach() + 0, eager(leaves()).detach())
+
+
 def test_stale_after_load_state_dict():
     layer = torch.nn.Linear(HIDDEN, CLASSES)
     x = lazy([torch.randn(ROWS, TOKENS, HIDDEN), layer.weight, layer.bias])

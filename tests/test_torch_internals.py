@@ -678,6 +678,23 @@ def sources_of_inputs():
     assert (named.name() if callable(named.name) else named.name).endswith(".weight")
 
 
+@checks("dynamo.break_after")
+def breaks():
+    found = []
+
+    def keep(gm, _):
+        found.append(dynamo.break_after(gm))
+        return gm.forward
+
+    def broken(x):
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+    torch.compile(broken, backend=keep)(torch.ones(2))
+    assert found == [(__file__, broken.__code__.co_firstlineno + 2), None]
+
+
 @checks("dynamo.lookup_backend")
 def lookup_backend():
     assert dynamo.lookup_backend("compile_losses") is backend.compile_losses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -33,7 +34,10 @@ def _note_step(optimizer: Optimizer, *_: Any) -> None:
         return
     # Sharded training gathers a weight from shards that nothing here knows of.
     sharded = torch.distributed.is_available() and torch.distributed.is_initialized()
-    written = {storage_id(shard_of(p)) for group in optimizer.param_groups for p in group["params"]}
+    written = set()
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        with suppress(NotImplementedError, RuntimeError):  # not every tensor has a storage
+            written.add(storage_id(shard_of(parameter)))
     for source in list(_sources):
         source.note_step(None if sharded else written)
 

@@ -166,7 +166,7 @@ class _Rewriting:
             if isinstance(node.target, HigherOrderOperator):
                 self._bodies(node, inside)
                 continue
-            lazily = self.lazily if outer is None else Lazily("by a graph inside of another")
+            lazily = self.lazily if outer is None else Lazily("the graph is inside of another")
             found = attempt(
                 lambda: self._loss(node, recognizer, inside, lazily),  # noqa: B023
                 strict=self.strict,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.nn import Parameter
 
 from compile_losses.distributed import are_dtensors
 from compile_losses.lazy import LazyOutput
@@ -23,6 +24,7 @@ from compile_losses.recognize.values import Value, example
 from compile_losses.sites import megabytes
 from compile_losses.switches import LAZY_LOGITS
 from compile_losses.torch_internals.ops import tree_leaves
+from compile_losses.torch_internals.tensors import FakeTensor
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Lazily:
     """That logits which a graph returns are to be lazy.
 
     Attributes:
-        refusal: why they can't be.
+        refusal: why they can't be, in words.
         outputs: gets the outputs that the caller of the graph has to make lazy.
     """
 
@@ -99,7 +101,7 @@ def lazy_outputs(
     if any(are_dtensors(part.fake) for part in tensors):
         raise NotAbsorbedError(f"{returned}, and are those of a DTensor")
     if lazily is not None and lazily.refusal is not None:
-        raise NotAbsorbedError(f"{returned}, and {lazily.refusal}")
+        raise NotAbsorbedError(f"{returned}, and can't be lazy: {lazily.refusal}")
     found = [_lazy_output(head, node, shadow) for node in outputs]
     if lazily is None:
         size = logits.dtype.itemsize * math.prod(map(_hint, logits.shape))
@@ -163,7 +165,11 @@ def _lazy_output(head: Head, node: Node, shadow: Shadow) -> LazyOutput:
     bias = None if head.bias is None else _made_of(head.bias)[0]
     memory = memory_of(node.graph)
     for source in (input, weight, bias) if bias is not None else (input, weight):
-        written = memory.conflict(storage_of(example(source)), head.node, head.node)
+        value = example(source)
+        storage = storage_of(value)
+        if type(value) not in (FakeTensor, Tensor, Parameter) or storage in memory.classes:
+            raise NotAbsorbedError(f"its logits are returned, and {source} is no plain tensor")
+        written = memory.conflict(storage, head.node, head.node)
         if written:
             raise NotAbsorbedError(f"its logits are returned, and {source} {written}")
     dtype = example(head.node).dtype

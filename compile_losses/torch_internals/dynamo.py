@@ -50,6 +50,16 @@ def is_captured(gm: torch.fx.GraphModule) -> bool:
     return "dynamo_flat_name_to_original_fqn" in gm.meta
 
 
+def break_after(gm: torch.fx.GraphModule) -> tuple[str, int] | None:
+    """The file and line of the graph break that ended a captured graph; None where the function
+    ended. Without it a report does not say which break keeps a head from its loss."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break or not reason.user_stack:
+        return None
+    frame = reason.user_stack[-1]
+    return frame.filename, frame.lineno
+
+
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """What was given to ``torch.compile``. The compiled one would run inside explain's own."""
     if isinstance(function, eval_frame.OptimizedModule):
