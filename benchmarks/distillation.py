@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import linear_steps, report
-from benchmarks.clock import Call, make_clock, peak_mib, time_in_turns
-from benchmarks.contenders import UnavailableError, version_of
-from benchmarks.linear_steps import Row, Shape
+from benchmarks.clock import Call, make_clock
+from benchmarks.contenders import UnavailableError
+from benchmarks.linear_steps import Shape
 from benchmarks.options import DTYPES, add_options, provenance
 
 TEMPERATURE = 2.0
@@ -153,23 +153,21 @@ def run(arguments: argparse.Namespace) -> int:
             "shape": f"{name} {arguments.shape}",
         }
         allowed = linear_steps.allowed_errors(problem.errors(problem.eager), dtype)
-        steps, reasons = linear_steps.checked(
-            {each: partial(BUILDERS[each][0], problem) for each in arguments.contender},
-            problem.errors,
+        rows = linear_steps.measured(
+            {
+                each: (partial(build, problem), package)
+                for each, (build, package) in BUILDERS.items()
+                if each in arguments.contender
+            },
+            problem,
             allowed,
+            clock,
+            arguments.budget,
+            common,
         )
-        ready = {each: partial(problem.next_call, step) for each, step in steps.items()}
-        turns = time_in_turns(list(ready.values()), clock, arguments.budget)
-        times = dict(zip(ready, turns, strict=True))
-        for each in arguments.contender:
-            version = version_of(BUILDERS[each][1])
-            row = Row(contender=each, reason=reasons[each], contender_version=version, **common)
-            if each in times:
-                peak = peak_mib(ready[each], clock)
-                row = row.timed(times[each], peak, times.get("inductor"))
-            print(row, flush=True)
-            results.add([row])
-        del problem, ready, steps
+        print(*rows, sep="\n", flush=True)
+        results.add(rows)
+        del problem  # the next one is as large
     print(f"wrote {output}")
     return int(results.broken)
 

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import linear_steps, plots, report
-from benchmarks.clock import Call, Clock, make_clock, time_in_turns
-from benchmarks.contenders import UnavailableError, version_of
+from benchmarks.clock import Call, Clock, make_clock
+from benchmarks.contenders import UnavailableError
 from benchmarks.linear_steps import Loss, Row, Shape
 from benchmarks.options import DTYPES, provenance
 
@@ -159,26 +159,18 @@ def measure(
 ) -> list[Row]:
     """Figures of the contenders, in their order."""
     allowed = linear_steps.allowed_errors(problem.errors(_expression), problem.hidden.dtype)
-    names = list(names)
-    losses, reasons = linear_steps.checked(
-        {name: BUILDERS[name][0] for name in names}, problem.errors, allowed
+    gradients = problem.hidden, problem.weight
+    rows = linear_steps.measured(
+        {name: BUILDERS[name] for name in names},
+        problem,
+        allowed,
+        clock,
+        budget_s,
+        common,
+        gradients,
     )
-    rows = {
-        name: Row(
-            contender=name,
-            reason=reasons[name],
-            contender_version=version_of(BUILDERS[name][1]),
-            **common,
-        )
-        for name in names
-    }
-    ready = {name: partial(problem.next_call, loss) for name, loss in losses.items()}
-    times = dict(zip(ready, time_in_turns(list(ready.values()), clock, budget_s), strict=True))
-    for name, samples in times.items():
-        peak = linear_steps.peak_beside(ready[name], (problem.hidden, problem.weight), clock)
-        rows[name] = rows[name].timed(samples, peak, times.get("inductor"))
     problem.clear()
-    return list(rows.values())
+    return rows
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.clock import Clock, NextCall, peak_mib, range_of, ratio_of
-from benchmarks.contenders import reason_of
+from benchmarks.clock import Clock, NextCall, peak_mib, range_of, ratio_of, time_in_turns
+from benchmarks.contenders import reason_of, version_of
 from benchmarks.options import DTYPES, add_options
 
 Loss = Callable[[Any, Any, Any], Any]  # of hidden, weight and target
@@ -145,6 +146,45 @@ def checked(
         except Exception as error:  # whatever it is, the others still count
             reasons[name] = reason_of(error)
     return right, reasons
+
+
+def measured(
+    builders: Mapping[str, tuple[Callable[[], Loss], str]],
+    problem: Any,
+    allowed: Sequence[float],
+    clock: Clock,
+    budget_s: float,
+    common: Mapping[str, str],
+    gradients: Iterable[Tensor] = (),
+) -> list[Row]:
+    """Figures of some contenders, in their order, of which Inductor is stock.
+
+    Args:
+        builders: what makes each, and the package whose version counts.
+        problem: has ``errors`` and ``next_call``, of a contender's step.
+        allowed: the largest errors.
+        common: the columns that all rows share.
+        gradients: tensors as large as these don't count as memory.
+    """
+    steps, reasons = checked(
+        {name: b for name, (b, _) in builders.items()}, problem.errors, allowed
+    )
+    rows = {
+        name: Row(
+            contender=name,
+            reason=reasons[name],
+            contender_version=version_of(package),
+            **common,
+        )
+        for name, (_, package) in builders.items()
+    }
+    gradients = list(gradients)
+    ready = {name: partial(problem.next_call, step) for name, step in steps.items()}
+    times = dict(zip(ready, time_in_turns(list(ready.values()), clock, budget_s), strict=True))
+    for name, samples in times.items():
+        peak = peak_beside(ready[name], gradients, clock)
+        rows[name] = rows[name].timed(samples, peak, times.get("inductor"))
+    return list(rows.values())
 
 
 def peak_beside(next_call: NextCall, gradients: Iterable[Tensor], clock: Clock) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from benchmarks.report import ROOT
 
@@ -195,6 +195,15 @@ def tokens() -> str:
     return markdown(header, lines) + f"\n{taken(*rows)}.\n"
 
 
+def _by_shape(
+    rows: list[dict[str, str]], contenders: Iterable[str]
+) -> Iterator[tuple[str, list[str]]]:
+    """Each shape, and the figures of some contenders; a dash where one has none."""
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        found = {row["contender"]: row for row in rows if row["shape"] == shape}
+        yield shape, [pair(found[c]) if c in found else "-" for c in contenders]
+
+
 def returned() -> str:
     rows = rows_of("returned-nvidia-h100.csv")
     contenders = {
@@ -206,9 +215,8 @@ def returned() -> str:
         "ours_lazy_read": "ours, lazy and read",
     }
     lines = []
-    for shape in dict.fromkeys(row["shape"] for row in rows):
+    for shape, cells in _by_shape(rows, contenders):
         name, _, size = shape.partition(" ")
-        cells = (pair(one(rows, shape=shape, contender=c)) for c in contenders)
         lines.append((_MODELS[name], size, *cells))
     return markdown(("model", "size", *contenders.values()), lines) + f"\n{taken(*rows)}.\n"
 
@@ -221,13 +229,8 @@ def distillation() -> str:
         "ours_eager": "ours, called",
         "liger": "Liger",
     }
-    lines = []
-    for shape in dict.fromkeys(row["shape"] for row in rows):
-        found = {row["contender"]: row for row in rows if row["shape"] == shape}
-        name = {"divergence": "divergence", "mixed": "half cross entropy of labels"}[
-            shape.split()[0]
-        ]
-        lines.append((name, *(pair(found[c]) if c in found else "-" for c in contenders)))
+    names = {"divergence": "divergence", "mixed": "half cross entropy of labels"}
+    lines = [(names[shape.split()[0]], *cells) for shape, cells in _by_shape(rows, contenders)]
     return markdown(("loss", *contenders.values()), lines) + f"\n{taken(*rows)}.\n"
 
 

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import linear_steps, report
-from benchmarks.clock import Call, make_clock, peak_mib, time_in_turns
-from benchmarks.contenders import version_of
-from benchmarks.linear_steps import Row
+from benchmarks.clock import Call, make_clock
 from benchmarks.models import TASKS, Size
 from benchmarks.options import DTYPES, add_options, provenance
 from compile_losses.lazy import plain
@@ -38,6 +36,7 @@ class Problem:
             setup = TASKS[name].make(size, dtype)
             self.model, self.loss = setup.model, setup.loss
             self.batch = setup.batch(torch.Generator(device).manual_seed(0))
+        self.expected = self.results(self.loss)
 
     def clear(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -51,11 +50,11 @@ class Problem:
         loss.backward()
         return loss.detach()
 
-    def errors(self, step: Step, expected: list[Tensor]) -> list[float]:
+    def errors(self, step: Step) -> list[float]:
         """Of the loss and the gradients of the head and the first layers."""
         return [
             linear_steps.relative_error(ours, theirs)
-            for ours, theirs in zip(self.results(step), expected, strict=True)
+            for ours, theirs in zip(self.results(step), self.expected, strict=True)
         ]
 
     def results(self, step: Step) -> list[Tensor]:
@@ -105,24 +104,21 @@ def run(arguments: argparse.Namespace) -> int:
         problem = Problem(name, size, DTYPES[arguments.dtype], device)
         shape = f"{name} {size.batch}x{size.length}x{size.width}x{size.classes}"
         common = {**provenance(arguments, device), "dtype": arguments.dtype, "shape": shape}
-        expected = problem.results(problem.loss)
         ulps = 16 * linear_steps.ULPS * torch.finfo(DTYPES[arguments.dtype]).eps
-        steps, reasons = linear_steps.checked(
-            {each: partial(BUILDERS[each][0], problem) for each in arguments.contender},
-            partial(problem.errors, expected=expected),
-            [ulps] * len(expected),
+        rows = linear_steps.measured(
+            {
+                each: (partial(build, problem), package)
+                for each, (build, package) in BUILDERS.items()
+                if each in arguments.contender
+            },
+            problem,
+            [ulps] * len(problem.expected),
+            clock,
+            arguments.budget,
+            common,
         )
-        ready = {each: partial(problem.next_call, step) for each, step in steps.items()}
-        turns = time_in_turns(list(ready.values()), clock, arguments.budget)
-        times = dict(zip(ready, turns, strict=True))
-        for each in arguments.contender:
-            version = version_of(BUILDERS[each][1])
-            row = Row(contender=each, reason=reasons[each], contender_version=version, **common)
-            if each in times:
-                peak = peak_mib(ready[each], clock)
-                row = row.timed(times[each], peak, times.get("inductor"))
-            print(row, flush=True)
-            results.add([row])
+        print(*rows, sep="\n", flush=True)
+        results.add(rows)
     print(f"wrote {output}")
     return int(results.broken)
 

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from compile_losses import switches
-from compile_losses.lazy import open_lazy_inputs, plain, return_lazily
+from compile_losses.lazy import Compiled, open_lazy_inputs, plain, return_lazily
 from compile_losses.library import fingerprint, loaded
 from compile_losses.lower import Decision, donated_buffers, in_place, lower_or_leave, plan
 from compile_losses.lower.decision import log
@@ -46,9 +46,6 @@ from compile_losses.torch_internals.inductor import (
 )
 
 fused = torch.ops.fused
-
-#: A compiled graph.
-Compiled = Callable[..., Any]
 
 #: The option of the backend that names another backend to compile the rewritten graph.
 INNER_BACKEND = "inner_backend"

@@ -122,6 +122,23 @@ def products(function):
     )
 
 
+def compiled_texts(function, *tensors):
+    """The forward and the backward graph that AOTAutograd makes of a loss, as text."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    texts = []
+
+    def record(gm, inputs):
+        texts.append(gm.print_readable(print_output=False))
+        return make_boxed_func(gm.forward)
+
+    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
+    torch.compile(function, backend=backend)(*tensors).backward()
+    forward, backward = texts
+    return forward, backward
+
+
 def largest_allocation(function):
     """In bytes, of those that the ops inside a call make."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

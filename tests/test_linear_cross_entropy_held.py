@@ -14,6 +14,7 @@ from compile_losses.ops.linear.block_layout import BlockLayout, smallest_scratch
 from compile_losses.ops.linear.chunk_size import chunk_rows, plan, sums_in_float32
 from tests.linear_problems import (
     ROWS,
+    compiled_texts,
     largest_allocation,
     leaves,
     op,
@@ -317,19 +318,8 @@ def test_ignored_rows_in_a_cuda_graph(chunks, monkeypatch):
 
 def test_only_leaf_ops_in_compiled_graphs(chunks):
     """The gradients are made in the forward graph, and scaled in the backward graph."""
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
-    texts = []
-
-    def record(gm, inputs):
-        texts.append(gm.print_readable(print_output=False))
-        return make_boxed_func(gm.forward)
-
-    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
     (x, w, _), target = leaves("cpu")
-    torch.compile(op, backend=backend)(x, w, target).backward()
-    forward, backward = texts
+    forward, backward = compiled_texts(op, x, w, target)
     assert "linear_cross_entropy_with_grad" in forward
     assert "linear_cross_entropy" not in backward
     assert backward.count("fused.scale.default") == 2

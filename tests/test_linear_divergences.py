@@ -16,7 +16,7 @@ from compile_losses.ops.linear import chunk_size
 from compile_losses.ops.linear.chunk_size import chunk_rows
 from tests.accuracy import assert_accurate
 from tests.calls import dtypes
-from tests.linear_problems import largest_allocation, products
+from tests.linear_problems import compiled_texts, largest_allocation, products
 
 fused = torch.ops.fused
 ROWS, HIDDEN, OF_TEACHER, CLASSES = 90, 24, 40, 37
@@ -431,19 +431,8 @@ def test_logits_are_never_held(reduction, compiled):
 
 def test_only_leaf_ops_in_compiled_graphs(chunks):
     """The gradients are made in the forward graph, and scaled in the backward graph."""
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
-    texts = []
-
-    def record(gm, inputs):
-        texts.append(gm.print_readable(print_output=False))
-        return make_boxed_func(gm.forward)
-
-    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
     tensors, loss = given(problem("layer")), LOSSES["forward"]
-    torch.compile(lambda *t: ours(loss, t), backend=backend)(*tensors).backward()
-    forward, backward = texts
+    forward, backward = compiled_texts(lambda *t: ours(loss, t), *tensors)
     assert "linear_softmax_kl_div_with_grad" in forward
     assert "linear_softmax_kl_div" not in backward
     assert backward.count("fused.scale.default") == 3

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compile_losses.demo import data, models
 from compile_losses.demo.data import Case, Sampler
@@ -68,32 +68,35 @@ def whole(entries: Tensor) -> Sampler:
     return lambda generator: (entries,)
 
 
-def factorisation(quick: bool) -> Case:
+def of_a_matrix(
+    quick: bool,
+    name: str,
+    formula: str,
+    kind: Callable[[int, int, int], nn.Module],
+    entries: Callable[[Tensor], Tensor],
+) -> Case:
     """A large matrix, fitted by the product of two thin ones: all that is large is in the loss."""
     rows, cols, rank = (1024 if quick else 4096), 16384, 4
     return Case(
-        "factorisation",
-        "F.mse_loss(self.left @ self.right, entries)",
-        lambda: models.Factorisation(rows, cols, rank),
-        whole(product(rows, cols, rank)),
+        name,
+        formula,
+        lambda: kind(rows, cols, rank),
+        whole(entries(product(rows, cols, rank))),
         learning_rate=1e-2,
         steps=8 if quick else 12,
         warm_up=2,
     )
+
+
+def factorisation(quick: bool) -> Case:
+    formula = "F.mse_loss(self.left @ self.right, entries)"
+    return of_a_matrix(quick, "factorisation", formula, models.Factorisation, lambda x: x)
 
 
 def recommender(quick: bool) -> Case:
-    """The same of zeros and ones, whose loss takes more arithmetic."""
-    rows, cols, rank = (1024 if quick else 4096), 16384, 4
-    return Case(
-        "recommender",
-        "F.binary_cross_entropy_with_logits(self.left @ self.right, entries)",
-        lambda: models.Recommender(rows, cols, rank),
-        whole((product(rows, cols, rank) > 1).float()),
-        learning_rate=1e-2,
-        steps=8 if quick else 12,
-        warm_up=2,
-    )
+    """Of zeros and ones, whose loss takes more arithmetic."""
+    formula = "F.binary_cross_entropy_with_logits(self.left @ self.right, entries)"
+    return of_a_matrix(quick, "recommender", formula, models.Recommender, lambda x: (x > 1).float())
 
 
 #: Those of ``--quick``, and all. Each is told whether it is to be quick.

@@ -8,7 +8,7 @@ hidden state and head instead, and finds the loss of them (``inputs``).
 """
 
 from compile_losses.lazy.inputs import open_lazy_inputs
-from compile_losses.lazy.outputs import LazyOutput, return_lazily
+from compile_losses.lazy.outputs import Compiled, LazyOutput, return_lazily
 from compile_losses.lazy.tensor import LazyLogits, plain
 
-__all__ = ["LazyLogits", "LazyOutput", "open_lazy_inputs", "plain", "return_lazily"]
+__all__ = ["Compiled", "LazyLogits", "LazyOutput", "open_lazy_inputs", "plain", "return_lazily"]

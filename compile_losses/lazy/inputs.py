@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from compile_losses.lazy.outputs import Compiled
 from compile_losses.lazy.tensor import LazyLogits
 from compile_losses.torch_internals.dynamo import name_input, source_of_input
 from compile_losses.torch_internals.graphs import EXAMPLE
@@ -16,9 +17,6 @@ from compile_losses.torch_internals.ops import tree_map_only
 from compile_losses.torch_internals.tensors import version_of
 
 aten = torch.ops.aten
-
-#: A compiled graph.
-Compiled = Callable[..., Any]
 
 
 def open_lazy_inputs(
