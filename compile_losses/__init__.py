@@ -12,6 +12,7 @@ Public names:
 ``functional``              torch's loss functions over the ops, for eager code
 ``linear_cross_entropy``    cross entropy of a linear layer, without its logits
 ``LinearCrossEntropyLoss``  the same as a module
+``linear_log_probs``        log-probabilities and entropies by a linear layer, without its logits
 ``linear_softmax_kl_div``   distillation into a linear layer, without its logits or the teacher's
 ``linear_softmax_js_div``   the same with a Jensen-Shannon divergence
 ``global_mean``             a loss's mean over the ranks of DDP or FSDP
@@ -26,6 +27,7 @@ from compile_losses import functional
 from compile_losses.linear import (
     LinearCrossEntropyLoss,
     linear_cross_entropy,
+    linear_log_probs,
     linear_softmax_js_div,
     linear_softmax_kl_div,
 )
@@ -50,6 +52,7 @@ __all__ = [
     "functional",
     "global_mean",
     "linear_cross_entropy",
+    "linear_log_probs",
     "linear_softmax_js_div",
     "linear_softmax_kl_div",
     "rewrite",

@@ -6,7 +6,8 @@ of the same name, for which it can be imported instead. Where torch rounds parti
 
 ``softmax_kl_div`` and ``softmax_js_div``, which torch has no function for, are the ops with named
 reductions, and so are ``linear_softmax_kl_div`` and ``linear_softmax_js_div`` of
-:mod:`compile_losses.linear`.
+:mod:`compile_losses.linear`. Nor has torch functions for ``selective_log_softmax`` and
+``softmax_entropy``, which read the logits once and store no log-probabilities.
 
 A call goes on to torch's own function when an operand is not a dense tensor of a floating dtype on
 a device with kernels, when a class or mode overrides torch's function, and, within the ops, inside
@@ -58,6 +59,8 @@ from compile_losses.ops.checks import (
     promotes,
     same_shape,
 )
+from compile_losses.ops.selective_log_softmax import reference as torchs_selective_log_softmax
+from compile_losses.ops.softmax_entropy import reference as torchs_softmax_entropy
 from compile_losses.overrides import has_kernels, overridden
 
 __all__ = [
@@ -71,7 +74,9 @@ __all__ = [
     "linear_softmax_kl_div",
     "mse_loss",
     "nll_loss",
+    "selective_log_softmax",
     "smooth_l1_loss",
+    "softmax_entropy",
     "softmax_js_div",
     "softmax_kl_div",
 ]
@@ -323,6 +328,52 @@ def softmax_js_div(
     """
     enum = reduction_of_divergence(reduction)
     return fused.softmax_js_div(input, target, enum, beta=beta, temperature=temperature, dim=dim)
+
+
+def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
+    """Log-probabilities of chosen classes, as TRL's function of this name::
+
+        F.log_softmax(logits, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+
+    Args:
+        logits: [..., C], of a floating dtype.
+        index: int64 in [0, C): [...], one class of each row, or [..., K], K of them.
+
+    Returns:
+        The log-probabilities, of index's shape and logits' dtype. They are differentiable by the
+        logits.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices other than these.
+        IndexError: on the CPU, an index outside [0, C) (with K of them RuntimeError, as torch's
+            gather). On CUDA the kernel stops with a device-side assertion.
+    """
+    if overridden(logits, index) or not has_kernels(logits):
+        return torchs_selective_log_softmax(logits, index)
+    return fused.selective_log_softmax(logits, index)
+
+
+def softmax_entropy(logits: Tensor) -> Tensor:
+    """Entropy of each row's softmax, in nats::
+
+        -(F.softmax(logits, -1) * F.log_softmax(logits, -1)).sum(-1)
+
+    Classes with probability 0, as where a mask made a logit -inf, add nothing: torch's own ops give
+    nan there.
+
+    Args:
+        logits: [..., C], of a floating dtype.
+
+    Returns:
+        The entropies, of shape [...] and logits' dtype. They are differentiable.
+
+    Raises:
+        RuntimeError: logits without dimensions.
+        NotImplementedError: logits that are not floating point.
+    """
+    if overridden(logits) or not has_kernels(logits):
+        return torchs_softmax_entropy(logits)
+    return fused.softmax_entropy(logits)
 
 
 def _weighted(

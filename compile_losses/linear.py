@@ -1,7 +1,7 @@
 """Losses of a linear layer's output that never hold that output.
 
 Linear cross entropy is as torch 2.13 spells it, for every torch that this package runs on. Torch
-has no function for the divergences from a teacher.
+has no function for log-probabilities, nor for the divergences from a teacher.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from compile_losses.arguments import is_integer, is_number, reduction_of, reduct
 __all__ = [
     "LinearCrossEntropyLoss",
     "linear_cross_entropy",
+    "linear_log_probs",
     "linear_softmax_js_div",
     "linear_softmax_kl_div",
 ]
@@ -102,6 +103,51 @@ def linear_cross_entropy(
         softcap=softcap,
         z_loss=z_loss,
     )
+
+
+def linear_log_probs(
+    input: Tensor,
+    weight: Tensor,
+    index: Tensor,
+    bias: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    return_entropy: bool = False,
+    return_argmax: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """Log-probabilities of chosen classes by a linear layer that never holds the logits, for losses
+    of tokens such as those of PPO, GRPO and DPO::
+
+        logits = F.linear(input, weight, bias) / temperature
+        F.log_softmax(logits, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+
+    Log-probabilities and entropies are differentiable, with gradients for input, weight and bias.
+
+    Args:
+        input: [hidden], [rows, hidden], or with more leading dimensions.
+        weight, bias: [classes, hidden] and [classes], in input's dtype.
+        index: the class of each row, int64, of input's leading shape. Of a negative one, such as
+            the label -100, the log-probability is 0.
+        temperature: what the logits are divided by, after the soft-cap.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
+        return_entropy: whether the entropy of each row's softmax is returned as well.
+        return_argmax: whether the likeliest class of each row is returned as well, int64.
+
+    Returns:
+        The log-probabilities, of index's shape, in float32, or in float64 for float64; in a tuple
+        with the entropies and then the likeliest classes, if they are asked for.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices that don't go together; a temperature or a softcap
+            that is not positive.
+        IndexError: on the CPU, an index that is not below the number of classes.
+    """
+    log_probs, entropy, argmax = torch.ops.fused.linear_log_probs(
+        input, weight, index, linear_bias=bias, temperature=temperature, softcap=softcap
+    )
+    results = (log_probs, *[entropy] * return_entropy, *[argmax] * return_argmax)
+    return results if len(results) > 1 else log_probs
 
 
 def linear_softmax_kl_div(

@@ -153,6 +153,38 @@ constexpr int64_t row_sum_shares(int64_t rows) { return rows <= 8192 ? 1 : 256; 
 
 constexpr int64_t kRowPairStats = 6;
 
+// What a statistic of each row has as its gradient.
+struct RowGrad {
+  const void* data = nullptr;  // [rows] with stride; null: 0
+  DType dtype = DType::kFloat32;
+  int64_t stride = 0;
+};
+
+// Statistics of `rows` rows of `cols` logits that lie side by side, see losses/row_statistics.h, or
+// their gradient. acc_t is double for float64 logits and float otherwise.
+struct RowStatisticsArgs {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  DType dtype = DType::kFloat32;  // of input and grad_input
+  const void* input = nullptr;
+  int64_t row_stride = 0;
+  const int64_t* target = nullptr;  // [rows]; null: none
+  int64_t ignore_index = -100;
+  double softcap = 0;  // as in CrossEntropyArgs
+  // acc_t [rows]. The forward writes all of them, and what the backward reads.
+  void* nll = nullptr;  // null without targets
+  void* logsumexp = nullptr;
+  void* entropy = nullptr;
+  void* total = nullptr;
+  void* maximum = nullptr;
+  int64_t* argmax = nullptr;  // [rows]
+  void* stats = nullptr;      // acc_t [rows, 3], see RowStatistics
+  // The backward's.
+  RowGrad grad_nll, grad_logsumexp, grad_entropy, grad_total;
+  void* grad_input = nullptr;  // may be the buffer of input, with its row_stride
+  int64_t grad_row_stride = 0;
+};
+
 // Into how many shares the rows are cut for the sums over them that are a weight's gradient.
 constexpr int64_t weight_shares(int64_t rows, int64_t cols) {
   const int64_t most = cols > 0 && cols < 32768 ? 32768 / cols : 1;

@@ -43,6 +43,10 @@ void softmax_kl_div_backward(const RowPairArgs& args, void* stream);
 void softmax_js_div_forward(const RowPairArgs& args, void* stream);
 void softmax_js_div_backward(const RowPairArgs& args, void* stream);
 
+// Statistics of rows of logits, and their gradient; both check the targets.
+void row_statistics_forward(const RowStatisticsArgs& args, void* stream);
+void row_statistics_backward(const RowStatisticsArgs& args, void* stream);
+
 // data[i] *= factor, where data is dense; returns without touching data when factor is 1.
 void scale_(void* data, DType dtype, int64_t numel, const void* factor, DType factor_dtype,
             void* stream);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -58,6 +59,14 @@ def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda":
         assert has_cuda_kernels(), f"a GPU without kernels: {library.kernels['cuda']}"
     return request.param
+
+
+@pytest.fixture
+def memory_given_back():
+    """Tests that take gigabytes of a device leave them to those of other processes."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture

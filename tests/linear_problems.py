@@ -11,6 +11,7 @@ from compile_losses.ops.linear import block_layout, chunk_size, row_chunks
 from compile_losses.ops.linear.block_layout import smallest_scratch
 from compile_losses.ops.linear.chunk_size import Plan
 from compile_losses.ops.linear.reference import reference
+from compile_losses.ops.linear.row_function import known_gradients
 from tests.accuracy import assert_accurate
 
 op = torch.ops.fused.linear_cross_entropy
@@ -137,6 +138,12 @@ def compiled_texts(function, *tensors):
     torch.compile(function, backend=backend)(*tensors).backward()
     forward, backward = texts
     return forward, backward
+
+
+def known_text(gradient):
+    """What ``rows_with_grad`` is given for gradients of each row that are known."""
+    function = known_gradients([gradient])
+    return function.text, list(function.known)
 
 
 def largest_allocation(function):

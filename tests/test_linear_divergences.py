@@ -16,7 +16,7 @@ from compile_losses.ops.linear import chunk_size
 from compile_losses.ops.linear.chunk_size import chunk_rows
 from tests.accuracy import assert_accurate
 from tests.calls import dtypes
-from tests.linear_problems import compiled_texts, largest_allocation, products
+from tests.linear_problems import compiled_texts, known_text, largest_allocation, products
 
 fused = torch.ops.fused
 ROWS, HIDDEN, OF_TEACHER, CLASSES = 90, 24, 40, 37
@@ -258,7 +258,7 @@ def test_opcheck(reduction, teacher, loss, chunks, device):
                 torch.library.opcheck(loss.leaf("with_grad"), (*leaf, *needs))
         if reduction == 0:
             detached = [v.detach() if isinstance(v, torch.Tensor) else v for v in leaf]
-            rows = (*detached, True, True, True, grad_output, "", [])
+            rows = (*detached, True, True, True, *known_text(grad_output))
             torch.library.opcheck(loss.leaf("rows_with_grad"), rows)
 
 
@@ -271,12 +271,12 @@ def test_gradients_of_rows(loss, chunks, device):
     grad_output = torch.rand(ROWS, dtype=x.dtype, device=device)
     needs = (True, True, True)
     expected = loss.leaf("backward")(grad_output, *leaf, *needs)
-    value, *gradients = loss.leaf("rows_with_grad")(*leaf, *needs, grad_output, "", [])
+    value, *gradients = loss.leaf("rows_with_grad")(*leaf, *needs, *known_text(grad_output))
     torch.testing.assert_close(value, loss.leaf("forward")(*leaf))
     torch.testing.assert_close(gradients, list(expected))
-    square = '[["aten.mul.Tensor", [{"value": 0}, {"value": 1}], {}]]'
+    square = '{"steps": [["aten.mul.Tensor", [{"value": 0}, {"value": 1}], {}]], "results": [2]}'
     expected = loss.leaf("backward")(value * grad_output, *leaf, *needs)
-    _, *gradients = loss.leaf("rows_with_grad")(*leaf, *needs, None, square, [grad_output])
+    _, *gradients = loss.leaf("rows_with_grad")(*leaf, *needs, square, [grad_output])
     torch.testing.assert_close(gradients, list(expected))
 
 

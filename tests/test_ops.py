@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import re
 from functools import partial
@@ -405,14 +404,6 @@ def test_float64_for_narrower_arguments(spec, device):
         (gradient,) = torch.autograd.grad(ours.sum(), leaf)
         assert gradient.dtype == torch.float32
         assert gradient.isfinite().all()
-
-
-@pytest.fixture
-def memory_given_back():
-    """Tests that take gigabytes of a device leave them to those of other processes."""
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 @pytest.mark.gpu

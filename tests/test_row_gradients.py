@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import compile_losses
 from compile_losses.ops.linear.row_function import Operand, RowFunction, encode
 from tests.accuracy import SIMILAR, assert_accurate, similar
-from tests.linear_problems import largest_allocation, leaves
+from tests.linear_problems import known_text, largest_allocation, leaves
 
 BATCH, TOKENS, HIDDEN, CLASSES = 4, 18, 8, 37
 IN_THE_FORWARD, SCALED = "hoisted by row", "hoisted, scaled by row"
@@ -522,7 +522,7 @@ def test_known_gradients(options, device):
     x, w, b = tensors
     each = torch.ops.fused.linear_cross_entropy(x, w, target, linear_bias=b, reduction=0, **values)
     g = torch.randn_like(each)
-    loss, *gradients = rows_with_grad(*arguments, True, True, True, g, "", [])
+    loss, *gradients = rows_with_grad(*arguments, True, True, True, *known_text(g))
     torch.testing.assert_close(loss, each)
     torch.testing.assert_close(tuple(gradients), torch.autograd.grad(each, tensors, g))
 
@@ -540,46 +540,43 @@ def test_function_of_the_losses(options, device):
             (torch.ops.aten.neg.default, (Operand(3),), {}),
             (exp, (Operand(4),), {}),
             (mul, (Operand(5), Operand(1)), {}),
-        ]
+        ],
+        [6],
     )
     each = torch.ops.fused.linear_cross_entropy(x, w, target, linear_bias=b, reduction=0, **values)
     g = (torch.exp(-2 * each) * known).detach()
-    loss, *gradients = rows_with_grad(*arguments, True, True, True, None, text, [known, two])
+    loss, *gradients = rows_with_grad(*arguments, True, True, True, text, [known, two])
     torch.testing.assert_close(loss, each)
     torch.testing.assert_close(tuple(gradients), torch.autograd.grad(each, tensors, g))
 
 
 def test_opcheck_of_rows(device):
     _, target, _, arguments = of_rows(device, torch.float32)
-    text = encode([(exp, (Operand(0),), {})])
+    text = encode([(exp, (Operand(0),), {})], [1])
     for needs in ((True, True, True), (True, False, False), (False, True, False)):
-        torch.library.opcheck(rows_with_grad.default, (*arguments, *needs, None, text, []))
+        torch.library.opcheck(rows_with_grad.default, (*arguments, *needs, text, []))
         ones = torch.ones(len(target), device=device)
-        torch.library.opcheck(rows_with_grad.default, (*arguments, *needs, ones, "", []))
+        torch.library.opcheck(rows_with_grad.default, (*arguments, *needs, *known_text(ones)))
 
 
 def test_errors_of_rows():
-    _, target, _, arguments = of_rows("cpu")
-    needs, ones = (True, True, True), torch.ones(len(target), dtype=torch.float64)
-    text = encode([(exp, (Operand(0),), {})])
-    with pytest.raises(RuntimeError, match="got neither"):
-        rows_with_grad(*arguments, *needs, None, "", [])
-    with pytest.raises(RuntimeError, match="got both"):
-        rows_with_grad(*arguments, *needs, ones, text, [])
+    *_, arguments = of_rows("cpu")
+    needs = (True, True, True)
+    text = encode([(exp, (Operand(0),), {})], [1])
     with pytest.raises(RuntimeError, match=r"expected reduction 0 \(none\).*, got 1"):
-        rows_with_grad(*arguments[:5], 1, *arguments[6:], *needs, ones, "", [])
-    bad = json.dumps([["aten.cumsum.default", [{"value": 0}, 0], {}]])
+        rows_with_grad(*arguments[:5], 1, *arguments[6:], *needs, text, [])
+    bad = json.dumps({"steps": [["aten.cumsum.default", [{"value": 0}, 0], {}]], "results": [1]})
     with pytest.raises(ValueError, match=r"aten.cumsum.default, no op of elements"):
-        rows_with_grad(*arguments, *needs, None, bad, [])
+        rows_with_grad(*arguments, *needs, bad, [])
 
 
 def test_what_is_no_function_of_rows():
     aten = torch.ops.aten
-    assert encode([(aten.cumsum.default, (Operand(0), 0), {})]) is None
-    assert encode([(aten.sum.default, (Operand(0),), {})]) is None
-    assert encode([(aten.bernoulli.p, (Operand(0), 0.5), {})]) is None
-    assert encode([(aten.mul_.Tensor, (Operand(0), Operand(0)), {})]) is None
-    assert encode([(aten.mul.Tensor, (Operand(0), torch.ones(3)), {})]) is None
+    assert encode([(aten.cumsum.default, (Operand(0), 0), {})], [1]) is None
+    assert encode([(aten.sum.default, (Operand(0),), {})], [1]) is None
+    assert encode([(aten.bernoulli.p, (Operand(0), 0.5), {})], [1]) is None
+    assert encode([(aten.mul_.Tensor, (Operand(0), Operand(0)), {})], [1]) is None
+    assert encode([(aten.mul.Tensor, (Operand(0), torch.ones(3)), {})], [1]) is None
 
 
 def test_text_of_a_function():
@@ -590,12 +587,25 @@ def test_text_of_a_function():
             (torch.ops.prims.convert_element_type.default, (Operand(0), torch.float64), {}),
             (aten.clamp.default, (Operand(3), -float("inf"), 2.5), {}),
             (aten.where.self, (Operand(1), Operand(4), Operand(2)), {}),
-        ]
+        ],
+        [5],
     )
     known = torch.tensor([True, False, True, False]), torch.zeros(1, dtype=torch.float64)
     function = RowFunction(text, known)
     x = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    assert function(slice(0, 4), x).tolist() == [1.0, 0.0, 2.5, 0.0]
-    assert function(slice(2, 4), x[2:]).tolist() == [2.5, 0.0]
+    (result,) = function(slice(0, 4), [x])
+    assert result.tolist() == [1.0, 0.0, 2.5, 0.0]
+    (result,) = function(slice(2, 4), [x[2:]])
+    assert result.tolist() == [2.5, 0.0]
     kept = torch.tensor([0, 2])
-    assert function.keep(kept)(slice(0, 2), x[kept]).tolist() == [1.0, 2.5]
+    (result,) = function.keep(kept)(slice(0, 2), [x[kept]])
+    assert result.tolist() == [1.0, 2.5]
+
+
+def test_text_of_several_functions():
+    """Of two values: one result is a step, one is none, one a number that is known."""
+    text = encode([(torch.ops.aten.add.Tensor, (Operand(0), Operand(1)), {})], [3, None, 2])
+    function = RowFunction(text, (torch.tensor(5.0),))
+    x = torch.tensor([1.0, 2.0])
+    first, second, third = function(slice(0, 2), [x, 10 * x])
+    assert (first.tolist(), second, third.tolist()) == ([11.0, 22.0], None, [5.0, 5.0])

@@ -7,6 +7,7 @@ logits: an unreduced loss whose gradients no forward can compute.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from compile_losses.torch_internals.graphs import EAGER_VALUES
 from compile_losses.torch_internals.ops import schema_of
 
 aten = torch.ops.aten
+
+_NEEDS = ("needs_grad_input", "needs_grad_linear_weight", "needs_grad_linear_bias")
 
 
 def call(op: Any, args: tuple[Any, ...], like: Node, value: Any = None) -> Node:
@@ -41,6 +44,23 @@ def put(backward: Node, gradients: dict[Any, Node]) -> None:
     backward.graph.erase_node(backward)
 
 
+def put_values(node: Node, values: Sequence[Node]) -> None:
+    """Puts values in the place of what a call computes of each row, one or several."""
+    if len(values) == 1:
+        node.replace_all_uses_with(values[0])
+    for item in list(node.users):
+        item.replace_all_uses_with(values[item.args[1]])  # type: ignore[index]
+        node.graph.erase_node(item)
+    node.graph.erase_node(node)
+
+
+def grad_outputs_of(backward: Node) -> list[Node | None]:
+    """The gradients that a backward is given of what its forward computes of each row."""
+    count = len(schema_of(backward.target).arguments)
+    count -= len(leaf_arguments(backward)) + len(_NEEDS)
+    return list(backward.args[:count])  # type: ignore[arg-type]
+
+
 def name_of(node: Node) -> str:
     """The loss that a call of a fused op belongs to."""
     name, _ = fused_call(node) or ("", "")
@@ -57,11 +77,10 @@ def take_logits_back(node: Node, backwards: list[Node]) -> None:
     """Losses and gradients of logits that are held, as without this op."""
     graph = node.graph
     input, weight, _, bias, *_ = leaf_arguments(node)
-    kind = _CrossEntropy if name_of(node) == "linear_cross_entropy" else _Divergence
+    kind = _KINDS.get(name_of(node), _Divergence)
     with graph.inserting_before(node):
-        loss = kind(node, _linear(node, input, weight, bias))
-    node.replace_all_uses_with(loss.value)
-    graph.erase_node(node)
+        loss: _Losses = kind(node, _linear(node, input, weight, bias))
+    put_values(node, loss.values)
     for backward in backwards:
         with graph.inserting_before(backward):
             of_logits = loss.gradient(backward)
@@ -88,12 +107,25 @@ def _results(node: Node, like: Node) -> list[Node]:
     return [call(operator.getitem, (node, i), like, v) for i, v in enumerate(node.meta["val"])]
 
 
-class _CrossEntropy:
+class _Losses:
     """Of logits, emitted where the graph inserts.
 
     Attributes:
-        value: the loss of each row.
+        values: the loss of each row, or all that is computed of it.
     """
+
+    values: list[Node]
+
+    def __init__(self, node: Node, logits: Node) -> None:
+        raise NotImplementedError
+
+    def gradient(self, backward: Node) -> Node:
+        """Of the logits."""
+        raise NotImplementedError
+
+
+class _CrossEntropy(_Losses):
+    """Of logits and class indices."""
 
     def __init__(self, node: Node, logits: Node) -> None:
         _, _, target, _, of_classes, *options = leaf_arguments(node)
@@ -104,15 +136,32 @@ class _CrossEntropy:
         self.options = (reduction, ignore_index, label_smoothing)
         args = (*self.tensors, *self.options, dtype, self.softcap)
         forward = call(fused_op("cross_entropy", "forward"), args, node)
-        self.value, *self.statistics = _results(forward, node)
+        *self.values, stats, total_weight = _results(forward, node)
+        self.statistics = (stats, total_weight)
 
     def gradient(self, backward: Node) -> Node:
         args = (backward.args[0], *self.tensors, *self.statistics, *self.options, self.softcap)
         return call(fused_op("cross_entropy", "backward"), args, backward)
 
 
-class _Divergence:
-    """Of logits and a teacher's, likewise."""
+class _Statistics(_Losses):
+    """All statistics of each row of logits."""
+
+    def __init__(self, node: Node, logits: Node) -> None:
+        _, _, target, _, *options = leaf_arguments(node)
+        self.logits, self.target, self.options = logits, target, options
+        forward = call(fused_op("row_statistics", "forward"), (logits, target, *options), node)
+        *self.values, self.stats = _results(forward, node)
+
+    def gradient(self, backward: Node) -> Node:
+        args = (self.logits, self.target, self.stats, *self.options)
+        return call(
+            fused_op("row_statistics", "backward"), (*grad_outputs_of(backward), *args), backward
+        )
+
+
+class _Divergence(_Losses):
+    """Of logits and a teacher's."""
 
     def __init__(self, node: Node, logits: Node) -> None:
         named = named_arguments(node)
@@ -126,7 +175,7 @@ class _Divergence:
         forward = call(
             fused_op(self.name, "forward"), (*self.pair, *self.options, named["dtype"]), node
         )
-        self.value, self.statistics = _results(forward, node)
+        *self.values, self.statistics = _results(forward, node)
 
     def gradient(self, backward: Node) -> Node:
         needs = (not self.reverse, self.reverse)
@@ -134,3 +183,9 @@ class _Divergence:
         both = call(fused_op(self.name, "backward"), args, backward)
         index = int(self.reverse)
         return call(operator.getitem, (both, index), backward, both.meta["val"][index])
+
+
+_KINDS: dict[str, type[_Losses]] = {
+    "linear_cross_entropy": _CrossEntropy,
+    "linear_row_statistics": _Statistics,
+}

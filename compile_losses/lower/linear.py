@@ -1,4 +1,5 @@
-"""Losses of a linear layer's output in joint graphs: linear cross entropy, and divergences.
+"""Losses of a linear layer's output in joint graphs: linear cross entropy, divergences, and the
+statistics of each row that several losses are made of.
 
 Of a loss that is reduced autograd has put the gradients into the forward already, and a ``scale``
 for each into the backward. What is left to do is to take along what the forward knows of their
@@ -12,10 +13,10 @@ recognition found gets its logits back, as torch computes it, unless memory is p
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -26,22 +27,26 @@ from compile_losses.lower.decision import Decision
 from compile_losses.lower.factor import emit, factor_of, move_before
 from compile_losses.lower.held_logits import (
     call,
+    grad_outputs_of,
     leaf_arguments,
     name_of,
     put,
+    put_values,
     take_logits_back,
 )
-from compile_losses.lower.row_gradients import RowGradients, row_gradients
+from compile_losses.lower.row_gradients import RowGradients, row_gradients, values_of
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, plan
 from compile_losses.ops.linear.row_divergences import buffers as buffers_of
+from compile_losses.ops.linear.row_function import encode
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.graphs import EAGER_VALUES, RECOMPUTE
 from compile_losses.torch_internals.inductor import activation_memory_budget
 
 aten = torch.ops.aten
 fused = torch.ops.fused
-_NAMES = ("linear_cross_entropy", "linear_softmax_js_div", "linear_softmax_kl_div")
+_DIVERGENCES = ("linear_softmax_js_div", "linear_softmax_kl_div")
+_NAMES = ("linear_cross_entropy", "linear_row_statistics", *_DIVERGENCES)
 
 
 def plan_linear(graph: Graph) -> list[Decision]:
@@ -71,7 +76,7 @@ def plan_rows(graph: Graph, *, prefer_memory: bool = False) -> list[Decision]:
     for node, name, part in calls:
         if name not in _NAMES or part != "forward":
             continue
-        if named_arguments(node)["reduction"] != REDUCTIONS["none"]:
+        if not _is_by_row(node):
             continue
         own = [n for n, *c in calls if c == [name, "backward"] and same_arguments(node, n)]
         if own:
@@ -87,15 +92,15 @@ def _plan_rows(node: Node, backwards: list[Node], prefer_memory: bool) -> Decisi
     reason = None
     if len(backwards) > 1:
         reason = "its losses are differentiated more than once"
-    elif torch.float16 in (node.meta["val"].dtype, named["input"].meta["val"].dtype):
+    elif torch.float16 in (values_of(node)[0].dtype, named["input"].meta["val"].dtype):
         reason = "a unit gradient would underflow in float16 before the loss scale reaches it"
     elif activation_memory_budget() == 0:
         reason = "the activation memory budget is 0"
-    elif needs == (True, False, False):
+    elif needs == (True, False, False) and len(_given(backwards[0])) == 1:
         _scale_rows(node, backwards[0])
         return Decision(site, name, "hoisted, scaled by row", chunks, cost, stock)
     else:
-        found = row_gradients(node, backwards[0].args[0], depends_on_tangents(node.graph))  # type: ignore[arg-type]
+        found = row_gradients(node, grad_outputs_of(backwards[0]), depends_on_tangents(node.graph))
         if isinstance(found, RowGradients):
             _hoist_rows(node, backwards[0], found)
             return Decision(site, name, "hoisted by row", chunks, cost, stock)
@@ -107,37 +112,43 @@ def _plan_rows(node: Node, backwards: list[Node], prefer_memory: bool) -> Decisi
     return Decision(site, name, "logits computed again", reason, cost, stock)
 
 
+def _is_by_row(node: Node) -> bool:
+    return named_arguments(node).get("reduction", REDUCTIONS["none"]) == REDUCTIONS["none"]
+
+
+def _given(backward: Node) -> list[Node]:
+    """The gradients that a backward is given."""
+    return [node for node in grad_outputs_of(backward) if node is not None]
+
+
 def _with_unit_gradients(
-    node: Node, backward: Node, grad_output: Node | None, found: RowGradients | None
+    node: Node, backward: Node, function: str, known: Sequence[Node]
 ) -> dict[int, Node]:
     """Puts the losses and gradients of each row into the place of the losses; the gradients."""
     graph = node.graph
     named = named_arguments(backward)
     needs = [value for name, value in named.items() if name.startswith("needs_grad_")]
-    function, known = (found.function, list(found.known)) if found is not None else ("", [])
-    values = [node.meta["val"], *backward.meta["val"]]
-    with node.meta["val"].fake_mode:
-        fresh = tuple(map(torch.empty_like, values))
+    values = values_of(node)
+    with values[0].fake_mode:  # type: ignore[attr-defined]
+        fresh = tuple(map(torch.empty_like, backward.meta["val"]))
     op = fused_op(name_of(node), "rows_with_grad")
     with graph.inserting_before(node):
-        args = (*leaf_arguments(node), *needs, grad_output, function, known)
-        both = call(op, args, node, (values[0], *fresh[1:]))
-        losses, *units = (
-            call(operator.getitem, (both, i), node, v) for i, v in enumerate(both.meta["val"])
-        )
+        args = (*leaf_arguments(node), *needs, function, list(known))
+        both = call(op, args, node, (*values, *fresh))
+        items = [call(operator.getitem, (both, i), node, v) for i, v in enumerate(both.meta["val"])]
+    losses, units = items[: len(values)], items[len(values) :]
     _save(both)
-    node.replace_all_uses_with(losses)
-    graph.erase_node(node)
+    put_values(node, losses)
     indices: list[Any] = [user.args[1] for user in backward.users]
     kept = {index: units[index] for index in indices}
-    for unit in units:
-        if unit not in kept.values():
-            graph.erase_node(unit)
+    for item in items:
+        if not item.users and item not in kept.values():
+            graph.erase_node(item)
     return kept
 
 
 def _hoist_rows(node: Node, backward: Node, found: RowGradients) -> None:
-    units = _with_unit_gradients(node, backward, found.grad_output, found)
+    units = _with_unit_gradients(node, backward, found.function, found.known)
     with node.graph.inserting_before(backward):
         scaled = {
             index: call(
@@ -153,13 +164,13 @@ def _hoist_rows(node: Node, backward: Node, found: RowGradients) -> None:
 
 def _scale_rows(node: Node, backward: Node) -> None:
     """Makes input's gradient for a gradient of 1 of each row, which the backward multiplies."""
-    graph, target = node.graph, named_arguments(node)["target"]
-    grad_output = backward.args[0]
-    value: Tensor = node.meta["val"]
+    graph, input = node.graph, named_arguments(node)["input"]
+    (grad_output,) = _given(backward)
+    value = grad_output.meta["val"]
     with graph.inserting_before(node):
         rows: Any = value.shape[0]
         if not isinstance(rows, int):
-            rows = call(aten.sym_size.int, (target, 0), node, rows)
+            rows = call(aten.sym_size.int, (input, 0), node, rows)
         options: dict[str, Any] = {
             "dtype": value.dtype,
             "device": value.device,
@@ -167,7 +178,11 @@ def _scale_rows(node: Node, backward: Node) -> None:
         }
         ones = graph.call_function(aten.full.default, ([rows], 1), options)
         ones.meta["val"] = value
-    (unit,) = _with_unit_gradients(node, backward, ones, None).values()
+    first = len(values_of(node))
+    results = [None if given is None else first for given in grad_outputs_of(backward)]
+    function = encode([], results)
+    assert function is not None
+    (unit,) = _with_unit_gradients(node, backward, function, [ones]).values()
     with graph.inserting_before(backward):
         column = call(aten.unsqueeze.default, (grad_output, 1), backward)
         product = call(aten.mul.Tensor, (unit, column), backward)
@@ -259,7 +274,7 @@ def _costs(node: Node) -> tuple[Cost, Cost, str]:
     rows = nbytes_of(input) // max(1, hidden * input.element_size())
     classes = row_bytes // weight.element_size()
     of_teacher, computed = 0, False
-    if name_of(node) != "linear_cross_entropy":
+    if name_of(node) in _DIVERGENCES:
         buffers = _chunk_buffers(named, any(needs))
         chunk = chunk_rows(
             rows, hidden, classes, weight.dtype, buffers=buffers, sums_weight=needs[1]
@@ -267,10 +282,10 @@ def _costs(node: Node) -> tuple[Cost, Cost, str]:
         how = Plan(chunk, held=chunk * row_bytes * buffers)
         computed = named["target_weight"] is not None
         of_teacher = rows * classes * named["target"].meta["val"].element_size()
-    elif needs[1]:
+    elif needs[1] and not _is_by_row(node):
         how = plan(rows, hidden, classes, weight.dtype, needs_input=needs[0])
     else:
-        chunk = chunk_rows(rows, hidden, classes, weight.dtype)
+        chunk = chunk_rows(rows, hidden, classes, weight.dtype, sums_weight=needs[1])
         how = Plan(chunk, held=chunk * row_bytes)
     logits = rows * row_bytes
     # Written by the product and read by the loss; written and read by it again, and by a product

@@ -1,4 +1,4 @@
-"""Gradients of linear cross entropy by row, which a forward can compute with the loss.
+"""Gradients of a linear layer's losses by row, which a forward can compute with them.
 
 A joint graph has an unreduced loss and its gradients as two calls, of which the second computes all
 logits again::
@@ -11,6 +11,8 @@ forward knows: a mask over its sum, the advantages and the clipped ratios of PPO
 forward can make the gradients for a tangent of 1, a chunk of rows at a time, and the backward
 scales them. Where only input needs a gradient ``g`` may be anything: each row's gradient for a
 gradient of 1 is made in the forward, and the backward multiplies it by ``g``.
+
+A forward that returns several statistics of each row has as many ``g``, each a function of all.
 
 Nothing is tried: each op between the losses and ``g`` is known to work element by element.
 """
@@ -36,8 +38,10 @@ from compile_losses.torch_internals.graphs import EAGER_VALUES
 
 aten = torch.ops.aten
 
-#: The same numbers in the same order, where there are as many.
-_SAME = (*IN_ORDER, aten.detach.default)
+#: The same numbers in the same order, where there are as many: of a dimension of one, all.
+_SAME = (*IN_ORDER, aten.detach.default, aten.select.int, aten.slice.Tensor)
+#: The second argument in the place of others: all of it, where there are as many.
+_SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 
 
 @dataclass(frozen=True)
@@ -46,35 +50,42 @@ class RowGradients:
 
     Attributes:
         tangent: what the gradients are to be multiplied by.
-        grad_output: [rows], where ``g`` depends on no loss; else None.
-        function: see :mod:`compile_losses.ops.linear.row_function`; empty where it is grad_output.
+        function: see :mod:`compile_losses.ops.linear.row_function`.
         known: the tensors that the function reads.
     """
 
     tangent: Node
-    grad_output: Node | None = None
-    function: str = ""
-    known: tuple[Node, ...] = ()
+    function: str
+    known: tuple[Node, ...]
 
 
-def row_gradients(losses: Node, grad_output: Node, backward: set[Node]) -> RowGradients | str:
+def values_of(losses: Node) -> list[Tensor]:
+    """The fakes of what a call computes of each row."""
+    value = losses.meta["val"]
+    return list(value) if isinstance(value, tuple | list) else [value]
+
+
+def row_gradients(
+    losses: Node, grad_outputs: Sequence[Node | None], backward: set[Node]
+) -> RowGradients | str:
     """What the forward needs for the gradients of all rows, or why it can't have it.
 
     Nothing is changed in the graph but that known nodes are moved and added before ``losses``.
 
     Args:
-        losses: the call that holds the loss of each row.
-        grad_output: of these losses, in the backward.
+        losses: the call that holds the loss of each row, or several statistics of it.
+        grad_outputs: of these, in the backward; None where there is none.
         backward: the nodes that depend on tangents.
     """
-    tangents = [n for n in cone_of([grad_output]) if n.op == "placeholder" and n in backward]
+    given = [node for node in grad_outputs if node is not None]
+    tangents = [n for n in cone_of(given) if n.op == "placeholder" and n in backward]
     if len(tangents) != 1 or not is_one_number(tangents[0]):
         return "its gradients are made of more than one number from outside of the graph"
     (tangent,) = tangents
-    late, cone = depends_on(losses), cone_of([grad_output])
-    inner = [n for n in losses.graph.nodes if n in cone and (n in late or n in backward)]
-    inner = [n for n in inner if n not in (losses, tangent)]
+    late, cone = depends_on(losses), cone_of(given)
     writer = _Writer(losses, tangent)
+    inner = [n for n in losses.graph.nodes if n in cone and (n in late or n in backward)]
+    inner = [n for n in inner if n not in (losses, tangent) and n not in writer.same]
     for node in inner:
         reason = writer.take(node, late)
         if reason is not None:
@@ -83,7 +94,7 @@ def row_gradients(losses: Node, grad_output: Node, backward: set[Node]) -> RowGr
     odd = next((n for n in inner if n in backward and n not in linear), None)
     if odd is not None:
         return f"its gradients are not linear in that of the whole: {odd.name}"
-    return writer.result(grad_output)
+    return writer.result(grad_outputs)
 
 
 class _Writer:
@@ -92,6 +103,7 @@ class _Writer:
     Attributes:
         steps: the nodes that work on each row's loss, and what is made of it.
         same: the losses, the steps and views of them, and which of the former holds their numbers.
+        numbers: the values of the function: the losses, and the steps once they are written.
         early: what depends on the tangent but on no loss, to be copied for a tangent of 1.
         known: the other tensors that the steps read, each with the shape in which it is read.
     """
@@ -99,9 +111,14 @@ class _Writer:
     def __init__(self, losses: Node, tangent: Node) -> None:
         self.losses, self.tangent = losses, tangent
         self.graph: Graph = losses.graph
-        self.rows = losses.meta["val"].shape[0]
+        self.values = values_of(losses)
+        # The first may be of a class that nobody asked for.
+        self.rows = self.values[-1].shape[0]
         self.steps: list[Node] = []
-        self.same: dict[Node, Node] = {losses: losses}
+        self.numbers = {losses: 0}
+        if isinstance(losses.meta["val"], tuple | list):
+            self.numbers = {item: int(item.args[1]) for item in losses.users}  # type: ignore[arg-type]
+        self.same: dict[Node, Node] = {value: value for value in self.numbers}
         self.early: list[Node] = []
         self.known: list[tuple[Node, tuple[Any, ...]]] = []
 
@@ -122,6 +139,11 @@ class _Writer:
         if node.target in _SAME:
             self.same[node] = self.same[of_losses[0]]
             return None
+        if node.target in _SCATTERS and _has_as_many(node, node.args[1]):
+            if node.args[1] not in self.same:
+                return across
+            self.same[node] = self.same[node.args[1]]  # type: ignore[index]
+            return None
         if not is_of_elements(node.target):
             return across
         for source in node.all_input_nodes:
@@ -134,23 +156,19 @@ class _Writer:
         self.same[node] = node
         return None
 
-    def result(self, grad_output: Node) -> RowGradients | str:
+    def result(self, grad_outputs: Sequence[Node | None]) -> RowGradients | str:
         """Emits what is known, and writes the function."""
+        for gradient in grad_outputs:
+            if gradient is not None and gradient not in self.same:
+                self.known.append((gradient, tuple(gradient.meta["val"].shape)))
         sizes = [size for _, shape in self.known for size in shape]
-        if grad_output not in self.same:
-            sizes += grad_output.meta["val"].shape
         if not all(isinstance(size, int) or self._size_node(size) for size in sizes):
             return "what its gradients are made of has sizes that are not known before it"
         if not self._move_sources():
             return "what its gradients are made of can't be computed before it"
-        if grad_output not in self.same:
-            copies = self._copied()
-            shape = tuple(grad_output.meta["val"].shape)
-            known = self._as_known(copies.get(grad_output, grad_output), shape, of_rows=True)
-            return RowGradients(self.tangent, known)
-        places = {known: 1 + i for i, known in enumerate(dict.fromkeys(self.known))}
-        numbers: dict[Node, int] = {self.losses: 0}
-        steps: list[Step] = []
+        first = len(self.values)
+        places = {known: first + i for i, known in enumerate(dict.fromkeys(self.known))}
+        numbers, steps = self.numbers, list[Step]()
         for node in self.steps:
             shape = tuple(node.meta["val"].shape)
 
@@ -160,17 +178,25 @@ class _Writer:
                 return Operand(places[source, shape])
 
             steps.append((node.target, *_mapped(node, operand)))  # type: ignore[arg-type]
-            numbers[node] = len(places) + len(steps)
-        text = encode(steps)
-        if text is None or numbers[self.same[grad_output]] != len(places) + len(steps):
+            numbers[node] = first + len(places) + len(steps) - 1
+
+        def number(gradient: Node | None) -> int | None:
+            if gradient is None:
+                return None
+            if gradient in self.same:
+                return numbers[self.same[gradient]]
+            return places[gradient, tuple(gradient.meta["val"].shape)]
+
+        text = encode(steps, [number(gradient) for gradient in grad_outputs])
+        if text is None:
             return "an op between its losses and their gradients can't be written down"
         copies = self._copied()
         tensors = tuple(self._as_known(copies.get(n, n), shape) for n, shape in places)
-        return RowGradients(self.tangent, None, text, tensors)
+        return RowGradients(self.tangent, text, tensors)
 
     def _move_sources(self) -> bool:
         """Moves what the forward knows to before the losses; False where that can't be done."""
-        own = {self.tangent, *self.early, *self.same}
+        own = {self.tangent, self.losses, *self.early, *self.same}
         read = [source for node in self.early for source in node.all_input_nodes]
         read += [source for source, _ in self.known]
         return move_before([n for n in dict.fromkeys(read) if n not in own], self.losses)
@@ -194,15 +220,14 @@ class _Writer:
                 copies[node].meta = {**context, "val": node.meta["val"]}
         return copies
 
-    def _as_known(self, node: Node, shape: Sequence[Any], *, of_rows: bool = False) -> Node:
+    def _as_known(self, node: Node, shape: Sequence[Any]) -> Node:
         """One number as [] or [1], and anything else as [rows].
 
         Args:
             shape: which it is read in.
-            of_rows: whether one number becomes [rows] as well.
         """
         value: Tensor = node.meta["val"]
-        if has_one_element(value) and not of_rows:
+        if has_one_element(value):
             return node if value.dim() == 0 else self._emit(aten.reshape.default, node, [1])
         if not same_shape(value.shape, torch.Size(shape)):
             sizes = [size if isinstance(size, int) else self._size_node(size) for size in shape]
@@ -225,9 +250,15 @@ class _Writer:
         with self.graph.inserting_before(self.losses):
             node = self.graph.call_function(op, args)
         values = map_arg(args, lambda n: n.meta["val"])
-        with self.losses.meta["val"].fake_mode:
+        with self.values[-1].fake_mode:  # type: ignore[attr-defined]
             node.meta["val"] = op(*values)
         return node
+
+
+def _has_as_many(node: Node, argument: Any) -> bool:
+    """Whether an argument holds as many numbers as a node."""
+    value, given = node.meta["val"], argument.meta["val"]
+    return bool(statically_known_true(value.numel() == given.numel()))
 
 
 def _mapped(node: Node, operand: Callable[[Node], Operand]) -> tuple[list[Any], dict[str, Any]]:

@@ -5,8 +5,8 @@
 #pragma once
 
 #include "../losses/cross_entropy.h"
-#include "../losses/softcap.h"
 #include "class_targets.h"
+#include "softcap.h"
 
 namespace fused::cpu {
 
@@ -34,25 +34,6 @@ const acc_t* read_tile(const CrossEntropyArgs& args, int64_t offset, int64_t str
     return static_cast<const acc_t*>(args.input) + offset;
   load(args.input, args.dtype, offset, stride, count, buffer);
   return buffer;
-}
-
-// The soft-cap of logits, which may lie in `capped`, and its slopes, unless they are null. Never
-// inlined: fused with the subtraction of a row's largest logit, the last product would not be 0 for
-// that logit itself, and a row of one class would not have the loss 0.
-template <typename acc_t>
-__attribute__((noinline)) void cap_logits(const acc_t* logits, int64_t count, acc_t cap,
-                                          acc_t* capped, acc_t* slopes) {
-  if (!slopes) {
-#pragma omp simd
-    for (int64_t i = 0; i < count; ++i) capped[i] = soft_capped(logits[i], cap).logit;
-    return;
-  }
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) {
-    const Capped<acc_t> both = soft_capped(logits[i], cap);
-    capped[i] = both.logit;
-    slopes[i] = both.slope;
-  }
 }
 
 // As read_tile, of the logits after their soft-cap.

@@ -182,7 +182,7 @@ def declare(
             given.dtype,
             grad_output,
         )
-        return Problem(given.input, given.linear_weight, given.linear_bias, losses, given.dtype)
+        return Problem(given.input, given.linear_weight, given.linear_bias, losses)
 
     def in_torch(*arguments: Any) -> Tensor:
         """The loss in torch's own ops, over all logits."""

@@ -5,10 +5,10 @@
 ``fused::X_with_grad``       the loss, and the gradients for a grad_output of one number, or for 1.
                              Differentiable: it is what autograd differentiates, in eager mode and
                              in AOTAutograd's graphs
-``fused::X_rows_with_grad``  the same for reduction none, which the passes put into graphs:
-                             grad_output is [rows], or the row_function makes it of each row's loss
-                             and of what is known (:mod:`compile_losses.ops.linear.row_function`).
-                             Not differentiable
+``fused::X_rows_with_grad``  the same for reduction none, which the passes put into graphs: the
+                             row_function makes the grad_output of each row of its loss and of what
+                             is known (:mod:`compile_losses.ops.linear.row_function`). Not
+                             differentiable
 
 They take input [rows, hidden], linear_weight [classes, hidden] and, as their fourth argument,
 linear_bias: these have gradients, and no other argument has. Gradients that are not needed are
@@ -76,8 +76,8 @@ def declare_leaves(
         "-> (Tensor, Tensor, Tensor, Tensor)"
     )
     rows_with_grad = library.define(
-        f"{name}_rows_with_grad({arguments}, {NEEDS}, Tensor? grad_output, str row_function, "
-        "Tensor[] known) -> (Tensor, Tensor, Tensor, Tensor)"
+        f"{name}_rows_with_grad({arguments}, {NEEDS}, str row_function, Tensor[] known) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
     )
     chunks = RowChunks(name, count, tensors, problem)
     library.implement(forward, chunks.forward, "CompositeExplicitAutograd")
@@ -93,11 +93,11 @@ def declare_leaves(
 
     def backward_fake(grad_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         forward_fake(*rest[:count])
-        return _gradients_fake(rest[:count], rest[count:])
+        return gradients_fake(rest[:count], rest[count:])
 
     def with_grad_fake(*rest: Any) -> tuple[Tensor, ...]:
         arguments, needs = rest[:count], rest[count : count + 3]
-        return forward_fake(*arguments), *_gradients_fake(arguments, needs)
+        return forward_fake(*arguments), *gradients_fake(arguments, needs)
 
     library.register_fake(forward, forward_fake)
     library.register_fake(backward, backward_fake)
@@ -190,7 +190,7 @@ def declare_leaves(
     return Leaves(forward, with_grad)
 
 
-def _gradients_fake(arguments: tuple[Any, ...], needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
+def gradients_fake(arguments: tuple[Any, ...], needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
     input, linear_weight, _, linear_bias, *_ = arguments
     return tuple(
         input.new_empty(tensor.shape if needed else 0)

@@ -8,8 +8,10 @@ more than a chunk of rows. Where those additions cost most, a large first chunk 
 the weight's gradient itself (:mod:`compile_losses.ops.linear.class_blocks`); how many rows it and
 the others have is decided in :mod:`compile_losses.ops.linear.chunk_size`.
 
-Divergences of two rows read a second row of logits, of a teacher: given, or multiplied a chunk at a
-time likewise (:mod:`compile_losses.ops.linear.row_divergences`).
+Several statistics of a row, for losses and metrics that share the logits, take one read of them
+(:mod:`compile_losses.ops.linear.row_statistics`). Divergences of two rows read a second row of
+logits, of a teacher: given, or multiplied a chunk at a time likewise
+(:mod:`compile_losses.ops.linear.row_divergences`).
 
 Cross entropy's ignored rows are left out before the first product where they are at least an eighth
 of the rows. A GPU's host has to wait for their number: it does so where the products take far
@@ -39,22 +41,22 @@ from compile_losses.ops.linear.products import (
 )
 from compile_losses.ops.linear.reference import autocast_off
 from compile_losses.ops.linear.row_divergences import RowDivergences
-from compile_losses.ops.linear.row_function import RowFunction
+from compile_losses.ops.linear.row_function import RowFunction, known_gradients
 from compile_losses.ops.linear.row_losses import NONE, RowLosses
+from compile_losses.ops.linear.row_statistics import RowStatistics
 
 #: Ignored rows are left out where they are at least one in this many.
 IGNORED = 8
 #: A GPU's host waits for their number where the products are so many operations, some milliseconds.
 WORTH_WAITING = 2e12
 
-Losses: TypeAlias = RowLosses | RowDivergences
+Losses: TypeAlias = RowLosses | RowDivergences | RowStatistics
 
 
 class Problem:
     """A linear layer, the losses of its output's rows, and which rows are computed.
 
     Args:
-        dtype: of the loss.
         count: of the rows that may be left out, if there are any.
     """
 
@@ -64,11 +66,10 @@ class Problem:
         linear_weight: Tensor,
         linear_bias: Tensor | None,
         losses: Losses,
-        dtype: torch.dtype,
         count: KeptRows | None = None,
     ) -> None:
         self.input, self.linear_weight, self.linear_bias = input, linear_weight, linear_bias
-        self.losses, self.dtype, self.count = losses, dtype, count
+        self.losses, self.count = losses, count
         self.kept: Tensor | None = None
         self.rows = self.all_rows = len(input)
 
@@ -106,6 +107,11 @@ class Problem:
             gathered=self.kept is not None,
         )
 
+    def results(self) -> tuple[Tensor, ...]:
+        """What the losses have computed, each row in its place."""
+        computed = self.losses.results()
+        return tuple(map(self.for_all_rows, computed)) if self.losses.by_row else computed
+
     def for_all_rows(self, computed: Tensor) -> Tensor:
         """A result by row, with zeros for the rows that were left out."""
         if self.kept is None:
@@ -129,7 +135,7 @@ def of_cross_entropy(
         target, weight, reduction, ignore_index, label_smoothing, softcap, z_loss,
         accumulation_type(input.dtype), dtype, grad_output,
     )  # fmt: skip
-    return Problem(input, linear_weight, linear_bias, losses, dtype, count)
+    return Problem(input, linear_weight, linear_bias, losses, count)
 
 
 def is_worth_waiting(target: Tensor, operations: int) -> bool:
@@ -177,16 +183,8 @@ class RowChunks:
     def forward(self, *arguments: Any) -> Tensor:
         """fused::X_forward: one product in all."""
         with autocast_off(arguments[0]):
-            problem = self.problem(arguments)
-            problem.leave_out_ignored()
-            losses = problem.losses
-            each = problem.input.new_empty(problem.rows, dtype=losses.dtype)
-            chunk = chunk_rows(*problem.sizes, buffers=losses.buffers(gradient=False))
-            for rows, _, logits in problem.logits(chunk):
-                each[rows] = losses.value(rows, logits)
-            if losses.by_row:
-                return problem.for_all_rows(each.to(problem.dtype))
-            return losses.reduced().to(problem.dtype)
+            (loss,) = results(self.problem(arguments))
+            return loss
 
     def with_grad(self, *rest: Any) -> tuple[Tensor, ...]:
         """fused::X_with_grad: three products for all gradients."""
@@ -198,26 +196,22 @@ class RowChunks:
 
     def rows_with_grad(self, *rest: Any) -> tuple[Tensor, ...]:
         """fused::X_rows_with_grad: three products, as for a loss that is reduced."""
-        *arguments, grad_output, row_function, known = rest
+        *arguments, row_function, known = rest
         if arguments[self.tensors] != NONE:
             raise RuntimeError(
                 f"{self.name}: expected reduction 0 (none) for gradients by row, "
                 f"got {arguments[self.tensors]}"
             )
-        if (grad_output is None) != bool(row_function):
-            raise RuntimeError(
-                f"{self.name}: expected either grad_output or row_function, got "
-                + ("both" if row_function else "neither")
-            )
-        if row_function:
-            grad_output = RowFunction(row_function, tuple(known))
         needs = tuple(arguments[self.count :])
-        return self._with_gradients(tuple(arguments[: self.count]), needs, grad_output)
+        function = RowFunction(row_function, tuple(known))
+        return self._with_gradients(tuple(arguments[: self.count]), needs, function)
 
     def backward(self, grad_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         """fused::X_backward: the logits are computed again."""
         arguments, needs = rest[: self.count], rest[self.count :]
-        _, *gradients = self._with_gradients(arguments, needs, grad_output)
+        by_row = arguments[self.tensors] == NONE
+        given = known_gradients([grad_output]) if by_row else grad_output
+        _, *gradients = self._with_gradients(arguments, needs, given)
         return tuple(gradients)
 
     def _with_gradients(
@@ -227,25 +221,34 @@ class RowChunks:
         grad_output: Tensor | RowFunction | None,
     ) -> tuple[Tensor, ...]:
         with autocast_off(arguments[0]):
-            problem = self.problem(arguments, grad_output)
-            losses = problem.losses
-            how, gradients, first = _prepared(problem, needs)  # while a device counts
-            if problem.leave_out_ignored():
-                del gradients, first
-                how, gradients, first = _prepared(problem, needs)
-            if first is not None:
-                rows = rows_of(problem.input, slice(0, how.first_rows), problem.kept)
-                first.add(rows, problem.linear_bias)
-                del first, rows
-            add_chunks(gradients, problem.logits(how.chunk, how.first_rows), losses.gradient)
-            grad_input, *others = gradients.result()
-            if gradients.needs_input:
-                grad_input = problem.for_all_rows(grad_input)
-            if losses.by_row:
-                loss = problem.for_all_rows(torch.cat(losses.each))
-            else:
-                loss = losses.reduced().to(problem.dtype)
-            return loss, grad_input, *others
+            return results_with_gradients(self.problem(arguments, grad_output), needs)
+
+
+def results(problem: Problem) -> tuple[Tensor, ...]:
+    """What the losses compute, in one product."""
+    problem.leave_out_ignored()
+    losses = problem.losses
+    chunk = chunk_rows(*problem.sizes, buffers=losses.buffers(gradient=False))
+    for rows, _, logits in problem.logits(chunk):
+        losses.add(rows, logits)
+    return problem.results()
+
+
+def results_with_gradients(problem: Problem, needs: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:
+    """The same, and the gradients of input, weight and bias, in three products."""
+    how, gradients, first = _prepared(problem, needs)  # while a device counts
+    if problem.leave_out_ignored():
+        del gradients, first
+        how, gradients, first = _prepared(problem, needs)
+    if first is not None:
+        rows = rows_of(problem.input, slice(0, how.first_rows), problem.kept)
+        first.add(rows, problem.linear_bias)
+        del first, rows
+    add_chunks(gradients, problem.logits(how.chunk, how.first_rows), problem.losses.gradient)
+    grad_input, *others = gradients.result()
+    if gradients.needs_input:
+        grad_input = problem.for_all_rows(grad_input)
+    return *problem.results(), grad_input, *others
 
 
 def _prepared(

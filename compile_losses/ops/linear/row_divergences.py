@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.products import write_logits
-from compile_losses.ops.linear.row_function import RowFunction, grad_outputs
+from compile_losses.ops.linear.row_function import RowFunction
 
 NONE, SUM = (REDUCTIONS[name] for name in ("none", "sum"))
 
@@ -106,8 +106,8 @@ class RowDivergences:
     """The divergence of each row of a student's logits from its teacher's.
 
     The sum of the rows is divided by a number; for a sum the gradient is that for grad_output, one
-    number, or 1; by row it is that for a grad_output of each row, known or a function of its loss,
-    and without one there is no gradient.
+    number, or 1; by row it is that for the function grad_output, and without one there is no
+    gradient.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class RowDivergences:
         nothing = teacher.target.new_zeros((), dtype=dtype)
         self.sums = [nothing]
         self.each = [nothing.new_empty(0, dtype=result)]
-        self.of_rows = grad_output if self.by_row else None
+        self.row_function = grad_output if isinstance(grad_output, RowFunction) else None
         one = nothing.new_ones(())
-        if isinstance(grad_output, Tensor) and not self.by_row:
+        if isinstance(grad_output, Tensor):
             one = grad_output.to(dtype).reshape(())
         self.factor = one / divisor
 
@@ -139,14 +139,16 @@ class RowDivergences:
             self.logits, teacher, by_row=self.by_row, reverse=self.pair.reverse, gradient=gradient
         )
 
-    def value(self, rows: slice, logits: Tensor) -> Tensor:
-        """The loss of each row."""
+    def add(self, rows: slice, logits: Tensor) -> None:
+        """Computes the losses of some rows."""
         losses, _ = self.pair.forward(logits, self.teacher(rows), NONE, self.dtype)
-        self.sums.append(losses.sum())
-        return losses
+        if self.by_row:
+            self.each.append(losses.to(self.result))
+        else:
+            self.sums.append(losses.sum())
 
     def gradient(self, rows: slice, logits: Tensor) -> Tensor:
-        """The gradient of the logits; may lie over them."""
+        """The same, and the gradient of the logits, which may lie over them."""
         teacher = self.teacher(rows)
         if not self.by_row:
             loss, of_logits = self.pair.with_gradient(logits, teacher, self.dtype, self.factor)
@@ -155,10 +157,14 @@ class RowDivergences:
         losses, statistics = self.pair.forward(logits, teacher, NONE, self.dtype)
         losses = losses.to(self.result)
         self.each.append(losses)
-        assert self.of_rows is not None
-        factor = grad_outputs(self.of_rows, rows, losses)
+        assert self.row_function is not None
+        (factor,) = self.row_function(rows, [losses])
+        assert factor is not None
         return self.pair.gradient(factor, logits, teacher, statistics, NONE)
 
-    def reduced(self) -> Tensor:
-        """The loss of the rows seen so far."""
-        return torch.stack(self.sums).sum(dtype=torch.float64) / self.divisor
+    def results(self) -> tuple[Tensor]:
+        """The loss of each row so far, or of all."""
+        if self.by_row:
+            return (torch.cat(self.each),)
+        total = torch.stack(self.sums).sum(dtype=torch.float64) / self.divisor
+        return (total.to(self.result),)

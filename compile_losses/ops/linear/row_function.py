@@ -1,16 +1,18 @@
-"""The gradient of each row's loss, as a function of that loss: a text that an op can be given.
+"""The gradients of what an op computes of each row, as a function of that: a text for the op.
 
 A loss that is made of one number a row, such as a masked mean or PPO's clipped ratio, has for each
 row a gradient that depends on that row's own loss and on what is known before it. An op that
 computes rows a chunk at a time evaluates such a function between the loss of a chunk and its
 gradient. Ops take no functions; they take a text, JSON, with one step for each ATen op::
 
-    [["aten.exp.default", [{"value": 0}], {}],
-     ["aten.mul.Tensor", [{"value": 2}, {"value": 1}], {}]]
+    {"steps": [["aten.exp.default", [{"value": 0}], {}],
+               ["aten.mul.Tensor", [{"value": 2}, {"value": 1}], {}]],
+     "results": [3]}
 
-Value 0 is the loss of each row, values 1 to n are the n tensors that are known, and each step makes
-one more; the last is the result. All work element by element, so that a row knows nothing of
-others: :func:`encode` refuses any other op.
+The first values are what the op computes of each row, which is the loss alone or several
+statistics; then come the tensors that are known, and each step makes one more. The results are the
+numbers of the gradients, in the order of what they are the gradients of; null is none. All steps
+work element by element, so that a row knows nothing of others: :func:`encode` refuses any other op.
 """
 
 from __future__ import annotations
@@ -52,11 +54,15 @@ def is_of_elements(op: Any) -> bool:
     return op in CASTS or op in _FILLED or torch.Tag.pointwise in op.tags
 
 
-def encode(steps: Sequence[Step]) -> str | None:
+def encode(steps: Sequence[Step], results: Sequence[int | None]) -> str | None:
     """The text of a function; None where a step is no op of elements or has other arguments than
-    values, numbers and dtypes."""
+    values, numbers and dtypes.
+
+    Args:
+        results: the numbers of the values that are the gradients.
+    """
     try:
-        return json.dumps([_encoded(*step) for step in steps])
+        return json.dumps({"steps": [_encoded(*step) for step in steps], "results": [*results]})
     except TypeError:
         return None
 
@@ -95,18 +101,29 @@ class RowFunction:
         """The same for some of the rows, int64 [kept]."""
         return replace(self, known=tuple(_of_rows(tensor, rows) for tensor in self.known))
 
-    def __call__(self, rows: slice, losses: Tensor) -> Tensor:
-        """The gradient of each of the rows' losses, [rows of the slice]."""
-        values = [losses, *(_of_rows(tensor, rows) for tensor in self.known)]
-        for op, args, kwargs in _decoded(self.text):
+    def __call__(self, rows: slice, computed: Sequence[Tensor]) -> list[Tensor | None]:
+        """The gradients of what was computed of some rows, each [rows of the slice]."""
+        values = [*computed, *(_of_rows(tensor, rows) for tensor in self.known)]
+        steps, results = _decoded(self.text)
+        for op, args, kwargs in steps:
             given = [_given(argument, values) for argument in args]
             values.append(op(*given, **{k: _given(v, values) for k, v in kwargs.items()}))
-        return values[-1]
+        shape = computed[-1].shape  # the first may be of a class that nobody picks
+        return [None if number is None else values[number].expand(shape) for number in results]
 
 
-def grad_outputs(given: Tensor | RowFunction, rows: slice, losses: Tensor) -> Tensor:
-    """Those of a chunk's rows, [rows of the slice]: known, or a function of their losses."""
-    return given(rows, losses) if isinstance(given, RowFunction) else given[rows]
+def known_gradients(gradients: Sequence[Tensor | None], computed: int = 1) -> RowFunction:
+    """The function of gradients that are known, each [rows] or one number.
+
+    Args:
+        computed: how many values the op computes of each row.
+    """
+    known = [gradient for gradient in gradients if gradient is not None]
+    numbers = iter(range(computed, computed + len(known)))
+    results = [None if gradient is None else next(numbers) for gradient in gradients]
+    text = encode([], results)
+    assert text is not None
+    return RowFunction(text, tuple(known))
 
 
 def _of_rows(tensor: Tensor, rows: Any) -> Tensor:
@@ -118,16 +135,18 @@ def _given(argument: Any, values: list[Tensor]) -> Any:
 
 
 @lru_cache(maxsize=128)
-def _decoded(text: str) -> list[tuple[Callable[..., Tensor], list[Any], dict[str, Any]]]:
-    steps = []
-    for name, args, kwargs in json.loads(text):
+def _decoded(
+    text: str,
+) -> tuple[list[tuple[Callable[..., Tensor], list[Any], dict[str, Any]]], list[int | None]]:
+    written, steps = json.loads(text), []
+    for name, args, kwargs in written["steps"]:
         namespace, packet, overload = name.split(".")
         op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
         if not is_of_elements(op):
             raise ValueError(f"row_function has {name}, no op of elements")
         named = {key: _decoded_argument(argument) for key, argument in kwargs.items()}
         steps.append((op, [_decoded_argument(argument) for argument in args], named))
-    return steps
+    return steps, written["results"]
 
 
 def _decoded_argument(argument: Any) -> Any:

@@ -8,7 +8,7 @@ from torch import Tensor
 from compile_losses.ops import cross_entropy, vocabulary_parallel
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.divisors import divisors
-from compile_losses.ops.linear.row_function import RowFunction, grad_outputs
+from compile_losses.ops.linear.row_function import RowFunction
 
 NONE, MEAN, SUM = (REDUCTIONS[name] for name in ("none", "mean", "sum"))
 
@@ -72,9 +72,8 @@ def gradient_from_statistics(
 class RowLosses:
     """The loss of each row of logits, as its target and the options say.
 
-    With reduction mean or sum the gradient is that for grad_output, one number, or 1; with none,
-    for a grad_output of each row, known or a function of its loss, and without one there is no
-    gradient.
+    With reduction mean or sum the gradient is that for grad_output, one number, or 1; with none it
+    is that for the function grad_output, and without one there is no gradient.
     """
 
     def __init__(
@@ -95,10 +94,10 @@ class RowLosses:
         self.softcap, self.z_loss, self.dtype, self.result = softcap, z_loss, dtype, result
         nothing = target.new_zeros((), dtype=dtype)
         self.sums, self.square_sums = [nothing], [nothing]
-        self.of_rows = grad_output if reduction == NONE else None
+        self.row_function = grad_output if isinstance(grad_output, RowFunction) else None
         self.each = [nothing.new_empty(0, dtype=result)]
         self.factor = self.z_factor = None
-        if reduction != NONE and isinstance(grad_output, Tensor):
+        if isinstance(grad_output, Tensor):
             self.factor = self.z_factor = grad_output.to(dtype).reshape(())
         if reduction == MEAN:
             self.total_weight, self.count = divisors(target, weight, ignore_index, dtype)
@@ -108,10 +107,8 @@ class RowLosses:
     def keep(self, rows: Tensor) -> None:
         """Leaves out all rows but these, int64 [kept]: ignored ones, of which no sum knows."""
         self.target = self.target[rows]
-        if isinstance(self.of_rows, RowFunction):
-            self.of_rows = self.of_rows.keep(rows)
-        elif self.of_rows is not None:
-            self.of_rows = self.of_rows[rows]
+        if self.row_function is not None:
+            self.row_function = self.row_function.keep(rows)
 
     @property
     def by_row(self) -> bool:
@@ -125,18 +122,20 @@ class RowLosses:
         """How many tensors of the size of a block of classes the gradient takes besides it."""
         return int(self.z_loss != 0)
 
-    def value(self, rows: slice, logits: Tensor) -> Tensor:
-        """The loss of each row."""
+    def add(self, rows: slice, logits: Tensor) -> None:
+        """Computes the losses of some rows."""
         losses, stats, _ = self._each(rows, logits)
+        if self.by_row:
+            if self.z_loss != 0:
+                losses = losses + self.z_loss * self.squares(rows, stats)
+            self.each.append(losses.to(self.result))
+            return
         self.sums.append(losses.sum())
-        if self.z_loss == 0:
-            return losses
-        squares = self.squares(rows, stats)
-        self.square_sums.append(squares.sum())
-        return losses + self.z_loss * squares
+        if self.z_loss != 0:
+            self.square_sums.append(self.squares(rows, stats).sum())
 
     def gradient(self, rows: slice, logits: Tensor) -> Tensor:
-        """The gradient of the logits before the soft-cap; lies over the logits."""
+        """The same, and the gradient of the logits before the soft-cap, which lies over them."""
         if self.by_row:
             return self._gradient_by_row(rows, logits)
         of_squares = None
@@ -165,16 +164,22 @@ class RowLosses:
             losses = losses + self.z_loss * self.squares(rows, stats)
         losses = losses.to(self.result)
         self.each.append(losses)
-        assert self.of_rows is not None
-        factor = grad_outputs(self.of_rows, rows, losses)
+        assert self.row_function is not None
+        (factor,) = self.row_function(rows, [losses])
+        assert factor is not None
         of_squares = self.z_loss * factor.to(self.dtype) if self.z_loss != 0 else None
         return gradient_from_statistics(
             logits, self.target[rows], self.weight, stats, factor, of_squares, 0, logits.shape[1],
             NONE, self.ignore_index, self.label_smoothing, self.softcap,
         )  # fmt: skip
 
-    def reduced(self) -> Tensor:
-        """The loss of the rows seen so far."""
+    def results(self) -> tuple[Tensor]:
+        """The loss of each row so far, or of all."""
+        if self.by_row:
+            return (torch.cat(self.each),)
+        return (self._reduced().to(self.result),)
+
+    def _reduced(self) -> Tensor:
         total = torch.stack(self.sums).sum(dtype=torch.float64)
         if self.reduction == MEAN:
             total = total / self.total_weight

@@ -1,0 +1,132 @@
+"""Log-probabilities of chosen classes by a linear layer, without ever holding that layer's output.
+
+``torch.ops.fused.linear_log_probs(input, linear_weight, index, *, linear_bias=None,
+temperature=1.0, softcap=None)`` returns three tensors of index's shape for the logits ``z =
+softcap(linear(input, linear_weight, linear_bias)) / temperature``, with ``softcap(x) = softcap *
+tanh(x / softcap)``, if there is one:
+
+- ``log_softmax(z, -1)`` at index, 0 where index is negative;
+- the entropy of ``softmax(z, -1)``;
+- ``argmax(z, -1)``, int64, without a gradient.
+
+Input is [hidden], [rows, hidden] or with any other leading dimensions, linear_weight [classes,
+hidden], linear_bias [classes]; index int64, of input's leading shape. Results are float32, and
+float64 for float64. Autocast casts input, linear_weight and linear_bias as it casts those of
+``linear``. The logits are computed a chunk of rows at a time, as for
+:mod:`compile_losses.ops.linear_row_statistics`: once in the forward, and once more in the backward;
+in a compiled step the gradients may be in the forward, too. DTensors, and tensors inside
+``torch.func``, are computed as torch does, over all logits.
+
+Raises:
+    RuntimeError: shapes, dtypes or devices that don't go together; a temperature or a softcap that
+        is not positive.
+    IndexError: on the CPU, an index that is not below the number of classes. On CUDA the kernel
+        stops with a device-side assertion.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compile_losses import library
+from compile_losses.distributed import are_dtensors
+from compile_losses.ops import checks, linear_row_statistics
+from compile_losses.ops.checks import accumulation_type, describe
+from compile_losses.ops.linear.arguments import check_linear
+from compile_losses.ops.linear.reference import autocast_off, under_autocast
+from compile_losses.ops.row_statistics import entropy_of
+from compile_losses.ops.softmax_divergence import check_temperature
+from compile_losses.ops.transforms import needs_torch
+
+NAME = "linear_log_probs"
+#: What the index of a row becomes that no class is picked of.
+_NONE = -1
+
+public = library.define(
+    "linear_log_probs(Tensor input, Tensor linear_weight, Tensor index, *, "
+    "Tensor? linear_bias=None, float temperature=1.0, float? softcap=None) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+
+
+def reference(
+    input: Tensor,
+    linear_weight: Tensor,
+    index: Tensor,
+    linear_bias: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = F.linear(input, linear_weight, linear_bias)
+    logits = logits.to(accumulation_type(input.dtype))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits / temperature
+    log_probs = F.log_softmax(logits, -1).gather(-1, index.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    log_probs = torch.where(index < 0, 0, log_probs)
+    return log_probs, entropy_of(logits), logits.detach().argmax(-1)
+
+
+def public_kernel(
+    input: Tensor,
+    linear_weight: Tensor,
+    index: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if under_autocast(input) and input.dtype != torch.float64:
+        lower = torch.get_autocast_dtype(input.device.type)
+        input, linear_weight = input.to(lower), linear_weight.to(lower)
+        linear_bias = None if linear_bias is None else linear_bias.to(lower)
+    _check(input, linear_weight, index, linear_bias, temperature, softcap)
+    tensors = (input, linear_weight, index, linear_bias)
+    if are_dtensors(*tensors) or needs_torch(*tensors):
+        with autocast_off(input):
+            return reference(*tensors, temperature, softcap)
+    if temperature != 1:
+        input = input / temperature
+        linear_bias = None if linear_bias is None else linear_bias / temperature
+        # softcap(x) / T is tanh with the height softcap / T of x / T.
+        softcap = None if softcap is None else softcap / temperature
+    rows = input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
+    target = index.reshape(-1).clamp(min=_NONE)
+    nll, _, entropy, _, _, argmax = linear_row_statistics.forward(
+        rows, linear_weight, target, linear_bias, _NONE, softcap
+    )
+    return (-nll).view(index.shape), entropy.view(index.shape), argmax.view(index.shape)
+
+
+def _check(
+    input: Tensor,
+    linear_weight: Tensor,
+    index: Tensor,
+    linear_bias: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+) -> None:
+    checks.check_floating(NAME, input=input, linear_weight=linear_weight)
+    checks.check_same_device(
+        NAME, input, linear_weight=linear_weight, index=index, linear_bias=linear_bias
+    )
+    names = ("input", "linear_weight", "linear_bias")
+    check_linear(NAME, names, input, linear_weight, linear_bias)
+    if linear_weight.dim() != 2 or linear_weight.shape[0] == 0:
+        raise RuntimeError(
+            f"{NAME}: expected linear_weight of shape [classes, hidden] with at least 1 class, "
+            f"got {list(linear_weight.shape)}"
+        )
+    if index.dtype != torch.int64 or not checks.same_shape(index.shape, input.shape[:-1]):
+        raise RuntimeError(
+            f"{NAME}: expected index to be int64 of shape {list(input.shape[:-1])}, "
+            f"got {describe(index)}"
+        )
+    check_temperature(NAME, temperature)
+    if softcap is not None and not softcap > 0:
+        raise RuntimeError(f"{NAME}: expected softcap to be positive, got {softcap}")
+
+
+library.implement_public(public, public_kernel)

@@ -1,0 +1,206 @@
+// Statistics of rows of logits on the CPU, and their gradient, over the tiles of a row. Log-
+// probabilities are never written to memory.
+//
+// Bytes moved per row: forward cols * sizeof(logit), backward twice that.
+//
+// In place: grad_input may be the buffer of input; a tile is read before it is written.
+#include "../losses/row_statistics.h"
+
+#include <stdexcept>
+#include <string>
+
+#include "../kernels.h"
+#include "rows.h"
+#include "softcap.h"
+
+namespace fused {
+namespace cpu {
+namespace {
+
+constexpr int64_t kTile = 1024;
+
+bool is_out_of_bounds(const RowStatisticsArgs& args, int64_t target) {
+  return target != args.ignore_index && (target < 0 || target >= args.cols);
+}
+
+void check_targets(const RowStatisticsArgs& args) {
+  if (!args.target) return;
+  for (int64_t row = 0; row < args.rows; ++row) {
+    if (!is_out_of_bounds(args, args.target[row])) continue;
+    throw std::out_of_range("row_statistics: target " + std::to_string(args.target[row]) +
+                            " is out of bounds for " + std::to_string(args.cols) +
+                            " classes (ignore_index is " + std::to_string(args.ignore_index) + ")");
+  }
+}
+
+// -1: none, or ignored.
+int64_t target_of(const RowStatisticsArgs& args, int64_t row) {
+  if (!args.target || args.target[row] == args.ignore_index) return -1;
+  return args.target[row];
+}
+
+// Logits as acc_t, after their soft-cap: in place when nothing is to be done, else in `buffer`.
+template <typename acc_t>
+const acc_t* read(const RowStatisticsArgs& args, int64_t offset, int64_t count, acc_t* buffer,
+                  acc_t* slopes = nullptr) {
+  const acc_t* x = static_cast<const acc_t*>(args.input) + offset;
+  if (args.dtype != dtype_of<acc_t>()) {
+    load(args.input, args.dtype, offset, 1, count, buffer);
+    x = buffer;
+  }
+  if (args.softcap == 0) return x;
+  cap_logits(x, count, static_cast<acc_t>(args.softcap), buffer, slopes);
+  return buffer;
+}
+
+// A row so far; sums in double.
+template <typename acc_t>
+struct RowScan {
+  RowSums<acc_t, double> sums = RowSums<acc_t, double>::none();
+  double total = 0;
+  int64_t argmax = 0;
+  bool has_nan = false;  // then argmax is the first
+
+  void add_block(const acc_t* x, int64_t first, int64_t last) {
+    const acc_t origin = sums.origin();
+    acc_t exponentials[kSumLanes] = {}, weighted[kSumLanes] = {}, values[kSumLanes] = {};
+    for_each_lane(first, last, [&](int64_t lane, int64_t i) {
+      const RowTerm<acc_t> term(x[i] - origin);
+      exponentials[lane] += term.exponential;
+      weighted[lane] += term.weighted;
+      values[lane] += x[i];
+    });
+    sums.exponentials += static_cast<double>(sum_of_lanes(exponentials));
+    sums.weighted += static_cast<double>(sum_of_lanes(weighted));
+    const double value = static_cast<double>(sum_of_lanes(values));
+    // A nan, or infinities of both signs.
+    if (!has_nan && value != value) find_nan(x, first, last);
+    total += value;
+  }
+
+  // first_class: of the tile.
+  template <typename Prefetch>
+  void add(const acc_t* x, int64_t first_class, int64_t count, Prefetch&& prefetch_block) {
+    acc_t largest = sums.largest;
+#pragma omp simd reduction(max : largest)
+    for (int64_t i = 0; i < count; ++i) largest = x[i] > largest ? x[i] : largest;
+    if (largest > sums.largest) {
+      if (!has_nan) argmax = first_class + (std::find(x, x + count, largest) - x);
+      sums.raise(largest);
+    }
+    tile_class_ = first_class;
+    for (int64_t block = 0; block < count; block += kSumBlock) {
+      prefetch_block(block);
+      add_block(x, block, std::min(count, block + kSumBlock));
+    }
+  }
+
+ private:
+  int64_t tile_class_ = 0;
+
+  void find_nan(const acc_t* x, int64_t first, int64_t last) {
+    const acc_t* found = std::find_if(x + first, x + last, [](acc_t v) { return v != v; });
+    if (found == x + last) return;
+    has_nan = true;
+    argmax = tile_class_ + (found - x);
+  }
+};
+
+template <typename acc_t>
+void forward_row(const RowStatisticsArgs& args, int64_t row) {
+  alignas(64) acc_t buffer[kTile];
+  const int64_t offset = row * args.row_stride;
+  RowScan<acc_t> scan;
+  for (int64_t first = 0; first < args.cols; first += kTile) {
+    const int64_t count = std::min(kTile, args.cols - first);
+    const acc_t* x = read(args, offset + first, count, buffer);
+    scan.add(x, first, count, [&](int64_t block) {
+      prefetch(args.input, args.dtype, offset + first + count + block, kSumBlock);
+    });
+  }
+  const int64_t target = target_of(args, row);
+  acc_t own = 0;
+  const acc_t target_logit = target < 0 ? acc_t(0) : *read(args, offset + target, 1, &own);
+  const RowStatistics<acc_t> statistics(scan.sums, scan.has_nan, target_logit);
+  const auto put = [row](void* results, acc_t value) { static_cast<acc_t*>(results)[row] = value; };
+  if (args.nll) put(args.nll, target < 0 ? acc_t(0) : statistics.nll);
+  put(args.logsumexp, statistics.logsumexp);
+  statistics.save(static_cast<acc_t*>(args.stats) + 3 * row);
+  put(args.entropy, statistics.entropy);
+  put(args.total, static_cast<acc_t>(scan.total));
+  put(args.maximum, scan.has_nan ? math::kNan<acc_t> : scan.sums.largest);
+  args.argmax[row] = scan.argmax;
+}
+
+template <typename acc_t>
+acc_t row_grad(const RowGrad& grad, int64_t row) {
+  acc_t value = 0;
+  if (grad.data) load(grad.data, grad.dtype, row * grad.stride, 1, 1, &value);
+  return value;
+}
+
+template <typename acc_t>
+void gradient_row(const RowStatisticsArgs& args, int64_t row) {
+  alignas(64) acc_t buffer[kTile], slopes[kTile], out[kTile];
+  const int64_t offset = row * args.row_stride, grad_offset = row * args.grad_row_stride;
+  const int64_t target = target_of(args, row);
+  const acc_t grad_nll = target < 0 ? acc_t(0) : row_grad<acc_t>(args.grad_nll, row);
+  const RowStatisticsGradient<acc_t> gradient(static_cast<const acc_t*>(args.stats) + 3 * row,
+                                              grad_nll, row_grad<acc_t>(args.grad_logsumexp, row),
+                                              row_grad<acc_t>(args.grad_entropy, row),
+                                              row_grad<acc_t>(args.grad_total, row));
+  const bool softmax = has_softmax(args);
+  const bool direct = args.dtype == dtype_of<acc_t>();
+  for (int64_t first = 0; first < args.cols; first += kTile) {
+    const int64_t count = std::min(kTile, args.cols - first);
+    const acc_t* x = read(args, offset + first, count, buffer, slopes);
+    acc_t* g = direct ? static_cast<acc_t*>(args.grad_input) + grad_offset + first : out;
+    if (softmax) {
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i) g[i] = gradient(x[i]);
+    } else {
+      std::fill_n(g, count, gradient.of_total);
+    }
+    if (target >= first && target < first + count) g[target - first] -= grad_nll;
+    if (args.softcap > 0) {
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i) g[i] *= slopes[i];
+    }
+    if (!direct) store(args.grad_input, args.dtype, grad_offset + first, 1, count, out);
+  }
+}
+
+template <typename Body>
+void for_each_row(const RowStatisticsArgs& args, Body&& body) {
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, args.cols));
+  parallel_for(0, args.rows, grain, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) body(row);
+  });
+}
+
+template <typename acc_t>
+void forward(const RowStatisticsArgs& args) {
+  for_each_row(args, [&](int64_t row) { forward_row<acc_t>(args, row); });
+}
+
+template <typename acc_t>
+void gradients(const RowStatisticsArgs& args) {
+  for_each_row(args, [&](int64_t row) { gradient_row<acc_t>(args, row); });
+}
+
+}  // namespace
+}  // namespace cpu
+
+void row_statistics_forward(const RowStatisticsArgs& args, void* /*stream*/) {
+  cpu::check_targets(args);
+  if (args.dtype == DType::kFloat64) return cpu::forward<double>(args);
+  cpu::forward<float>(args);
+}
+
+void row_statistics_backward(const RowStatisticsArgs& args, void* /*stream*/) {
+  cpu::check_targets(args);
+  if (args.dtype == DType::kFloat64) return cpu::gradients<double>(args);
+  cpu::gradients<float>(args);
+}
+
+}  // namespace fused

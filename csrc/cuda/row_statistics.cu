@@ -1,0 +1,374 @@
+// Statistics of rows of logits on CUDA, and their gradient. Fused: soft-cap, log-softmax, nll_loss,
+// entropy, sum, max and argmax. Never written to memory: log-probabilities.
+//
+// A warp a row where rows are short, else a block: it goes through the row once, each warp with an
+// online softmax whose largest logit its lanes share, so that few packets raise it.
+// Bytes moved per row: forward cols * sizeof(logit), the row's target and its statistics (8 and 28
+// bytes, of float64 48); backward twice cols * sizeof(logit).
+//
+// In place: grad_input may be the buffer of input. Each thread writes only logits that it alone
+// reads, after it has read them.
+#include <climits>
+#include <cstdio>
+
+#include "../kernels.h"
+#include "../losses/row_statistics.h"
+#include "row_span.cuh"
+#include "row_threads.cuh"
+#include "softcap.cuh"
+
+extern "C" __device__ void __assert_fail(const char* assertion, const char* file, unsigned int line,
+                                         const char* function) noexcept;
+
+namespace fused {
+namespace cuda {
+namespace {
+
+constexpr int kBlockThreads = 512;   // at most, of a row's block
+constexpr int kWarpsThreads = 256;   // of a block whose warps have a row each
+constexpr int64_t kWarpCols = 1024;  // of a warp's row, at most
+constexpr int kNoClass = INT_MAX;
+// Packets that a thread has in flight; double's exp needs the registers.
+template <typename scalar_t>
+constexpr int kUnroll = std::is_same_v<scalar_t, double> ? 1 : 4;
+
+// Ends in torch's "device-side assert triggered", with NDEBUG too. Out of line: printf's buffer
+// must not cost the callers registers.
+__device__ __noinline__ void report_target(int64_t target, int64_t row, int64_t classes) {
+  printf("target %lld of row %lld is out of bounds for %lld classes\n",
+         static_cast<long long>(target), static_cast<long long>(row),
+         static_cast<long long>(classes));
+  __assert_fail("a target is out of bounds", __FILE__, __LINE__, __func__);
+}
+
+// -1: none, ignored, or out of bounds, which one thread of a row reports.
+__device__ __forceinline__ int target_of(const RowStatisticsArgs& args, int64_t row, bool reports) {
+  if (!args.target) return -1;
+  const int64_t target = args.target[row];
+  if (target == args.ignore_index) return -1;
+  if (target >= 0 && target < args.cols) return static_cast<int>(target);
+  if (reports) report_target(target, row, args.cols);
+  return -1;
+}
+
+__device__ __forceinline__ int group_min(int value) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2)
+    value = ::min(value, __shfl_xor_sync(~0u, value, distance));
+  return value;
+}
+
+// Of the logits that a warp has seen. `largest` is the same in all lanes; the sums and classes are
+// each lane's own. All lanes call.
+template <typename acc_t>
+struct WarpScan {
+  RowSums<acc_t> sums;
+  acc_t total;
+  int largest_class;  // the first that has the largest logit; kNoClass: none, or it is -inf
+  int nan_class;      // the first that is a nan
+
+  static __device__ __forceinline__ WarpScan none() {
+    return {RowSums<acc_t>::none(), 0, kNoClass, kNoClass};
+  }
+
+  // own: the lane's largest of what comes next.
+  __device__ __forceinline__ bool raises(acc_t own) {
+    if (!__any_sync(~0u, own > sums.largest)) return false;
+    sums.raise(group_max(own));
+    largest_class = kNoClass;
+    return true;
+  }
+
+  // The first `count` of the packets, whose first logits are the classes col, col + stride, ...,
+  // larger ones than those seen; the others must hold -inf.
+  template <typename scalar_t, int kPackets, bool kCapped>
+  __device__ __forceinline__ void add(Packet<scalar_t> (&packets)[kPackets], int count, int col,
+                                      int stride, const Softcap<acc_t, kCapped>& cap) {
+    constexpr int kWidth = Packet<scalar_t>::kWidth;
+    const acc_t before_cap = Packet<scalar_t>::template largest<acc_t>(packets);
+    const acc_t own = count > 0 ? cap(before_cap) : -kInfinity<acc_t>;
+    if (raises(own) && own == sums.largest) {
+#pragma unroll
+      for (int u = kPackets - 1; u >= 0; --u) {
+        packets[u].keep_packed();
+        if (u >= count) continue;
+#pragma unroll
+        for (int j = kWidth - 1; j >= 0; --j) {
+          // Two logits may have one and the same cap.
+          const acc_t logit = packets[u].template get<acc_t>(j);
+          if (logit == before_cap || (kCapped && cap(logit) == own))
+            largest_class = col + u * stride + j;
+        }
+      }
+    }
+    const acc_t origin = sums.origin();
+#pragma unroll
+    for (int u = 0; u < kPackets; ++u) {
+      if (u >= count) break;
+      packets[u].keep_packed();
+      acc_t exponentials = 0, weighted = 0, values = 0;
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const acc_t logit = cap(packets[u].template get<acc_t>(j));
+        const RowTerm<acc_t> term(logit - origin);
+        exponentials += term.exponential;
+        weighted += term.weighted;
+        values += logit;
+      }
+      sums.exponentials += exponentials;
+      sums.weighted += weighted;
+      total += values;
+      if (values != values) {  // a nan, or infinities of both signs
+        packets[u].keep_packed();
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          const acc_t logit = packets[u].template get<acc_t>(j);
+          if (logit != logit) nan_class = ::min(nan_class, col + u * stride + j);
+        }
+      }
+    }
+  }
+
+  // One logit of each lane that has one, of any class.
+  __device__ __forceinline__ void add(acc_t logit, int col, bool has_one) {
+    raises(has_one ? logit : -kInfinity<acc_t>);
+    if (!has_one) return;
+    if (logit == sums.largest && logit > -kInfinity<acc_t>)
+      largest_class = ::min(largest_class, col);
+    if (logit != logit) nan_class = ::min(nan_class, col);
+    const RowTerm<acc_t> term(logit - sums.origin());
+    sums.exponentials += term.exponential;
+    sums.weighted += term.weighted;
+    total += logit;
+  }
+
+  // Of all lanes, which may have seen different largest logits, in each of them.
+  __device__ __forceinline__ void combine() {
+    const acc_t largest = group_max(sums.largest);
+    largest_class = group_min(sums.largest == largest ? largest_class : kNoClass);
+    sums.raise(largest);
+    sums.exponentials = group_sum(sums.exponentials);
+    sums.weighted = group_sum(sums.weighted);
+    total = group_sum(total);
+    nan_class = group_min(nan_class);
+  }
+};
+
+// Called by one thread.
+template <typename acc_t>
+__device__ __forceinline__ void write_row(const RowStatisticsArgs& args, int64_t row,
+                                          const WarpScan<acc_t>& scan, int target,
+                                          acc_t target_logit) {
+  const bool has_nan = scan.nan_class != kNoClass;
+  const RowStatistics<acc_t> statistics(scan.sums, has_nan, target_logit);
+  const auto put = [row](void* results, acc_t value) { static_cast<acc_t*>(results)[row] = value; };
+  if (args.nll) put(args.nll, target < 0 ? acc_t(0) : statistics.nll);
+  put(args.logsumexp, statistics.logsumexp);
+  statistics.save(static_cast<acc_t*>(args.stats) + 3 * row);
+  put(args.entropy, statistics.entropy);
+  put(args.total, scan.total);
+  put(args.maximum, has_nan ? math::kNan<acc_t> : scan.sums.largest);
+  args.argmax[row] = has_nan                          ? scan.nan_class
+                     : scan.largest_class != kNoClass ? scan.largest_class
+                                                      : 0;
+}
+
+// kBlock: a block a row, else a warp a row.
+template <typename scalar_t, bool kBlock, bool kCapped>
+__global__ void __launch_bounds__(kBlock ? kBlockThreads : kWarpsThreads, kBlock ? 2 : 4)
+    row_statistics_kernel(const __grid_constant__ RowStatisticsArgs args) {
+  using acc_t = acc_type<scalar_t>;
+  __shared__ WarpScan<acc_t> scratch[kBlockThreads / kWarp];
+  const Softcap<acc_t, kCapped> cap(args.softcap);
+  const int lanes = kBlock ? blockDim.x : kWarp;
+  const int lane = kBlock ? threadIdx.x : threadIdx.x % kWarp;
+  const int64_t rows = kBlock ? 1 : kWarpsThreads / kWarp;
+  const int64_t own = kBlock ? 0 : threadIdx.x / kWarp;
+  for (int64_t row = blockIdx.x * rows + own; row < args.rows; row += gridDim.x * rows) {
+    const scalar_t* x = static_cast<const scalar_t*>(args.input) + row * args.row_stride;
+    const RowSpan<scalar_t> span(x, args.cols);
+    auto scan = WarpScan<acc_t>::none();
+#pragma unroll 1
+    for (int first = lane; first - lane % kWarp < span.packets;
+         first += kUnroll<scalar_t> * lanes) {
+      Packet<scalar_t> packets[kUnroll<scalar_t>];
+      int count = 0;
+#pragma unroll
+      for (int u = 0; u < kUnroll<scalar_t>; ++u) {
+        const int index = first + u * lanes;
+        if (index >= span.packets) {
+          packets[u] = lowest_packet<scalar_t>();
+          continue;
+        }
+        packets[u] = Packet<scalar_t>::load_streaming(x + span.col_of_packet(index));
+        count = u + 1;
+      }
+      scan.add(packets, count, span.col_of_packet(first), lanes * Packet<scalar_t>::kWidth, cap);
+    }
+    if (lane - lane % kWarp < span.loose) {
+      const bool has_one = lane < span.loose;
+      const int col = span.col_of_loose(lane);
+      scan.add(has_one ? cap(to_acc<acc_t>(x[col])) : acc_t(0), col, has_one);
+    }
+    scan.combine();
+    if constexpr (kBlock) {
+      if (lane % kWarp == 0) scratch[lane / kWarp] = scan;
+      __syncthreads();
+      if (lane < kWarp) {
+        scan = lane < lanes / kWarp ? scratch[lane] : WarpScan<acc_t>::none();
+        scan.combine();
+      }
+    }
+    if (lane == 0) {
+      const int target = target_of(args, row, true);
+      const acc_t target_logit = target < 0 ? acc_t(0) : cap(to_acc<acc_t>(x[target]));
+      write_row(args, row, scan, target, target_logit);
+    }
+    if constexpr (kBlock) __syncthreads();  // the scratch is free again
+  }
+}
+
+template <typename acc_t>
+__device__ __forceinline__ acc_t row_grad(const RowGrad& grad, int64_t row) {
+  return grad.data ? load_as<acc_t>(grad.data, grad.dtype, row * grad.stride) : acc_t(0);
+}
+
+template <typename acc_t, bool kCapped>
+struct Gradient {
+  Softcap<acc_t, kCapped> cap;
+  RowStatisticsGradient<acc_t> by_logits;
+  bool softmax;
+  acc_t picked;
+  int target;
+
+  __device__ __forceinline__ acc_t operator()(acc_t logit, int col) const {
+    const Capped<acc_t> capped = cap.with_slope(logit);
+    const acc_t gradient = softmax ? by_logits(capped.logit) : by_logits.of_total;
+    return (col == target ? gradient - picked : gradient) * capped.slope;
+  }
+};
+
+template <typename acc_t, bool kCapped>
+__device__ __forceinline__ Gradient<acc_t, kCapped> row_gradient(const RowStatisticsArgs& args,
+                                                                 int64_t row, bool reports) {
+  const int target = target_of(args, row, reports);
+  const acc_t grad_nll = target < 0 ? acc_t(0) : row_grad<acc_t>(args.grad_nll, row);
+  const RowStatisticsGradient<acc_t> by_logits(static_cast<const acc_t*>(args.stats) + 3 * row,
+                                               grad_nll, row_grad<acc_t>(args.grad_logsumexp, row),
+                                               row_grad<acc_t>(args.grad_entropy, row),
+                                               row_grad<acc_t>(args.grad_total, row));
+  return {Softcap<acc_t, kCapped>(args.softcap), by_logits, has_softmax(args), grad_nll, target};
+}
+
+// blockDim.x threads share a row, blockDim.y rows a block; gridDim.y blocks share a row where rows
+// are few.
+template <typename scalar_t, bool kCapped>
+__global__ void __launch_bounds__(kWarpsThreads)
+    row_statistics_gradient_kernel(const __grid_constant__ RowStatisticsArgs args) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kWidth = Packet<scalar_t>::kWidth;
+  const int stride = blockDim.x * gridDim.y;
+  const int thread = blockIdx.y * blockDim.x + threadIdx.x;
+  for (int64_t row = blockIdx.x * int64_t(blockDim.y) + threadIdx.y; row < args.rows;
+       row += gridDim.x * int64_t(blockDim.y)) {
+    const scalar_t* x = static_cast<const scalar_t*>(args.input) + row * args.row_stride;
+    scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row * args.grad_row_stride;
+    const RowSpan<scalar_t> span(x, args.cols);
+    const bool aligned = is_aligned(out + span.head);
+    const auto gradient = row_gradient<acc_t, kCapped>(args, row, thread == 0);
+    for (int first = thread; first < span.packets; first += kUnroll<scalar_t> * stride) {
+      Packet<scalar_t> packets[kUnroll<scalar_t>];
+#pragma unroll
+      for (int u = 0; u < kUnroll<scalar_t>; ++u) {
+        const int index = first + u * stride;
+        if (index < span.packets)
+          packets[u] = Packet<scalar_t>::load_streaming(x + span.col_of_packet(index));
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll<scalar_t>; ++u) {
+        const int index = first + u * stride;
+        if (index >= span.packets) break;
+        const int col = span.col_of_packet(index);
+        acc_t values[kWidth];
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j)
+          values[j] = gradient(packets[u].template get<acc_t>(j), col + j);
+        packets[u].set(values);
+        store_packet(packets[u], out + col, aligned);
+      }
+    }
+    for (int index = thread; index < span.loose; index += stride) {
+      const int col = span.col_of_loose(index);
+      out[col] = from_acc<scalar_t>(gradient(to_acc<acc_t>(x[col]), col));
+    }
+  }
+}
+
+void check_cols(const RowStatisticsArgs& args) {
+  if (args.cols > INT32_MAX)
+    throw std::runtime_error("row_statistics: " + std::to_string(args.cols) +
+                             " classes are more than the CUDA kernels count (2^31 - 1)");
+}
+
+unsigned blocks_for(int64_t rows, int64_t rows_per_block) {
+  return static_cast<unsigned>(std::min<int64_t>(divide_up(rows, rows_per_block), INT32_MAX));
+}
+
+template <typename scalar_t, bool kCapped>
+void launch_forward(const RowStatisticsArgs& args, cudaStream_t stream) {
+  if (args.cols <= kWarpCols) {
+    row_statistics_kernel<scalar_t, false, kCapped>
+        <<<blocks_for(args.rows, kWarpsThreads / kWarp), kWarpsThreads, 0, stream>>>(args);
+  } else {
+    const int64_t packets = args.cols / Packet<scalar_t>::kWidth;
+    const int threads = independent_row_threads(args.rows, packets,
+                                                current_device().multiprocessors, kBlockThreads);
+    row_statistics_kernel<scalar_t, true, kCapped>
+        <<<blocks_for(args.rows, 1), threads, 0, stream>>>(args);
+  }
+  check_launch("row_statistics_kernel");
+}
+
+template <typename scalar_t, bool kCapped>
+void launch_backward(const RowStatisticsArgs& args, cudaStream_t stream) {
+  // Threads along a row: a power of two, for about four packets each. Where that leaves too few
+  // blocks for the device, several blocks share a row.
+  const int64_t packets = args.cols / Packet<scalar_t>::kWidth;
+  int threads = 8;
+  while (threads < kWarpsThreads && threads * kUnroll<float> < packets) threads *= 2;
+  const int rows_per_block = kWarpsThreads / threads;
+  const unsigned blocks = blocks_for(args.rows, rows_per_block);
+  const int64_t wanted = divide_up(8 * current_device().multiprocessors, blocks);
+  const int64_t shares = divide_up(packets + 1, int64_t(threads) * kUnroll<float>);
+  const dim3 grid(blocks, static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, shares)));
+  row_statistics_gradient_kernel<scalar_t, kCapped>
+      <<<grid, dim3(threads, rows_per_block), 0, stream>>>(args);
+  check_launch("row_statistics_gradient_kernel");
+}
+
+}  // namespace
+}  // namespace cuda
+
+void row_statistics_forward(const RowStatisticsArgs& args, void* stream) {
+  using namespace cuda;
+  check_cols(args);
+  if (args.rows == 0) return;
+  visit(args.dtype, [&](auto* type) {
+    using scalar_t = std::remove_pointer_t<decltype(type)>;
+    if (args.softcap > 0) return launch_forward<scalar_t, true>(args, as_stream(stream));
+    launch_forward<scalar_t, false>(args, as_stream(stream));
+  });
+}
+
+void row_statistics_backward(const RowStatisticsArgs& args, void* stream) {
+  using namespace cuda;
+  check_cols(args);
+  if (args.rows == 0) return;
+  visit(args.dtype, [&](auto* type) {
+    using scalar_t = std::remove_pointer_t<decltype(type)>;
+    if (args.softcap > 0) return launch_backward<scalar_t, true>(args, as_stream(stream));
+    launch_backward<scalar_t, false>(args, as_stream(stream));
+  });
+}
+
+}  // namespace fused

@@ -1,0 +1,130 @@
+// Statistics of a row of logits z, after their soft-cap, if there is one:
+//   logsumexp  log(sum exp(z))
+//   nll        logsumexp - z[t]
+//   entropy    -sum p log(p), where p = exp(z - logsumexp); of p = 0 nothing
+//   total      sum z
+//   maximum    with argmax, the first class that has it; a nan counts as the largest
+// and their gradient by z, of gradients g:
+//   p (g_nll + g_logsumexp - g_entropy (z - logsumexp + entropy)) - g_nll [c == t] + g_total
+//
+// The row is read once. With its largest logit m so far, s = sum exp(z - m) and
+// w = sum exp(z - m) (z - m), entropy = log(s) - w / s. Neither term is negative, and logits near
+// 700 lose nothing.
+//
+// As in torch, a nan makes everything nan, +inf all but logsumexp, maximum and total, and -inf in
+// all classes nll and entropy.
+#pragma once
+
+#include "../arguments.h"
+#include "math.h"
+
+namespace fused {
+
+// Of a difference of logits, so that 0 times it is 0: one of -inf, or of a number below all others,
+// as masks are made of. So is that of a nan, which sums do not tell of.
+template <typename acc_t>
+FUSED_HOST_DEVICE acc_t bounded(acc_t difference) {
+  return math::larger(difference, acc_t(-1e30));
+}
+
+// exp(z - m) and exp(z - m) (z - m) from the difference.
+template <typename acc_t>
+struct RowTerm {
+  acc_t exponential, weighted;
+
+  FUSED_HOST_DEVICE explicit RowTerm(acc_t difference) {
+    const acc_t d = bounded(difference);
+#ifdef __CUDA_ARCH__
+    exponential = math::fast_exp(d);
+#else
+    exponential = math::host::exp_term(d);
+#endif
+    weighted = exponential * d;
+  }
+};
+
+// Of the logits seen so far, less nans; of sum_t, which may be wider than the logits' acc_t.
+template <typename acc_t, typename sum_t = acc_t>
+struct RowSums {
+  acc_t largest;
+  sum_t exponentials, weighted;
+
+  // Of no logits at all. Not the default: the type also lies in shared memory, uninitialised.
+  static FUSED_HOST_DEVICE RowSums none() { return {-math::kInfinity<acc_t>, 0, 0}; }
+
+  // What the sums are relative to: -inf - -inf would poison them.
+  FUSED_HOST_DEVICE acc_t origin() const {
+    return largest > -math::kInfinity<acc_t> ? largest : acc_t(0);
+  }
+
+  // To a number that is not less. Of no logits but -inf both sums are 0.
+  FUSED_HOST_DEVICE void raise(acc_t new_largest) {
+    if (largest > -math::kInfinity<acc_t>) {
+      const sum_t shift = bounded(static_cast<sum_t>(largest) - static_cast<sum_t>(new_largest));
+      const sum_t factor = math::fast_exp(shift);
+      weighted = factor * weighted + exponentials * (factor * shift);
+      exponentials *= factor;
+    }
+    largest = new_largest;
+  }
+};
+
+template <typename acc_t>
+struct RowStatistics {
+  acc_t nll, logsumexp, entropy;
+  acc_t largest, log_sum;  // their sum is the logsumexp, which is rounded
+
+  template <typename sum_t>
+  FUSED_HOST_DEVICE RowStatistics(const RowSums<acc_t, sum_t>& sums, bool has_nan,
+                                  acc_t target_logit) {
+    const sum_t logarithm = math::log(sums.exponentials);
+    largest = sums.largest;
+    log_sum = static_cast<acc_t>(logarithm);
+    nll = static_cast<acc_t>((static_cast<sum_t>(largest) - static_cast<sum_t>(target_logit)) +
+                             logarithm);
+    logsumexp = static_cast<acc_t>(static_cast<sum_t>(sums.origin()) + logarithm);
+    entropy = static_cast<acc_t>(logarithm - sums.weighted / sums.exponentials);
+    const bool infinite = largest == math::kInfinity<acc_t>;
+    if (has_nan || infinite) {
+      nll = entropy = log_sum = math::kNan<acc_t>;
+      logsumexp = has_nan ? math::kNan<acc_t> : largest;
+    }
+  }
+
+  // What the gradient is made from. The softmax of a row with +inf or nan is nan in all classes.
+  FUSED_HOST_DEVICE void save(acc_t* stats) const {
+    stats[0] = largest;
+    stats[1] = log_sum;
+    stats[2] = entropy;
+  }
+};
+
+// The gradient by a row's logits, but for the target's share and the soft-cap.
+template <typename acc_t>
+struct RowStatisticsGradient {
+  acc_t largest, log_sum, entropy;
+  acc_t probability, of_entropy, of_total;
+
+  FUSED_HOST_DEVICE RowStatisticsGradient(const acc_t* stats, acc_t g_nll, acc_t g_logsumexp,
+                                          acc_t g_entropy, acc_t g_total)
+      : largest(stats[0]),
+        log_sum(stats[1]),
+        entropy(stats[2]),
+        probability(g_nll + g_logsumexp),
+        of_entropy(g_entropy),
+        of_total(g_total) {}
+
+  // Where any statistic but the total has a gradient; otherwise it is of_total.
+  FUSED_HOST_DEVICE acc_t operator()(acc_t logit) const {
+    const acc_t difference = (logit - largest) - log_sum;
+    const acc_t p = math::fast_exp(difference);
+    const acc_t share = p * (probability - of_entropy * (difference + entropy));
+    return (p == acc_t(0) ? acc_t(0) : share) + of_total;
+  }
+};
+
+FUSED_HOST_DEVICE bool has_softmax(const RowStatisticsArgs& args) {
+  return args.grad_nll.data || args.grad_logsumexp.data || args.grad_entropy.data;
+}
+
+}  // namespace fused
