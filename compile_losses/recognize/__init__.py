@@ -21,12 +21,13 @@ from compile_losses.recognize.linear_divergence import take_divergence
 from compile_losses.recognize.match import Decline, Match
 from compile_losses.recognize.memory import bodies, look_at
 from compile_losses.recognize.returned_logits import Lazily, add_logits_without_loss
+from compile_losses.recognize.shared_logits import Kept, take_shared_logits
 from compile_losses.recognize.table import bind
 from compile_losses.recognize.verify import verify as compare
 from compile_losses.recognize.verify import verify_by_default
 from compile_losses.recognize.written import Recognizer
 from compile_losses.report import Report
-from compile_losses.sites import Site, mark, source_of
+from compile_losses.sites import Site, mark, site_of, source_of
 from compile_losses.switches import chosen
 from compile_losses.torch_internals.ops import HigherOrderOperator
 
@@ -188,9 +189,37 @@ class _Rewriting:
                 self.sites.append(site)
                 declined.update(dict.fromkeys(nodes, site))
 
+        if inside is None and _LINEAR in self.losses:
+            lazily = self.lazily if outer is None else Lazily("the graph is inside of another")
+            options = Options(self.prefer_memory, self.lowers, lazily)
+            attempt(lambda: self._shared_logits(graph, options), strict=self.strict)
+
         if self.lazily is not None and outer is None and _LINEAR in self.losses:
             lazily, shadow = self.lazily, recognizer.shadow
             attempt(lambda: add_logits_without_loss(graph, shadow, lazily), strict=self.strict)
+
+    def _shared_logits(self, graph: Graph, options: Options) -> None:
+        """Takes heads along whose logits several losses and metrics read."""
+        # Losses have become ops, which what was seen of the graph before knows nothing of.
+        shadow = Recognizer(graph).shadow
+        for found in take_shared_logits(graph, shadow, options, verify=self.verify):
+            marks = {site_of(reader) for reader in found.readers} - {None}
+            if isinstance(found, Kept):
+                note = f"and so do what else reads its logits: {found.reason}"
+                self.sites = [
+                    replace(s, reason=f"{s.reason}; {note}") if s.mark in marks else s
+                    for s in self.sites
+                ]
+                continue
+            self.sites = [site for site in self.sites if site.mark not in marks]
+            file, line = source_of(found.node)
+            notes = "; ".join(found.notes)
+            number = mark(found.node)
+            self.sites.append(
+                Site("linear_row_statistics", "rewritten", notes, file, line, mark=number)
+            )
+            if options.lazily is not None:
+                options.lazily.outputs += found.returned
 
     def _bodies(self, node: Node, inside: str | None) -> None:
         name = str(node.target)

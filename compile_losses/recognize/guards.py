@@ -121,11 +121,11 @@ def gradient_cut(match: Match) -> str | None:
             continue
         expanded = expanded_source(node)
         read = node.all_input_nodes if expanded is None else [expanded]
-        sources = [example(source) for source in read]
+        sources = tree_leaves([example(source) for source in read])
         needed = any(isinstance(s, Tensor) and s.requires_grad for s in sources)
         if needed == example(node).requires_grad:
             continue
-        if not needed or _changes_grad_mode(node, match.root):
+        if not needed or changes_grad_mode(node, match.root):
             return f"{node.name} is computed without gradients"
     return None
 
@@ -158,7 +158,8 @@ def _made_from(node: Node, source: Node) -> bool:
     return False
 
 
-def _changes_grad_mode(first: Node, last: Node) -> bool:
+def changes_grad_mode(first: Node, last: Node) -> bool:
+    """Whether a node from the first on and before the last one switches gradients on or off."""
     node = first
     while node is not last:
         name = getattr(node.target, "__name__", "")

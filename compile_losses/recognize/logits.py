@@ -64,6 +64,7 @@ class Logits:
         softcap: what tanh is divided and multiplied by, or None.
         cast: the dtype that the output was cast to, or None.
         copies_weight: whether weight is another tensor than the layer's.
+        is_shifted: whether a number that is added to all of them was left out, as softmax does.
         absorbed: what was done to the logits, in words.
         outputs: the outputs of the graph that are made of the layer's output.
     """
@@ -77,6 +78,7 @@ class Logits:
     softcap: float | None = None
     cast: torch.dtype | None = None
     copies_weight: bool = False
+    is_shifted: bool = False
     absorbed: list[str] = field(default_factory=list)
     outputs: list[Node] = field(default_factory=list)
 
@@ -90,9 +92,45 @@ def find_logits(match: Match, shadow: Shadow, place: int = 0) -> Logits | None:
     Raises:
         NotAbsorbedError: there is one, and something on the way can't be taken along.
     """
+    way = _way_to(match.args[place], shadow)
+    if way is None:
+        return None
+    inside = {way.head.node, *way.nodes, *match.interior}
+    _check_readers(inside, match.root)
+    outputs = outputs_of(inside, match.root)
+    logits = _logits(way, shadow)
+    logits.outputs = outputs
+    return logits
+
+
+def logits_of(tensor: Node | Value, shadow: Shadow) -> Logits | None:
+    """The same for any tensor, whoever reads the logits besides; it may be detached from them.
+
+    Raises:
+        NotAbsorbedError: something on the way can't be taken along.
+    """
+    way = _way_to(tensor, shadow)
+    return None if way is None else _logits(way, shadow, may_detach=True)
+
+
+@dataclass
+class _Way:
+    """From a tensor back to a linear layer.
+
+    Attributes:
+        nodes: those after the layer, the last one first.
+        steps: the ops, the last one first.
+    """
+
+    head: Head
+    nodes: list[Node]
+    steps: list[Value]
+
+
+def _way_to(tensor: Node | Value, shadow: Shadow) -> _Way | None:
     nodes: list[Node] = []
     steps: list[Value] = []
-    current: Node | Value = match.args[place]
+    current = tensor
     while len(steps) < FURTHEST:
         if isinstance(current, Value) and not current.whole:
             value = current
@@ -127,12 +165,17 @@ def find_logits(match: Match, shadow: Shadow, place: int = 0) -> Logits | None:
         return None
     if not all(fake_mode(example(n)) is not None for n in (node, *node.all_input_nodes)):
         return None
-    inside = {node, *nodes, *match.interior}
-    _check_readers(inside, match.root)
-    outputs = outputs_of(inside, match.root)
-    logits = Logits(head, nodes[::-1], head.input, head.weight, head.bias, example(node).dim() - 1)
-    logits.outputs = outputs
-    _Walk(logits, shadow).over(steps[::-1])
+    return _Way(head, nodes, steps)
+
+
+def _logits(way: _Way, shadow: Shadow, *, may_detach: bool = False) -> Logits:
+    head = way.head
+    class_dim = example(head.node).dim() - 1
+    logits = Logits(head, way.nodes[::-1], head.input, head.weight, head.bias, class_dim)
+    steps = way.steps[::-1]
+    if may_detach:
+        steps = [step for step in steps if step.op is not aten.detach.default]
+    _Walk(logits, shadow).over(steps)
     return logits
 
 
@@ -172,7 +215,7 @@ def _followed(value: Value) -> Value | None:
 def _check_readers(nodes: set[Node], root: Node) -> None:
     """That nothing else which is made of the logits goes into the loss."""
     for user in readers(nodes, root):
-        if _leads_to(user, nodes):
+        if _leads_to(user, {*nodes, root}):
             raise NotAbsorbedError(
                 f"{user.name} is made of the logits as well, and goes into the loss"
             )
@@ -329,6 +372,7 @@ class _Walk:
             raise NotAbsorbedError(f"{step.node.name} adds a multiple to the logits")
         if isinstance(other, int | float) and math.isfinite(other):
             self.shifted = self.shifted or (self.height is None and other != 0)
+            self.logits.is_shifted = self.logits.is_shifted or other != 0
             return  # softmax is the same for logits that are all larger by a number
         if not isinstance(other, Value):
             raise NotAbsorbedError(f"{step.node.name} adds {_name(other)} to the logits")
@@ -394,6 +438,7 @@ class _Walk:
         self.height = 1.0
         if step.op is aten.sigmoid.default:  # (1 + tanh(x / 2)) / 2, and softmax drops the addend
             self.factor, self.height = self.factor / 2, 0.5
+            self.logits.is_shifted = True
 
     def _copy(self, step: Value) -> None:
         before, after = step.args[0].fake.dtype, step.fake.dtype

@@ -7,10 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from compile_losses.lazy import LazyOutput
-from compile_losses.recognize.values import Value, computed_at, emit, example, sources
+from compile_losses.recognize.values import (
+    Value,
+    computed_at,
+    emit,
+    example,
+    examples,
+    fake_mode,
+    sources,
+)
+from compile_losses.torch_internals.graphs import EXAMPLE
 from compile_losses.torch_internals.ops import OpOverload
 
 
@@ -103,11 +113,26 @@ class Match:
         kwargs = {key: emit(graph, argument, meta) for key, argument in self.kwargs.items()}
         node = graph.call_function(self.overload, tuple(args), kwargs)
         node.meta = dict(meta)
-        for function, rest in self.steps:
+        for (function, rest), value in zip(self.steps, self._before_steps(), strict=True):
+            node.meta[EXAMPLE] = value
             more = [emit(graph, argument, meta) for argument in rest]
             node = graph.call_function(function, (node, *more))
             node.meta = dict(meta)
         return node
+
+    def _before_steps(self) -> list[Tensor]:
+        """The examples of the op's result and of what each step but the last makes of it."""
+        values: list[Tensor] = []
+        if self.steps:
+            mode = fake_mode(example(self.root))
+            assert mode is not None
+            args, kwargs = examples((self.args, self.kwargs))
+            with mode, torch.no_grad():
+                values.append(self.overload(*args, **kwargs))
+                for function, rest in self.steps[:-1]:
+                    values.append(function(values[-1], *examples(rest)))
+        # What a rewrite computes has examples without gradients: the root's tells.
+        return [value.detach().requires_grad_(example(self.root).requires_grad) for value in values]
 
 
 @dataclass(frozen=True)

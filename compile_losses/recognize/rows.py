@@ -123,7 +123,7 @@ def pushed_under_softmax(value: Value, shadow: Shadow) -> Value | None:
     """A view of a softmax as the softmax of a view, where the view leaves the classes together."""
     inner = shadow.resolve(value.args[0])
     if inner.op not in _SOFTMAXES:
-        if inner.op is None or packet_of(inner.op) not in _VIEWS:
+        if inner.op is None or packet_of(inner.op) not in VIEWS:
             return None
         deeper = pushed_under_softmax(inner, shadow)
         if deeper is None:
@@ -156,7 +156,8 @@ def _without_symbol(size: Any, x: Value) -> Any:
     return -1
 
 
-_VIEWS = {aten.slice, aten.select, aten.permute, aten.transpose, aten.t, aten.view}
+#: Views that leave the classes of a row together, if they do.
+VIEWS = {aten.slice, aten.select, aten.permute, aten.transpose, aten.t, aten.view}
 
 
 def _new_place(value: Value, inner: Value, dim: int) -> int | None:

@@ -31,6 +31,7 @@ _ALONG = {
     aten._log_softmax.default: 1,
     aten._softmax.default: 1,
     aten.logsumexp.default: 1,
+    aten.sum.dim_IntList: 1,
     aten.gather.default: 1,
     aten.squeeze.dim: 1,
     aten.unsqueeze.default: 1,

@@ -157,10 +157,11 @@ class _Comparison:
     def _classes(self, node: Node, shape: list[int]) -> Tensor:
         """Integers: classes of a cross entropy, or small counts."""
         match = self.match
-        if match.op not in ("cross_entropy", "nll_loss", "linear_cross_entropy"):
+        of_layer = match.op in ("linear_cross_entropy", "linear_row_statistics_forward")
+        if match.op not in ("cross_entropy", "nll_loss") and not of_layer:
             return torch.randint(1, 5, shape, generator=self.generator)
-        logits = example(match.args[1 if match.op == "linear_cross_entropy" else 0])
-        place = 0 if match.op == "linear_cross_entropy" else min(logits.dim() - 1, 1)
+        logits = example(match.args[1 if of_layer else 0])
+        place = 0 if of_layer else min(logits.dim() - 1, 1)
         classes = self.sizes.of(logits.shape[place])
         target = torch.randint(classes, shape, generator=self.generator)
         names = [argument.name for argument in schema_of(match.overload).arguments]
@@ -262,4 +263,5 @@ def _close(actual: Tensor, expected: Tensor) -> bool:
     if actual.shape != expected.shape or expected.numel() == 0:
         return actual.shape == expected.shape
     largest = float(expected.abs().max())
-    return torch.allclose(actual, expected, rtol=1e-6, atol=1e-9 * largest)
+    # Gradients of softmaxes of one class alone are what is left of cancelled terms.
+    return torch.allclose(actual, expected, rtol=1e-6, atol=1e-9 * largest + 1e-30)

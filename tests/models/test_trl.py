@@ -185,6 +185,62 @@ def test_log_probabilities_without_logits(chunks):
     assert site.plan[0] == "hoisted by row"
 
 
+@pytest.mark.parametrize("bonus", [0.0, 0.01])
+def test_entropies_beside_log_probabilities(bonus, chunks):
+    """As GRPO logs them, and with a bonus for them: the logits are computed once, and not held."""
+    from trl.trainer.utils import entropy_from_logits, selective_log_softmax
+
+    chunks(4)
+    model, batch = build("Llama")
+    tokens = batch["input_ids"][:, 1:]
+    advantages, old = torch.randn(tokens.shape[0], 1), torch.randn(tokens.shape) - 5
+    logged = []
+
+    def policy_loss():
+        logits = model(batch["input_ids"]).logits[:, :-1] / 0.9
+        ratio = (selective_log_softmax(logits, tokens) - old).exp()
+        with torch.set_grad_enabled(bonus > 0):
+            entropy = entropy_from_logits(logits, chunk_size=6).mean()
+        clipped = ratio.clamp(0.8, 1.2)
+        loss = -torch.minimum(ratio * advantages, clipped * advantages).mean()
+        return loss - bonus * entropy, entropy.detach()
+
+    def step():
+        loss, entropy = policy_loss()
+        logged.append(entropy)
+        return loss
+
+    def compiled():
+        loss, entropy = whole()
+        logged.append(entropy)
+        return loss
+
+    whole = torch.compile(policy_loss, backend="compile_losses")
+    check_step(model, step, ["linear_row_statistics"], compiled=compiled)
+    torch.testing.assert_close(logged[0], logged[1])
+    (site,) = compile_losses.explain(policy_loss).losses
+    assert site.plan[0] == "hoisted by row"
+
+
+def test_token_accuracy_beside_the_loss(chunks):
+    """What SFTTrainer logs of each step, in the step, with the model's own loss."""
+    chunks(4)
+    model, batch = build("Qwen3")
+
+    def step():
+        outputs = model(**batch)
+        with torch.no_grad():
+            guesses, labels = outputs.logits[..., :-1, :].argmax(-1), batch["labels"][..., 1:]
+            accuracy = (guesses == labels).sum() / (labels != -100).sum()
+        return outputs.loss, accuracy
+
+    loss, accuracy = step()
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="compile_losses")
+    torch.testing.assert_close(compiled(), (loss, accuracy))
+    assert [site.op for site in compile_losses.explain(step).losses] == ["linear_row_statistics"]
+
+
 def test_preference_loss():
     """DPO's: there is no fused op for it, and nothing claims that there is."""
     model, batch = build("Llama")

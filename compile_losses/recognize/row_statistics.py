@@ -1,0 +1,359 @@
+"""What is read of each row of a tensor of logits: statistics that one op computes together.
+
+A reader of logits is looked at as an ATen op. It is a cross entropy, which the op computes a
+negative log-likelihood for; or a sum of multiples of the statistics, such as a picked logit, which
+is the logsumexp less the negative log-likelihood; or the maximum, or where that is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.recognize.head import NotAbsorbedError
+from compile_losses.recognize.rows import (
+    VIEWS,
+    RowIndexError,
+    pushed_under_softmax,
+    target_of_gather,
+    target_of_index,
+)
+from compile_losses.recognize.shadow import RESHAPES, Shadow, aten, same_sizes
+from compile_losses.recognize.values import Value, example, whole
+from compile_losses.torch_internals.ops import OpOverload, packet_of
+
+#: A view of rows: the op, and its arguments but the first.
+Move: TypeAlias = tuple[OpOverload[..., Any], list[Any]]
+
+#: Places of the statistics among the results of ``fused::linear_row_statistics_forward``.
+NLL, LOGSUMEXP, ENTROPY, TOTAL, MAXIMUM, ARGMAX = range(6)
+DIFFERENTIABLE = {NLL, LOGSUMEXP, ENTROPY, TOTAL}
+
+_CROSS_ENTROPY = torch.ops.fused.cross_entropy.default
+_CROSS_ENTROPY_ARGUMENTS = (
+    ("input", None),
+    ("target", None),
+    ("weight", None),
+    ("reduction", 1),
+    ("ignore_index", -100),
+    ("label_smoothing", 0.0),
+)
+_MAX = (torch.max, aten.max.dim, "max")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A node that holds what is read of each row.
+
+    Attributes:
+        logits: what it reads, the classes in dimension dim.
+        dim: as above.
+        terms: what each statistic is multiplied by; the sum of all is what the node holds.
+        target: the class that is picked of each row, if one is.
+        call: for a cross entropy its arguments by name.
+        what: in words.
+    """
+
+    logits: Value
+    dim: int
+    terms: dict[int, float] = field(default_factory=dict)
+    target: Value | None = None
+    call: dict[str, Any] | None = None
+    what: str = ""
+
+    @property
+    def weight(self) -> Node | None:
+        """The weight of each class."""
+        return None if self.call is None else self.call["weight"]
+
+    @property
+    def ignore_index(self) -> int | None:
+        """None where no class index is ignored."""
+        return None if self.call is None else self.call["ignore_index"]
+
+
+def reading_of(node: Node, shadow: Shadow) -> Reading | None:
+    """What a node reads of each row of a tensor, None where that is no statistic."""
+    if node.target is _CROSS_ENTROPY:
+        return _cross_entropy(node)
+    if not isinstance(example(node), Tensor):
+        return None
+    maximum = _item_of_max(node)
+    if maximum is not None:
+        return maximum
+    value = shadow.of(node)
+    if value.op is None or value.node is not node:
+        return None
+    try:
+        return _of_value(value, shadow)
+    except RowIndexError:
+        return None
+
+
+def _cross_entropy(node: Node) -> Reading | None:
+    given = zip(_CROSS_ENTROPY_ARGUMENTS, node.args, strict=False)
+    call: dict[str, Any] = dict(_CROSS_ENTROPY_ARGUMENTS)
+    call |= {name: value for (name, _), value in given}
+    call |= dict(node.kwargs)
+    input, target = call["input"], call["target"]
+    if not isinstance(input, Node) or not isinstance(target, Node):
+        return None
+    classes = example(target)
+    if classes.is_floating_point() or (call["weight"] is not None and call["label_smoothing"]):
+        return None
+    dim = 0 if example(input).dim() == 1 else 1
+    return Reading(whole(input), dim, {NLL: 1.0}, whole(target), call, "cross entropy")
+
+
+def _item_of_max(node: Node) -> Reading | None:
+    """``torch.max(x, dim)`` returns two tensors, each in a node of its own."""
+    if node.target is not operator.getitem:
+        return None
+    source, index = node.args
+    if not isinstance(source, Node) or not is_max(source) or index not in (0, 1):
+        return None
+    given = dict(zip(("input", "dim", "keepdim"), source.args, strict=False)) | source.kwargs
+    input, dim = given.get("input"), given.get("dim")
+    if not isinstance(input, Node) or not isinstance(dim, int) or isinstance(dim, bool):
+        return None
+    logits = whole(input)
+    return _largest(logits, dim % logits.rank, ARGMAX if index else MAXIMUM)
+
+
+def is_max(node: Node) -> bool:
+    """Whether a node is a call of ``max`` that may have a dimension."""
+    return node.target in _MAX
+
+
+def _largest(logits: Value, dim: int, place: int) -> Reading:
+    return Reading(logits, dim, {place: 1.0}, what="argmax" if place == ARGMAX else "maximum")
+
+
+def _of_value(value: Value, shadow: Shadow) -> Reading | None:
+    op, args = value.op, value.args
+    if op is aten.neg.default:
+        inner = shadow.resolve(args[0])
+        found = _of_value(inner, shadow)
+        return None if found is None else _times(found, -1.0)
+    if op in (aten.squeeze.dim, aten.unsqueeze.default, *RESHAPES):
+        return _of_value(shadow.resolve(args[0]), shadow) if _keeps_rows(value) else None
+    if op is aten.logsumexp.default and len(args[1]) == 1:
+        return Reading(args[0], args[1][0] % args[0].rank, {LOGSUMEXP: 1.0}, what="logsumexp")
+    if op is aten.gather.default:
+        target, dim = target_of_gather(value, shadow)
+        return _pick(args[0], dim, target, shadow)
+    if op is aten.index.Tensor and isinstance(args[0], Value):
+        target, dim = target_of_index(value, shadow)
+        return _pick(args[0], dim, target, shadow)
+    if op in (aten.sum.dim_IntList, aten.mean.dim):
+        return _sum(value, shadow)
+    if op is aten.argmax.default and len(args) > 1 and isinstance(args[1], int):
+        return _largest(args[0], args[1] % args[0].rank, ARGMAX)
+    if op is aten.amax.default and len(args) > 1 and len(args[1]) == 1:
+        return _largest(args[0], args[1][0] % args[0].rank, MAXIMUM)
+    return None
+
+
+def _keeps_rows(value: Value) -> bool:
+    """Whether a view of one number for each row drops or adds dimensions of one alone."""
+    before, after = value.args[0].fake.shape, value.fake.shape
+    one, other = (
+        [size for size in shape if not statically_known_true(size == 1)]
+        for shape in (before, after)
+    )
+    return same_sizes(one, other)
+
+
+def _times(reading: Reading, factor: float) -> Reading:
+    terms = {place: factor * multiple for place, multiple in reading.terms.items()}
+    return Reading(reading.logits, reading.dim, terms, reading.target, what=reading.what)
+
+
+def _pick(source: Value, dim: int, target: Value, shadow: Shadow) -> Reading:
+    logits = _softmax_of(source, shadow, logarithm=True)
+    if logits is not None and logits[1] == dim:
+        return Reading(logits[0], dim, {NLL: -1.0}, target, what="log-probability of a class")
+    terms = {LOGSUMEXP: 1.0, NLL: -1.0}
+    return Reading(source, dim, terms, target, what="logit of a class")
+
+
+def _sum(value: Value, shadow: Shadow) -> Reading | None:
+    """Over the classes: of log-probabilities, or of these or logits times probabilities."""
+    inner, dims = shadow.resolve(value.args[0]), value.args[1]
+    if not isinstance(dims, list) or len(dims) != 1 or value.kwargs.get("dtype") is not None:
+        return None
+    dim = dims[0] % value.args[0].rank
+    classes = value.args[0].fake.shape[dim]
+    if not isinstance(classes, int):
+        return None
+    factor = 1 / classes if value.op is aten.mean.dim else 1.0
+    if inner.op is aten.neg.default:
+        inner, factor = shadow.resolve(inner.args[0]), -factor
+    logits = _softmax_of(inner, shadow, logarithm=True)
+    if logits is not None and logits[1] == dim:
+        terms = {TOTAL: factor, LOGSUMEXP: -factor * classes}
+        return Reading(logits[0], dim, terms, what="sum of log-probabilities")
+    if inner.op is not aten.mul.Tensor or not all(isinstance(a, Value) for a in inner.args[:2]):
+        return None
+    for one, other in (inner.args, inner.args[::-1]):
+        if not same_sizes(one.fake.shape, other.fake.shape):
+            return None
+        logits = _softmax_of(one, shadow, logarithm=False)
+        if logits is None or logits[1] != dim:
+            continue
+        logarithms = _softmax_of(other, shadow, logarithm=True)
+        if logarithms is not None and logarithms[1] == dim:
+            if shadow.same(logits[0], logarithms[0]):
+                return Reading(logits[0], dim, {ENTROPY: -factor}, what="entropy")
+        elif shadow.same(logits[0], other):
+            terms = {LOGSUMEXP: factor, ENTROPY: -factor}
+            return Reading(other, dim, terms, what="expected logit")
+    return None
+
+
+def _softmax_of(value: Value, shadow: Shadow, *, logarithm: bool) -> tuple[Value, int] | None:
+    """The logits and the dimension of the classes, if a Value is their softmax or log_softmax."""
+    value = shadow.resolve(value)
+    op = value.op
+    if op is None or value.kwargs:
+        return None
+    if logarithm and op is aten._log_softmax.default and not value.args[2]:
+        found = value.args[0], value.args[1] % value.args[0].rank
+    elif logarithm and op is aten.sub.Tensor and isinstance(value.args[1], Value):
+        x, subtrahend = value.args[0], shadow.resolve(value.args[1])
+        if not isinstance(x, Value) or subtrahend.op is not aten.logsumexp.default:
+            return None
+        inner, dims, *keepdim = subtrahend.args
+        if keepdim != [True] or len(dims) != 1 or not shadow.same(inner, x):
+            return None
+        found = x, dims[0] % x.rank
+    elif logarithm and _keeps_from_infinity(
+        value
+    ):  # Categorical.entropy, which 0 times it is 0 for
+        return _softmax_of(value.args[0], shadow, logarithm=True)
+    elif not logarithm and op is aten._softmax.default and not value.args[2]:
+        found = value.args[0], value.args[1] % value.args[0].rank
+    elif not logarithm and op is aten.exp.default:
+        return _softmax_of(value.args[0], shadow, logarithm=True)
+    else:
+        pushed = pushed_under_softmax(value, shadow) if packet_of(op) in VIEWS else None
+        if pushed is None or (pushed.op is aten._log_softmax.default) is not logarithm:
+            return None
+        found = pushed.args[0], pushed.args[1]
+    # A softmax is that of its log-probabilities, too, as torch's Categorical has it.
+    again = _softmax_of(found[0], shadow, logarithm=True)
+    return again if again is not None and again[1] == found[1] else found
+
+
+def _keeps_from_infinity(value: Value) -> bool:
+    """Whether a tensor is bounded below by the least number of its dtype."""
+    if value.op is not aten.clamp.default or len(value.args) != 2:
+        return False
+    return bool(value.args[1] == torch.finfo(value.fake.dtype).min)
+
+
+def is_join(node: Node) -> bool:
+    """Whether a node puts tensors together, as at the end of a loop over samples."""
+    name = getattr(node.target, "__name__", "")
+    return node.op == "call_function" and name in ("stack", "cat", "concat", "concatenate")
+
+
+class Readings:
+    """Computes what readers hold of the op's results: with tensors, or as nodes of a graph.
+
+    Args:
+        call: applies an op to arguments.
+        statistics: what the op returned.
+        target: [rows], None where no class is picked.
+        linear_weight: [classes, hidden].
+        weight: of each class, [classes].
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        statistics: Any,
+        target: Any,
+        linear_weight: Any,
+        ignore_index: int,
+        weight: Any = None,
+    ) -> None:
+        self.call, self.statistics, self.target = call, statistics, target
+        self.linear_weight, self.ignore_index, self.weight = linear_weight, ignore_index, weight
+
+    def of(
+        self,
+        reading: Reading,
+        dtype: torch.dtype,
+        shape: list[Any],
+        base_shape: list[Any],
+        moves: Sequence[Move],
+    ) -> Any:
+        """What a reader holds.
+
+        Args:
+            dtype, shape: of it.
+            base_shape: of the rows that were computed.
+            moves: what makes the reader's rows of these, with a last dimension of one.
+        """
+        result = self._sum_of(reading.terms)
+        if reading.call is not None:
+            result = self._cross_entropy(reading.call, result)
+        result = self.call(aten.to.dtype, result, dtype)
+        if moves:
+            result = self.call(aten.reshape.default, result, [*base_shape, 1])
+        for op, arguments in moves:
+            result = self.call(op, result, *arguments)
+        if moves:
+            result = self.call(aten.contiguous.default, result)
+        return self.call(aten.reshape.default, result, shape)
+
+    def _statistic(self, place: int) -> Any:
+        return self.call(operator.getitem, self.statistics, place)
+
+    def _sum_of(self, terms: dict[int, float]) -> Any:
+        total: Any = None
+        for place, factor in terms.items():
+            term = self._statistic(place)
+            if factor == -1:
+                term = self.call(aten.neg.default, term)
+            elif factor != 1:
+                term = self.call(aten.mul.Tensor, term, factor)
+            total = term if total is None else self.call(aten.add.Tensor, total, term)
+        return total
+
+    def _cross_entropy(self, given: dict[str, Any], losses: Any) -> Any:
+        """Of the negative log-likelihood of each row, as torch defines it."""
+        call, dtype = self.call, example(losses).dtype
+        kept = call(aten.ne.Scalar, self.target, self.ignore_index)
+        count = None
+        if self.weight is not None:
+            picked = call(aten.mul.Tensor, self.target, kept)
+            weights = call(aten.index_select.default, self.weight, 0, picked)
+            count = call(aten.mul.Tensor, call(aten.to.dtype, weights, dtype), kept)
+            losses = call(aten.mul.Tensor, losses, count)
+        smoothing = max(given["label_smoothing"], 0.0)
+        if smoothing:
+            classes = example(self.linear_weight).shape[0]
+            if not isinstance(classes, int):
+                raise NotAbsorbedError("label smoothing of classes whose number is a symbol")
+            mean = call(aten.mul.Tensor, self._statistic(TOTAL), 1 / classes)
+            spread = call(aten.sub.Tensor, self._statistic(LOGSUMEXP), mean)
+            spread = call(aten.where.ScalarOther, kept, spread, 0.0)
+            losses = call(aten.mul.Tensor, losses, 1 - smoothing)
+            losses = call(aten.add.Tensor, losses, call(aten.mul.Tensor, spread, smoothing))
+        if given["reduction"] == REDUCTIONS["none"]:
+            return losses
+        loss = call(aten.sum.default, losses)
+        if given["reduction"] == REDUCTIONS["mean"]:
+            count = call(aten.to.dtype, kept, dtype) if count is None else count
+            loss = call(aten.div.Tensor, loss, call(aten.sum.default, count))
+        return loss

@@ -1,0 +1,592 @@
+"""Logits of one head that several losses and metrics read: one op for all that they read.
+
+Where each reader of a head's output needs a few numbers of each row (``row_statistics``), none
+needs the logits. One call of ``fused::linear_row_statistics_forward`` takes the place of the linear
+layer, and the readers are computed of its results, by row.
+
+This is looked for when all else is done: a loss that reads its logits alone is taken together with
+its layer before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
+
+from compile_losses.distributed import are_dtensors
+from compile_losses.lazy import LazyOutput
+from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.recognize.guards import changes_grad_mode, mutated, refusal
+from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
+from compile_losses.recognize.linear import Options, check_gain, check_rows
+from compile_losses.recognize.logits import Logits, logits_of
+from compile_losses.recognize.match import Match
+from compile_losses.recognize.probabilities import NOTHING_IGNORED
+from compile_losses.recognize.returned_logits import lazy_outputs
+from compile_losses.recognize.row_statistics import (
+    DIFFERENTIABLE,
+    Move,
+    Reading,
+    Readings,
+    is_join,
+    is_max,
+    reading_of,
+)
+from compile_losses.recognize.shadow import RESHAPES, Shadow, aten, same_sizes
+from compile_losses.recognize.values import Size, Value, emit, example, fake_mode
+from compile_losses.recognize.verify import verify as compare
+from compile_losses.torch_internals.graphs import EXAMPLE
+
+_OP = "linear_row_statistics_forward"
+#: How many nodes between a head and what is read of its output are looked at.
+_MOST_NODES = 4096
+#: How many nodes there may be from a reader in a loop to where the loop's results come together.
+_STEPS_TO_JOIN = 8
+#: What makes some rows of others, or another order of them.
+_ROW_MOVES = (
+    aten.permute.default,
+    aten.reshape.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+)
+
+
+@dataclass
+class Shared:
+    """A head and the readers of its output.
+
+    Attributes:
+        head: the linear layer.
+        readings: what is read, by the node that holds it.
+        between: the nodes from the head to these.
+        outputs: the outputs of the graph that are made of the logits.
+    """
+
+    head: Head
+    readings: dict[Node, Reading] = field(default_factory=dict)
+    between: list[Node] = field(default_factory=list)
+    outputs: list[Node] = field(default_factory=list)
+
+
+@dataclass
+class Rewritten:
+    """A call of the op in the place of a head.
+
+    Attributes:
+        node: the call.
+        readers: the nodes that were replaced.
+        notes: what the report should say.
+        returned: the outputs of the graph that have to become lazy.
+    """
+
+    node: Node
+    readers: list[Node]
+    notes: list[str]
+    returned: list[LazyOutput]
+
+
+@dataclass
+class Kept:
+    """A head that stays.
+
+    Attributes:
+        readers: the nodes that read its output.
+        reason: why they keep it.
+    """
+
+    readers: list[Node]
+    reason: str
+
+
+def take_shared_logits(
+    graph: Graph, shadow: Shadow, options: Options, *, verify: bool
+) -> Iterator[Rewritten | Kept]:
+    """Replaces every head whose output several readers share.
+
+    Yields:
+        what was rewritten; or, where it was not, why.
+    """
+    for node in list(graph.nodes):
+        try:
+            head = find_head(node)
+        except NotAbsorbedError:
+            continue
+        if head is None or not _is_worthwhile(head, options):
+            continue
+        shared = _shared(head, shadow)
+        if shared is None:
+            continue
+        try:
+            yield _Taking(shared, shadow, options, verify=verify).run()
+        except NotAbsorbedError as error:
+            yield Kept(list(shared.readings), str(error))
+
+
+def _is_worthwhile(head: Head, options: Options) -> bool:
+    """Whether a layer has so many classes and rows that chunks of its output save memory."""
+    output = example(head.node)
+    if not isinstance(output, Tensor) or output.dim() == 0 or are_dtensors(output):
+        return False
+    if fake_mode(output) is None or fake_mode(head.input.fake) is None:
+        return False
+    logits = Logits(head, [], head.input, head.weight, head.bias, output.dim() - 1)
+    try:
+        check_gain(Match(head.node, _OP, ()), logits, options)
+    except NotAbsorbedError:
+        return False
+    return True
+
+
+def _shared(head: Head, shadow: Shadow) -> Shared | None:
+    """The readers of a head's output; None where one needs the logits themselves."""
+    classes = example(head.node).shape[-1]
+    found = Shared(head, between=[head.node])
+    seen = {head.node}
+    for node in found.between:  # grows
+        for user in node.users:
+            if user.op == "output":
+                found.outputs.append(node)
+                continue
+            if user in seen:
+                continue
+            seen.add(user)
+            value = example(user)
+            if _is_size(value):
+                continue
+            reading = reading_of(user, shadow)
+            if reading is not None:
+                found.readings[user] = reading
+            elif (_holds(value, classes) or is_max(user)) and len(found.between) < _MOST_NODES:
+                found.between.append(user)
+            else:
+                return None
+    # A loss that is alone was declined together with its layer before.
+    alone = len(found.readings) == 1 and all(one.call for one in found.readings.values())
+    return found if found.readings and not alone else None
+
+
+def _holds(value: Any, classes: Any) -> bool:
+    """Whether a tensor, or each of several, has a dimension of the classes."""
+    if isinstance(value, tuple | list):
+        return bool(value) and any(_holds(part, classes) for part in value)
+    return isinstance(value, Tensor) and any(
+        statically_known_true(size == classes) for size in value.shape
+    )
+
+
+class _Taking:
+    """From what is read of a head's output to the op.
+
+    Raises NotAbsorbedError before anything is changed.
+    """
+
+    def __init__(self, shared: Shared, shadow: Shadow, options: Options, *, verify: bool) -> None:
+        self.shared, self.shadow, self.options = shared, shadow, options
+        self.verify = verify
+        #: For each reader what makes its rows of those that the op computes, of this shape.
+        self.moves: dict[Node, list[Move]] = {}
+        self.base_shape: list[Any] = []
+
+    def run(self) -> Rewritten:
+        self._join_loops()
+        logits = self._logits()
+        target, ignore_index = self._target()
+        rows = computed(aten.reshape.default, logits.input, [-1, logits.input.fake.shape[-1]])
+        args = (
+            rows.argument,
+            logits.weight.argument,
+            target and computed(aten.reshape.default, target, [-1]).argument,
+            logits.bias and logits.bias.argument,
+            ignore_index,
+            logits.softcap,
+        )
+        readings = self.shared.readings
+        needed = self._needed(args)
+        place = self._place(needed)
+        base, _ = _flat_rows(logits.input)
+        self.base_shape = _sizes_of(base.fake.shape[:-1], needed)
+        sizes: dict[Node, list[Any]] = {}
+        check_gain(Match(place, _OP, args), logits, self.options)
+        check_rows(Match(place, _OP, args), REDUCTIONS["none"], logits, self.options)
+        self._check_closed()
+        for reader, reading in readings.items():
+            value = example(reader)
+            if value.requires_grad and not set(reading.terms) <= DIFFERENTIABLE:
+                raise NotAbsorbedError(f"{reader.name} has a gradient that goes to single logits")
+            if value.dtype == torch.float64 and logits.input.fake.dtype != torch.float64:
+                raise NotAbsorbedError(f"{reader.name} is computed in float64 of narrower logits")
+            sizes[reader] = _sizes_of(value.shape, needed)
+            match = self._match(reader, reading, args, sizes[reader])
+            reason = refusal(match)
+            if reason is None and self.verify:
+                reason, _ = compare(match)
+            if reason is not None:
+                raise NotAbsorbedError(f"{reader.name}: {reason}")
+        inside = sorted({*self.shared.between, *readings}, reverse=True)
+        reason = mutated(Match(max(*readings, place), _OP, args, {}, inside))
+        if reason is not None:
+            raise NotAbsorbedError(reason)
+        outputs = self.shared.outputs
+        returned = lazy_outputs(self.shared.head, outputs, self.shadow, self.options.lazily)
+        return self._replace(place, args, sizes, logits, returned)
+
+    def _join_loops(self) -> None:
+        """Takes the ends of loops for their turns: a stack of what is read of each sample."""
+        readings = self.shared.readings
+        for node in list(readings):
+            join = _join_after(node) if node in readings else None
+            reading = None if join is None else reading_of(join, self.shadow)
+            if join is None or reading is None:
+                continue
+            turns = self._turns(join)
+            for turn in turns & set(readings):
+                del readings[turn]
+            self.shared.between += sorted(turns - set(self.shared.between))
+            readings[join] = reading
+
+    def _turns(self, join: Node) -> set[Node]:
+        """The nodes that lead from the logits to the end of a loop."""
+        head = self.shared.head.node
+        before = _made_of(join, {head, *head.all_input_nodes})
+        of_logits = set(self.shared.between)
+        for node in sorted(before):
+            if any(source in of_logits for source in node.all_input_nodes):
+                of_logits.add(node)
+        return before & of_logits
+
+    def _logits(self) -> Logits:
+        """How the logits are made that all readers read, the classes last in input.
+
+        Rows that are picked a class of are computed, or else the most rows; the others are some of
+        these.
+        """
+        every: dict[Node, Logits] = {}
+        for node, reading in self.shared.readings.items():
+            logits = logits_of(reading.logits.argument, self.shadow)
+            if logits is None or logits.head.node is not self.shared.head.node:
+                raise NotAbsorbedError(f"{node.name} reads other logits as well")
+            if logits.class_dim != reading.dim:
+                raise NotAbsorbedError(f"{node.name} does not read rows of classes")
+            if logits.is_shifted:
+                raise NotAbsorbedError(f"{node.name} reads logits that a number is added to")
+            logits.input = _classes_last(logits.input, logits.class_dim)
+            logits.class_dim = logits.input.fake.dim() - 1
+            every[node] = logits
+        readings = self.shared.readings
+        picking = [node for node in every if readings[node].target is not None] or list(every)
+        chosen = every[max(picking, key=lambda node: _rows_of(every[node]))]
+        for node, logits in every.items():
+            moves = _moves(chosen, logits)
+            if moves is None:
+                raise NotAbsorbedError(
+                    f"{node.name} reads other rows than the rest, or scales them otherwise"
+                )
+            if moves and readings[node].target is not None:
+                raise NotAbsorbedError(f"{node.name} picks classes of some of the rows alone")
+            self.moves[node] = moves
+        chosen.absorbed = max((one.absorbed for one in every.values()), key=len)
+        return chosen
+
+    def _target(self) -> tuple[Value | None, int]:
+        """The class that all readers pick of each row, in any shape, and the index that is none."""
+        target: Value | None = None
+        ignored: set[int] = set()
+        for node, reading in self.shared.readings.items():
+            if reading.target is None:
+                continue
+            if reading.target.fake.dtype != torch.int64:
+                raise NotAbsorbedError(f"{node.name} has class indices that are not int64")
+            flat = self._flat(reading.target)
+            if target is None:
+                target = flat
+            elif not self.shadow.same(target, flat):
+                raise NotAbsorbedError(f"{node.name} picks other classes than the rest")
+            if reading.ignore_index not in (None, NOTHING_IGNORED):
+                ignored.add(reading.ignore_index)
+        if len(ignored) > 1:
+            raise NotAbsorbedError("its losses ignore different class indices")
+        return target, ignored.pop() if ignored else NOTHING_IGNORED
+
+    def _flat(self, value: Value) -> Value:
+        """Class indices before they were brought into another shape."""
+        value = self.shadow.resolve(value)
+        while value.op in (*RESHAPES, aten.squeeze.dim, aten.unsqueeze.default):
+            value = self.shadow.resolve(value.args[0])
+        return value
+
+    def _needed(self, args: tuple[Any, ...]) -> list[Node]:
+        """The nodes that the op and its readers are computed from, none of them the logits."""
+        readings = self.shared.readings
+        needed = Match(max(readings), _OP, args).inputs
+        for reading in readings.values():
+            needed += [reading.weight] if reading.weight is not None else []
+        head = self.shared.head.node
+        later = (node for node in needed if not node < head)
+        if any(node is head or head in _made_of(node, set(head.all_input_nodes)) for node in later):
+            raise NotAbsorbedError("its classes are picked by what is made of its logits")
+        return needed
+
+    def _place(self, needed: list[Node]) -> Node:
+        """The reader in whose place the op can be: after its arguments, before all results."""
+        readings = self.shared.readings
+        records = self._records()
+
+        def records_gradients(place: Node) -> bool:
+            return place in records or any(
+                place < node and not changes_grad_mode(place, node) for node in records
+            )
+
+        inside = {*self.shared.between, *readings}
+        users = [user for node in readings for user in node.users if user not in inside]
+        for place in sorted(readings):
+            known = all(node < place for node in needed)
+            if known and not any(user < place for user in users) and records_gradients(place):
+                return place
+        raise NotAbsorbedError("what is read of its rows is used before all of it is known")
+
+    def _records(self) -> set[Node]:
+        """The readers with gradients; all where none has any."""
+        readings = self.shared.readings
+        return {node for node in readings if example(node).requires_grad} or set(readings)
+
+    def _check_closed(self) -> None:
+        """That nothing but the readers needs a node between."""
+        inside = {*self.shared.between, *self.shared.readings}
+        for node in self.shared.between:
+            for user in node.users:
+                if user in inside or _is_size(example(user)):
+                    continue
+                if user.op != "output" or node not in self.shared.outputs:
+                    raise NotAbsorbedError(f"{user.name} needs the logits")
+
+    def _match(
+        self, reader: Node, reading: Reading, args: tuple[Any, ...], sizes: list[Any]
+    ) -> Match:
+        """One reader alone, for the guards and for verification."""
+        inputs = set(Match(reader, _OP, args).inputs)
+        interior: set[Node] = set()
+        for node in sorted(_made_of(reader, inputs)):
+            if any(source in inputs or source in interior for source in node.all_input_nodes):
+                interior.add(node)
+
+        def read(
+            statistics: Any,
+            target: Any,
+            linear_weight: Tensor,
+            weight: Any,
+            dtype: torch.dtype,
+            base_shape: list[Any],
+            arguments: list[list[Any]],
+            sizes: list[Any],
+        ) -> Tensor:
+            made = Readings(_run, statistics, target, linear_weight, args[4], weight)
+            moves = list(zip(ops, arguments, strict=True))
+            result: Tensor = made.of(reading, dtype, sizes, base_shape, moves)
+            return result
+
+        ops = [op for op, _ in self.moves[reader]]
+        arguments = [arguments for _, arguments in self.moves[reader]]
+        given = (args[2], args[1], reading.weight, example(reader).dtype)
+        steps: Any = [(read, (*given, self.base_shape, arguments, sizes))]
+        return Match(reader, _OP, args, {}, sorted(interior, reverse=True), steps=steps)
+
+    def _replace(
+        self,
+        place: Node,
+        args: tuple[Any, ...],
+        sizes: dict[Node, list[Any]],
+        logits: Logits,
+        returned: list[LazyOutput],
+    ) -> Rewritten:
+        readings, graph, meta = self.shared.readings, place.graph, place.meta
+        before = place.prev
+        records = any(example(node).requires_grad for node in self._records())
+        mode = fake_mode(example(self.shared.head.node))
+        assert mode is not None
+
+        def call(op: Any, *arguments: Any) -> Node:
+            node = graph.call_function(op, arguments)
+            with mode, torch.set_grad_enabled(records):
+                node.meta = {**meta, EXAMPLE: op(*map_arg(arguments, example))}
+            return node
+
+        try:
+            with graph.inserting_before(place):
+                given = [emit(graph, argument, meta) for argument in args]
+                node = call(getattr(torch.ops.fused, _OP).default, *given)
+                results = {}
+                for reader, reading in readings.items():
+                    made = Readings(call, node, given[2], given[1], args[4], reading.weight)
+                    shape = [emit(graph, size, meta) for size in sizes[reader]]
+                    value, base = example(reader), [emit(graph, s, meta) for s in self.base_shape]
+                    moves = self.moves[reader]
+                    results[reader] = made.of(reading, value.dtype, shape, base, moves)
+                    if not value.requires_grad:
+                        results[reader] = call(aten.detach.default, results[reader])
+                    results[reader].meta[EXAMPLE] = value
+        except Exception:
+            while place.prev is not before:  # as if nothing had been tried
+                graph.erase_node(place.prev)
+            raise
+        for reader, result in results.items():
+            reader.replace_all_uses_with(result)
+        for old in sorted({*self.shared.between, *readings}, reverse=True):
+            if not old.users:
+                graph.erase_node(old)
+        absorbed = " and ".join(["a linear layer", *logits.absorbed])
+        whats = dict.fromkeys(reading.what for reading in readings.values())
+        notes = [f"absorbed {absorbed}", f"computes of each row: {', '.join(whats)}"]
+        notes += ["the logits are returned lazily"] * bool(returned)
+        return Rewritten(node, list(readings), notes, returned)
+
+
+def _made_of(node: Node, inputs: set[Node]) -> set[Node]:
+    """The nodes that a node is made of, from inputs on."""
+    found: set[Node] = set()
+    waiting = [node]
+    while waiting:
+        new = set(waiting.pop().all_input_nodes) - inputs - found
+        found |= new
+        waiting += new
+    return found
+
+
+def _sizes_of(shape: torch.Size, needed: list[Node]) -> list[Any]:
+    """A shape as a rewrite may say it."""
+    symbols = sum(not isinstance(size, int) for size in shape)
+    if symbols <= 1:
+        return [size if isinstance(size, int) else -1 for size in shape]
+    sizes: list[Any] = []
+    for size in shape:
+        places = (
+            Size(node, dim)
+            for node in needed
+            for dim, other in enumerate(example(node).shape)
+            if statically_known_true(other == size)
+        )
+        found = size if isinstance(size, int) else next(places, None)
+        if found is None:
+            raise NotAbsorbedError("the graph has no node for a size of its rows")
+        sizes.append(found)
+    return sizes
+
+
+def _join_after(node: Node) -> Node | None:
+    """Where the results of a loop come together that a node is in."""
+    for _ in range(_STEPS_TO_JOIN):
+        if len(node.users) != 1:
+            return None
+        (node,) = node.users
+        if is_join(node):
+            return node
+    return None
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int | torch.SymInt | torch.Size)
+
+
+def _run(op: Any, *arguments: Any) -> Any:
+    return op(*arguments)
+
+
+def _classes_last(input: Value, dim: int) -> Value:
+    """A tensor with a dimension moved to the end."""
+    rank = input.fake.dim()
+    if dim == rank - 1:
+        return input
+    order = [d for d in range(rank) if d != dim] + [dim]
+    return computed(aten.permute.default, input, order)
+
+
+def _rows_of(logits: Logits) -> int:
+    sizes = logits.input.fake.shape[:-1]
+    return math.prod(s if isinstance(s, int) else s.node.hint or 1 for s in sizes)
+
+
+def _flat_rows(input: Value) -> tuple[Value, list[float]]:
+    """Input before its rows were brought into another shape, and what it was multiplied by."""
+    factors: list[float] = []
+    while not input.whole:
+        op, (inner, *rest) = input.op, input.args
+        if op in RESHAPES and same_sizes(inner.fake.shape[-1:], input.fake.shape[-1:]):
+            input = inner
+        elif op is aten.mul.Tensor and isinstance(rest[0], int | float):
+            factors.append(float(rest[0]))
+            input = inner
+        elif op is aten.permute.default and (before := _permuted_back(inner, rest[0])) is not None:
+            input = before[0]
+            factors += before[1]
+        else:
+            break
+    return input, factors
+
+
+def _permuted_back(value: Value, order: list[int]) -> tuple[Value, list[float]] | None:
+    """What a tensor was before its dimensions were permuted, if an order brings them back."""
+    factors: list[float] = []
+    while value.op is aten.mul.Tensor and isinstance(value.args[1], int | float):
+        factors.append(float(value.args[1]))
+        value = value.args[0]
+    if value.whole or value.op is not aten.permute.default:
+        return None
+    inner, before = value.args
+    rank = value.fake.dim()
+    if [before[dim] % rank for dim in order] != list(range(rank)):
+        return None
+    return inner, factors
+
+
+def _moves(one: Logits, other: Logits) -> list[Move] | None:
+    """The ops that make the rows of another tensor of those of one; none where they are the same.
+
+    Returns:
+        None where the other one has more rows, or differs in more than its rows.
+    """
+    parts = zip((one.weight, one.bias), (other.weight, other.bias), strict=True)
+    if one.softcap != other.softcap or not all(_same(left, right) for left, right in parts):
+        return None
+    base, factors = _flat_rows(one.input)
+    value, of_other = _flat_rows(other.input)
+    if not _same(base, value):
+        value, of_other = other.input, []
+    moves: list[Move] = []
+    while not _same(base, value):
+        if value.whole or not value.args:
+            return None
+        inner, *rest = value.args
+        if value.op is aten.mul.Tensor and isinstance(rest[0], int | float):
+            of_other.append(float(rest[0]))
+        elif value.op in _ROW_MOVES and all(isinstance(a, int | list | None) for a in rest):
+            if value.op is aten.reshape.default:  # the hidden dimension is the last
+                rest = [[*rest[0][:-1], 1]]
+            moves.append((value.op, rest))
+        else:
+            return None
+        value = inner
+    return moves[::-1] if factors == of_other else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two arguments are computed in the same way from the same nodes."""
+    if isinstance(one, Value) and isinstance(other, Value):
+        if one is other:
+            return True
+        if one.whole or other.whole:
+            return one.whole and other.whole and one.node is other.node
+        return one.op is other.op and one.kwargs == other.kwargs and _same(one.args, other.args)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, torch.SymInt) or isinstance(other, torch.SymInt):
+        return statically_known_true(one == other)
+    return type(one) is type(other) and one == other
