@@ -180,6 +180,8 @@ _TOKENS = {
     "grpo_cross_entropy": "GRPO, `cross_entropy`",
     "dpo_float32": "DPO, TRL's float32 spelling",
     "dpo_cross_entropy": "DPO, `cross_entropy`",
+    "ppo_entropy": "PPO with an entropy bonus, float32",
+    "accuracy": "mean, with logged accuracy and entropy",
 }
 
 

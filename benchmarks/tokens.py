@@ -96,6 +96,23 @@ def dpo(log_probs: LogProbs, logits: Tensor, batch: Batch) -> Tensor:
     return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
+def ppo_entropy(logits: Tensor, batch: Batch) -> Tensor:
+    """A clipped ratio and a bonus for entropy, as verl computes them of float32 logits."""
+    logits = logits.float()
+    entropy = torch.logsumexp(logits, -1) - (F.softmax(logits, -1) * logits).sum(-1)
+    bonus = (entropy * batch.mask).sum(-1) / batch.mask.sum(-1)
+    return grpo(_float32, logits, batch) - 0.01 * bonus.mean()
+
+
+def accuracy(logits: Tensor, batch: Batch) -> Tensor:
+    """The mean with the token accuracy and the entropy that fine-tuning logs, added to it."""
+    loss = mean(logits, batch)
+    with torch.no_grad():
+        entropy = -(F.softmax(logits, -1) * F.log_softmax(logits, -1)).sum(-1).float()
+        hits = (logits.argmax(-1) == batch.target).float()
+    return loss + hits.mean() + entropy.mean()
+
+
 LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
     "mean": mean,
     "masked_mean": masked_mean,
@@ -104,6 +121,8 @@ LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
     "grpo_cross_entropy": partial(grpo, _cross_entropy),
     "dpo_float32": partial(dpo, _float32),
     "dpo_cross_entropy": partial(dpo, _cross_entropy),
+    "ppo_entropy": ppo_entropy,
+    "accuracy": accuracy,
 }
 
 

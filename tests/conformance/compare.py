@@ -23,6 +23,8 @@ _OTHERS = (
     "linear_cross_entropy",
     "linear_softmax_js_div",
     "linear_softmax_kl_div",
+    "selective_log_softmax",
+    "softmax_entropy",
     "softmax_js_div",
     "softmax_kl_div",
 )
