@@ -82,6 +82,7 @@ def front() -> str:
     cases = rows_of("nvidia-h200.csv")
     tokens = rows_of("tokens-nvidia-h100.csv")
     grpo = {"loss": "grpo_float32", "head": "trained"}
+    ppo = {"loss": "ppo_entropy", "head": "trained"}
     whole = {"pass_": "fwd_bwd"}
     found = [
         (
@@ -93,6 +94,11 @@ def front() -> str:
             "GRPO's loss with the same head, half as wide",
             one(tokens, contender="stock", **grpo),
             one(tokens, contender="ours", **grpo),
+        ),
+        (
+            "PPO's loss with a bonus for entropy, the same",
+            one(tokens, contender="stock", **ppo),
+            one(tokens, contender="ours", **ppo),
         ),
         (
             "Llama of 2 layers, which returns its logits",
