@@ -388,6 +388,14 @@ def shifted(h, w, labels, mask, advantages, old):
     return loss + torch.logsumexp(logits, -1).mean()
 
 
+def picked_of_bounded(h, w, labels, mask, advantages, old):
+    """A bound matters where a class is picked that has no probability."""
+    logits, labels = logits_of(h, w), labels.clamp(min=0)
+    bounded = F.log_softmax(logits, -1).clamp(min=torch.finfo(h.dtype).min)
+    picked = bounded.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return torch.logsumexp(logits, -1).mean() - (picked * mask).mean()
+
+
 def of_sigmoids(h, w, labels, mask, advantages, old):
     """A soft-cap whose addend softmax drops, and a logsumexp does not."""
     logits = 30 * torch.sigmoid(logits_of(h, w) / 7.5)
@@ -437,7 +445,7 @@ NEAR_MISSES = (
     probabilities_are_used, other_rows, another_temperature, other_classes, other_ignored_classes,
     gradient_of_the_maximum, over_the_rows, half_detached, half_without_gradients, shifted,
     of_sigmoids, picked_by_themselves, written_between, in_place, used_before,
-    learned_temperature_of_one,
+    learned_temperature_of_one, picked_of_bounded,
 )  # fmt: skip
 
 

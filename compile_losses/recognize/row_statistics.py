@@ -209,6 +209,7 @@ def _sum(value: Value, shadow: Shadow) -> Reading | None:
         logits = _softmax_of(one, shadow, logarithm=False)
         if logits is None or logits[1] != dim:
             continue
+        other = _unbounded(other, shadow)
         logarithms = _softmax_of(other, shadow, logarithm=True)
         if logarithms is not None and logarithms[1] == dim:
             if shadow.same(logits[0], logarithms[0]):
@@ -235,10 +236,6 @@ def _softmax_of(value: Value, shadow: Shadow, *, logarithm: bool) -> tuple[Value
         if keepdim != [True] or len(dims) != 1 or not shadow.same(inner, x):
             return None
         found = x, dims[0] % x.rank
-    elif logarithm and _keeps_from_infinity(
-        value
-    ):  # Categorical.entropy, which 0 times it is 0 for
-        return _softmax_of(value.args[0], shadow, logarithm=True)
     elif not logarithm and op is aten._softmax.default and not value.args[2]:
         found = value.args[0], value.args[1] % value.args[0].rank
     elif not logarithm and op is aten.exp.default:
@@ -253,11 +250,16 @@ def _softmax_of(value: Value, shadow: Shadow, *, logarithm: bool) -> tuple[Value
     return again if again is not None and again[1] == found[1] else found
 
 
-def _keeps_from_infinity(value: Value) -> bool:
-    """Whether a tensor is bounded below by the least number of its dtype."""
-    if value.op is not aten.clamp.default or len(value.args) != 2:
-        return False
-    return bool(value.args[1] == torch.finfo(value.fake.dtype).min)
+def _unbounded(value: Value, shadow: Shadow) -> Value:
+    """A factor of probabilities without the least number of its dtype as a bound.
+
+    ``Categorical.entropy`` has it, so that 0 times what would be -inf is 0.
+    """
+    resolved = shadow.resolve(value)
+    if resolved.op is not aten.clamp.default or len(resolved.args) != 2:
+        return value
+    bounded: Value = resolved.args[0]
+    return bounded if resolved.args[1] == torch.finfo(resolved.fake.dtype).min else value
 
 
 def is_join(node: Node) -> bool:
