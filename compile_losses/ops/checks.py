@@ -62,6 +62,11 @@ def check_same_device(op: str, input: Tensor, **others: Tensor | None) -> None:
             )
 
 
+def check_softcap(op: str, softcap: float | None) -> None:
+    if softcap is not None and not softcap > 0:
+        raise RuntimeError(f"{op}: expected softcap to be positive, got {softcap}")
+
+
 def check_grad_output(op: str, input: Tensor, grad_output: Tensor | None) -> None:
     """For the gradient that comes with a loss: one number, or None for 1."""
     if grad_output is None:

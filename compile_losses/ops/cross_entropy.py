@@ -99,8 +99,7 @@ def check(
         raise RuntimeError(
             f"{NAME}: expected label_smoothing to be at most 1, got {label_smoothing}"
         )
-    if softcap is not None and not softcap > 0:
-        raise RuntimeError(f"{NAME}: expected softcap to be positive, got {softcap}")
+    checks.check_softcap(NAME, softcap)
 
 
 def public_kernel(

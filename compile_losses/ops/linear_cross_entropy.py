@@ -48,7 +48,7 @@ from torch import Tensor
 from compile_losses import library
 from compile_losses.distributed import mesh_of
 from compile_losses.ops.checks import REDUCTIONS, class_indices, loss_dtype
-from compile_losses.ops.linear.arguments import NAME, check, has_probabilities
+from compile_losses.ops.linear.arguments import NAME, as_rows, check, has_probabilities
 from compile_losses.ops.linear.leaves import declare_leaves
 from compile_losses.ops.linear.reference import autocast_off, reference, under_autocast
 from compile_losses.ops.linear.row_chunks import of_cross_entropy
@@ -115,9 +115,7 @@ def public_kernel(
     if probabilities or linear_weight.dim() > 2 or needs_torch(*tensors):
         with autocast_off(input):
             return reference(*tensors, *options)
-    # Not by reshape: -1 is no number where there are no features.
-    hidden = input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
-    rows = (hidden, linear_weight, target.reshape(-1), *tensors[3:])
+    rows = (as_rows(input), linear_weight, target.reshape(-1), *tensors[3:])
     needs = [t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)]
     if (
         reduction != REDUCTIONS["none"]

@@ -34,8 +34,8 @@ from compile_losses import library
 from compile_losses.distributed import are_dtensors
 from compile_losses.ops import checks, linear_row_statistics
 from compile_losses.ops.checks import accumulation_type, describe
-from compile_losses.ops.linear.arguments import check_linear
-from compile_losses.ops.linear.reference import autocast_off, under_autocast
+from compile_losses.ops.linear.arguments import as_rows, check_linear
+from compile_losses.ops.linear.reference import autocast_layer, autocast_off, under_autocast
 from compile_losses.ops.row_statistics import entropy_of
 from compile_losses.ops.softmax_divergence import check_temperature
 from compile_losses.ops.transforms import needs_torch
@@ -78,10 +78,9 @@ def public_kernel(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if under_autocast(input) and input.dtype != torch.float64:
-        lower = torch.get_autocast_dtype(input.device.type)
-        input, linear_weight = input.to(lower), linear_weight.to(lower)
-        linear_bias = None if linear_bias is None else linear_bias.to(lower)
+    if under_autocast(input):
+        layer = autocast_layer(input, linear_weight, linear_bias)
+        input, linear_weight, linear_bias = layer  # type: ignore[assignment]
     _check(input, linear_weight, index, linear_bias, temperature, softcap)
     tensors = (input, linear_weight, index, linear_bias)
     if are_dtensors(*tensors) or needs_torch(*tensors):
@@ -92,10 +91,9 @@ def public_kernel(
         linear_bias = None if linear_bias is None else linear_bias / temperature
         # softcap(x) / T is tanh with the height softcap / T of x / T.
         softcap = None if softcap is None else softcap / temperature
-    rows = input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)
     target = index.reshape(-1).clamp(min=_NONE)
     nll, _, entropy, _, _, argmax = linear_row_statistics.forward(
-        rows, linear_weight, target, linear_bias, _NONE, softcap
+        as_rows(input), linear_weight, target, linear_bias, _NONE, softcap
     )
     return (-nll).view(index.shape), entropy.view(index.shape), argmax.view(index.shape)
 
@@ -125,8 +123,7 @@ def _check(
             f"got {describe(index)}"
         )
     check_temperature(NAME, temperature)
-    if softcap is not None and not softcap > 0:
-        raise RuntimeError(f"{NAME}: expected softcap to be positive, got {softcap}")
+    checks.check_softcap(NAME, softcap)
 
 
 library.implement_public(public, public_kernel)

@@ -85,8 +85,7 @@ def check(
             f"{NAME}: expected target to be int64 of shape {list(input.shape[:1])}, "
             f"got {describe(target)}"
         )
-    if softcap is not None and not softcap > 0:
-        raise RuntimeError(f"{NAME}: expected softcap to be positive, got {softcap}")
+    checks.check_softcap(NAME, softcap)
 
 
 def _problem(arguments: tuple[Any, ...], row_function: RowFunction | None = None) -> Problem:

@@ -84,8 +84,7 @@ def check(input: Tensor, target: Tensor | None, softcap: float | None) -> None:
             f"{NAME}: expected target to be int64 of shape {[input.shape[0]]}, "
             f"got {checks.describe(target)}"
         )
-    if softcap is not None and not softcap > 0:
-        raise RuntimeError(f"{NAME}: expected softcap to be positive, got {softcap}")
+    checks.check_softcap(NAME, softcap)
 
 
 def forward_fake(

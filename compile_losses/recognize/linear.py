@@ -111,7 +111,7 @@ def check_gain(match: Match, logits: Logits, options: Options, buffers: int = 1)
     if not isinstance(hidden, int) or not isinstance(classes, int):
         raise NotAbsorbedError("its sizes are not known")
     taken = shard_of(logits.input.fake)
-    made, picked = _rows(output, classes), _rows(taken, hidden)
+    made, picked = rows_of(output, classes), rows_of(taken, hidden)
     if made is None or picked is None:
         raise NotAbsorbedError("its sizes are not known")
     chunk = chunk_rows(picked, hidden, classes, output.dtype, buffers=buffers)
@@ -144,7 +144,7 @@ def check_rows(match: Match, reduction: int, logits: Logits, options: Options) -
         )
 
 
-def _rows(tensor: Tensor, columns: int) -> int | None:
+def rows_of(tensor: Tensor, columns: int) -> int | None:
     """How many rows of so many columns a tensor has, or had when it was traced."""
     rows = tensor.numel() // columns if columns else 0
     hint: int | None = rows if isinstance(rows, int) else rows.node.hint

@@ -312,9 +312,8 @@ class Readings:
         result = self.call(aten.to.dtype, result, dtype)
         if moves:
             result = self.call(aten.reshape.default, result, [*base_shape, 1])
-        for op, arguments in moves:
-            result = self.call(op, result, *arguments)
-        if moves:
+            for op, arguments in moves:
+                result = self.call(op, result, *arguments)
             result = self.call(aten.contiguous.default, result)
         return self.call(aten.reshape.default, result, shape)
 

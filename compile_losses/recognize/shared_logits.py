@@ -10,7 +10,6 @@ its layer before.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +25,7 @@ from compile_losses.lazy import LazyOutput
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.recognize.guards import changes_grad_mode, mutated, refusal
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
-from compile_losses.recognize.linear import Options, check_gain, check_rows
+from compile_losses.recognize.linear import Options, check_gain, check_rows, rows_of
 from compile_losses.recognize.logits import Logits, logits_of
 from compile_losses.recognize.match import Match
 from compile_losses.recognize.probabilities import NOTHING_IGNORED
@@ -284,7 +283,12 @@ class _Taking:
             every[node] = logits
         readings = self.shared.readings
         picking = [node for node in every if readings[node].target is not None] or list(every)
-        chosen = every[max(picking, key=lambda node: _rows_of(every[node]))]
+
+        def rows(node: Node) -> int:
+            input = every[node].input.fake
+            return rows_of(input, input.shape[-1]) or 0
+
+        chosen = every[max(picking, key=rows)]
         for node, logits in every.items():
             moves = _moves(chosen, logits)
             if moves is None:
@@ -507,11 +511,6 @@ def _classes_last(input: Value, dim: int) -> Value:
         return input
     order = [d for d in range(rank) if d != dim] + [dim]
     return computed(aten.permute.default, input, order)
-
-
-def _rows_of(logits: Logits) -> int:
-    sizes = logits.input.fake.shape[:-1]
-    return math.prod(s if isinstance(s, int) else s.node.hint or 1 for s in sizes)
 
 
 def _flat_rows(input: Value) -> tuple[Value, list[float]]:

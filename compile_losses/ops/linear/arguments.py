@@ -16,6 +16,12 @@ def has_probabilities(input: Tensor, linear_weight: Tensor, target: Tensor) -> b
     return tuple(target.shape) == (*input.shape[:-1], *linear_weight.shape[:-1])
 
 
+def as_rows(tensor: Tensor) -> Tensor:
+    """[hidden] or [..., hidden] as [rows, hidden]."""
+    # Not by reshape: -1 is no number where there are no features.
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
+
+
 def check(
     input: Tensor,
     linear_weight: Tensor,
@@ -59,8 +65,7 @@ def check(
         raise RuntimeError(
             f"{NAME}: expected label_smoothing to be at most 1, got {label_smoothing}"
         )
-    if softcap is not None and not softcap > 0:
-        raise RuntimeError(f"{NAME}: expected softcap to be positive, got {softcap}")
+    checks.check_softcap(NAME, softcap)
 
 
 def _check_weight_of_classes(weight: Tensor, dtype: torch.dtype, probabilities: bool) -> None:

@@ -43,9 +43,9 @@ from compile_losses.distributed import are_dtensors
 from compile_losses.ops import checks
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.elementwise import Parameter
-from compile_losses.ops.linear.arguments import check_linear
+from compile_losses.ops.linear.arguments import as_rows, check_linear
 from compile_losses.ops.linear.leaves import declare_leaves
-from compile_losses.ops.linear.reference import autocast_off, under_autocast
+from compile_losses.ops.linear.reference import autocast_layer, autocast_off, under_autocast
 from compile_losses.ops.linear.row_chunks import Problem
 from compile_losses.ops.linear.row_divergences import (
     NONE,
@@ -229,8 +229,8 @@ def declare(
         checks.check_reduction(name, reduction, batchmean=True)
         result = checks.loss_dtype(dtype, input, target)
         if dtype is None and under_autocast(input):
-            student = _autocast(*student)
-            teacher = teacher if target_weight is None else _autocast(*teacher)
+            student = autocast_layer(*student)
+            teacher = teacher if target_weight is None else autocast_layer(*teacher)
         input, linear_weight, linear_bias = student  # type: ignore[assignment]
         target, target_weight, target_bias = teacher  # type: ignore[assignment]
         value = own.get(parameter.name, default)
@@ -262,7 +262,7 @@ def declare(
                     input, linear_weight, target, linear_bias, target_weight, target_bias, *options
                 )
         arguments = (
-            _rows(input), linear_weight, _rows(target), linear_bias, target_weight, target_bias,
+            as_rows(input), linear_weight, as_rows(target), linear_bias, target_weight, target_bias,
             *options,
         )  # fmt: skip
         needs = [t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)]
@@ -272,17 +272,3 @@ def declare(
         return leaves.forward(*arguments).reshape(leading if each == NONE else ())
 
     library.implement_public(public, public_kernel)
-
-
-def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
-    """As autocast casts the arguments of a linear layer."""
-    device = next(t.device.type for t in tensors if t is not None)
-    if any(t is not None and t.dtype == torch.float64 for t in tensors):
-        return list(tensors)
-    lower = torch.get_autocast_dtype(device)
-    return [t if t is None else t.to(lower) for t in tensors]
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    # Not by reshape: -1 is no number where there are no features.
-    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)

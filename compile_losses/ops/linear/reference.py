@@ -25,6 +25,15 @@ def autocast_off(tensor: Tensor) -> Any:
     return torch.autocast(tensor.device.type, enabled=False)
 
 
+def autocast_layer(*tensors: Tensor | None) -> list[Tensor | None]:
+    """As autocast casts the arguments of a linear layer."""
+    device = next(t.device.type for t in tensors if t is not None)
+    if any(t is not None and t.dtype == torch.float64 for t in tensors):
+        return list(tensors)
+    lower = torch.get_autocast_dtype(device)
+    return [t if t is None else t.to(lower) for t in tensors]
+
+
 def reference(
     input: Tensor,
     linear_weight: Tensor,
