@@ -27,7 +27,6 @@ from compile_losses.lower.calls import (
     fused_op,
     has_part,
     is_elementwise,
-    named_arguments,
 )
 from compile_losses.lower.dead_buffers import (
     can_go_before,
@@ -43,7 +42,7 @@ from compile_losses.lower.inline import inline_backward
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.graphs import EAGER_VALUES
-from compile_losses.torch_internals.ops import schema_of
+from compile_losses.torch_internals.ops import named_arguments, schema_of
 
 aten = torch.ops.aten
 fused = torch.ops.fused
