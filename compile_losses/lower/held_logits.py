@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from compile_losses.lower.calls import fused_call, fused_op, named_arguments
+from compile_losses.lower.calls import fused_call, fused_op
 from compile_losses.lower.row_gradients import values_of
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.row_divergences import Pair
 from compile_losses.ops.linear.row_statistics import DIVERGENCE
 from compile_losses.ops.linear_row_statistics import TEACHER, pair_of
 from compile_losses.torch_internals.graphs import EAGER_VALUES
-from compile_losses.torch_internals.ops import schema_of
+from compile_losses.torch_internals.ops import named_arguments, schema_of
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from compile_losses.lower.aliases import depends_on_tangents
-from compile_losses.lower.calls import fused_call, fused_op, named_arguments, same_arguments
+from compile_losses.lower.calls import fused_call, fused_op, same_arguments
 from compile_losses.lower.cost import Cost, hint_of, nbytes_of
 from compile_losses.lower.decision import Decision
 from compile_losses.lower.factor import emit, factor_of, move_before
@@ -42,6 +42,7 @@ from compile_losses.ops.linear.row_function import encode
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.graphs import EAGER_VALUES, RECOMPUTE
 from compile_losses.torch_internals.inductor import activation_memory_budget
+from compile_losses.torch_internals.ops import named_arguments
 
 aten = torch.ops.aten
 fused = torch.ops.fused

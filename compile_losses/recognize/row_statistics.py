@@ -39,20 +39,12 @@ from compile_losses.recognize.rows import (
 )
 from compile_losses.recognize.shadow import RESHAPES, Shadow, aten, same_sizes
 from compile_losses.recognize.values import Value, example, whole
-from compile_losses.torch_internals.ops import OpOverload, packet_of, schema_of
+from compile_losses.torch_internals.ops import OpOverload, named_arguments, packet_of
 
 #: A view of rows: the op, and its arguments but the first.
 Move: TypeAlias = tuple[OpOverload[..., Any], list[Any]]
 
 _CROSS_ENTROPY = torch.ops.fused.cross_entropy.default
-_CROSS_ENTROPY_ARGUMENTS = (
-    ("input", None),
-    ("target", None),
-    ("weight", None),
-    ("reduction", 1),
-    ("ignore_index", -100),
-    ("label_smoothing", 0.0),
-)
 #: Whose target and reduction have the same places in their arguments.
 _DIVERGENCES = {
     torch.ops.fused.softmax_kl_div.default: "kl",
@@ -141,10 +133,7 @@ def reading_of(node: Node, shadow: Shadow, logits: Container[Node] = ()) -> Read
 
 
 def _cross_entropy(node: Node) -> Reading | None:
-    given = zip(_CROSS_ENTROPY_ARGUMENTS, node.args, strict=False)
-    call: dict[str, Any] = dict(_CROSS_ENTROPY_ARGUMENTS)
-    call |= {name: value for (name, _), value in given}
-    call |= dict(node.kwargs)
+    call = named_arguments(node)
     input, target = call["input"], call["target"]
     if not isinstance(input, Node) or not isinstance(target, Node):
         return None
@@ -156,9 +145,7 @@ def _cross_entropy(node: Node) -> Reading | None:
 
 
 def _divergence(node: Node, logits: Container[Node]) -> Reading | None:
-    arguments = schema_of(node.target).arguments
-    call = {argument.name: argument.default_value for argument in arguments}
-    call |= dict(zip(call, node.args, strict=False)) | dict(node.kwargs)
+    call = named_arguments(node)
     rows = (call["input"], call["target"])
     of_student = [place for place, row in enumerate(rows) if row in logits]
     if len(of_student) != 1 or not all(isinstance(row, Node) for row in rows):

@@ -21,7 +21,7 @@ from compile_losses.recognize.sizes import NoSizeError, Sizes
 from compile_losses.recognize.values import Size, Value, example
 from compile_losses.switches import is_set
 from compile_losses.torch_internals.eager import no_modes
-from compile_losses.torch_internals.ops import schema_of, tree_leaves, tree_map
+from compile_losses.torch_internals.ops import given_arguments, tree_leaves, tree_map
 
 _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CASTS = {"float", "half", "bfloat16"}
@@ -167,8 +167,7 @@ class _Comparison:
         place = 0 if of_layer else min(logits.dim() - 1, 1)
         classes = self.sizes.of(logits.shape[place])
         target = torch.randint(classes, shape, generator=self.generator)
-        names = [argument.name for argument in schema_of(match.overload).arguments]
-        bound = dict(zip(names, match.args, strict=False)) | match.kwargs
+        bound = given_arguments(match.overload, match.args, match.kwargs)
         ignored = bound.get("ignore_index")
         if bound.get("target") is node and isinstance(ignored, int) and -(2**31) < ignored < 2**7:
             target.view(-1)[::5] = ignored
