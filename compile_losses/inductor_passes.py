@@ -73,11 +73,14 @@ def _rank() -> tuple[int, ...]:
 
 
 class RewritePass(Pass):
+    """Recognition, on the graph that Dynamo captured."""
+
     #: What enable() was told of lazy logits; None is the environment's.
     lazy_logits: bool | None = None
 
     def run(self, graph: Graph) -> None:
-        # What is written to around such a graph only the graph around it tells; which comes later.
+        # A graph inside another is left to the pass on the outer one, which comes later and knows
+        # what is written to after it.
         if inside_pre_grad_passes() or not switches.runs(switches.REWRITE):
             return
         module = graph.owning_module
@@ -125,6 +128,8 @@ class LoweringPass(Pass):
 
 
 class PlanPass(LoweringPass):
+    """The plan, on the joint graph or that of inference."""
+
     name = switches.PLAN
     #: The backend's option of that name; None is the environment's.
     prefer_memory: bool | None = None
@@ -155,6 +160,8 @@ class PlanPass(LoweringPass):
 
 
 class InPlacePass(LoweringPass):
+    """The in-place pass, on the forward graph and on the backward graph."""
+
     name = switches.IN_PLACE
 
     def lower(self, graph: Graph) -> list[Decision]:
@@ -174,7 +181,7 @@ def _as_tuple(passes: Any) -> tuple[Callable[[Graph], Any], ...]:
     return tuple(passes) if isinstance(passes, list | tuple) else (passes,)
 
 
-#: The slots of AOTAutograd's graphs, and the passes that go there.
+#: Inductor's slots for AOTAutograd's graphs, and the passes that go there.
 LOWERING: dict[str, type[LoweringPass]] = {
     JOINT: PlanPass,
     POST_GRAD: InPlacePass,
@@ -207,7 +214,7 @@ def install() -> RewritePass:
 
 
 def take_out() -> None:
-    """Puts back what was in the slots; in the last of them, once no backward is to come."""
+    """Puts back what was in the slots. Our pass stays in the last until no backward is to come."""
     for slot in SLOTS:
         if slot != POST_GRAD:
             setattr(config, slot, users_passes(slot))

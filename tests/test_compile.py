@@ -333,13 +333,13 @@ class UsersPass(CustomGraphPass):
         return "users pass"
 
 
-@pytest.mark.parametrize("door", ["enable", "backend"])
-def test_users_passes_keep_running(door):
+@pytest.mark.parametrize("way", ["enable", "backend"])
+def test_users_passes_keep_running(way):
     forget_compiled()
     users = {"pre_grad_custom_pass": UsersPass(), "post_grad_custom_post_pass": UsersPass()}
     a, b = torch.rand(9), torch.rand(9)
     with config.patch({**users, "fx_graph_cache": False}):
-        if door == "enable":
+        if way == "enable":
             with compile_losses.enable():
                 torch.compile(F.mse_loss)(a, b)
         else:

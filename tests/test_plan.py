@@ -366,18 +366,18 @@ def test_dynamic_shapes_are_planned():
     assert site.bytes_moved == 3 * 6 * 12 * 4
 
 
-@pytest.mark.parametrize("door", ["backend", "enable"])
-def test_nothing_is_disturbed(door):
+@pytest.mark.parametrize("way", ["backend", "enable"])
+def test_nothing_is_disturbed(way):
     """What was compiled stays compiled, passes of the user's stay where they are."""
     model, inputs = Head(F.mse_loss), real()
     calls = []
     users = lambda graph: calls.append(graph)  # noqa: E731  Inductor wants a plain function here
     with config.patch(post_grad_custom_post_pass=users, force_disable_caches=True):
-        if door == "enable":
+        if way == "enable":
             compile_losses.enable()
         try:
             before = {slot: getattr(config, slot) for slot in ("post_grad_custom_post_pass",)}
-            backend = "inductor" if door == "enable" else "compile_losses"
+            backend = "inductor" if way == "enable" else "compile_losses"
             compiled = torch.compile(model, backend=backend)
             compiled(*inputs).backward()
             gradients = [p.grad.clone() for p in model.parameters()]

@@ -46,14 +46,14 @@ class Found:
 
 @pytest.fixture
 def graphs_of(monkeypatch, no_code):
-    """The number of graphs of a function with stock torch.compile and by both doors."""
+    """The number of graphs of a function with stock torch.compile and in both ways."""
     found = Found(monkeypatch)
 
-    def graphs(function, calls, door, dynamic):
+    def graphs(function, calls, way, dynamic):
         torch._dynamo.reset()
         counters.clear()
-        with compile_losses.enable() if door == "enable" else nullcontext():
-            name = "compile_losses" if door == "backend" else "inductor"
+        with compile_losses.enable() if way == "enable" else nullcontext():
+            name = "compile_losses" if way == "backend" else "inductor"
             compiled = torch.compile(function, backend=name, dynamic=dynamic, fullgraph=True)
             for call in calls:
                 compiled(*call).sum().backward()
@@ -62,8 +62,8 @@ def graphs_of(monkeypatch, no_code):
     def compare(function, calls, dynamic=None):
         expected = graphs(function, calls, "stock", dynamic)
         assert found.rewritten == 0
-        for count, door in enumerate(("backend", "enable"), 1):
-            assert graphs(function, calls, door, dynamic) == expected, door
+        for count, way in enumerate(("backend", "enable"), 1):
+            assert graphs(function, calls, way, dynamic) == expected, way
             assert found.rewritten >= count, "nothing was rewritten"
         return expected
 

@@ -134,7 +134,7 @@ def test_what_cannot_be_evaluated_is_rewritten_and_said(monkeypatch):
 
 
 def test_option_and_environment(monkeypatch):
-    """Both doors verify; random numbers outside are not touched."""
+    """The backend and enable() verify; random numbers outside are not touched."""
     module = sys.modules["compile_losses.recognize"]
     monkeypatch.delenv("COMPILE_LOSSES_VERIFY", raising=False)
     calls = []

@@ -58,7 +58,7 @@ def depends_on(node: Node) -> set[Node]:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node's result is another look at its argument's memory."""
+    """Whether a node's result lies in its argument's memory."""
     target = node.target
     return isinstance(target, OpOverload) and any(
         result.alias_info is not None for result in schema_of(target).returns
@@ -69,8 +69,8 @@ def readers_of(node: Node) -> list[Node]:
     """What reads a value, itself or through views."""
     readers = []
     for user in node.users:
-        is_look = is_view(user) or user.target is aten._unsafe_view.default
-        readers += readers_of(user) if is_look else [user]
+        views = is_view(user) or user.target is aten._unsafe_view.default
+        readers += readers_of(user) if views else [user]
     return readers
 
 

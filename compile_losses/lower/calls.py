@@ -114,7 +114,7 @@ def find_losses(graph: Graph) -> list[Loss]:
     ]
 
 
-def merge_twins(graph: Graph) -> None:
+def merge_equal_losses(graph: Graph) -> None:
     """Leaves one of several losses with the same arguments, so that a gradient has one forward.
 
     Results that the graph returns apart stay apart: the caller may write to one of them.
@@ -122,14 +122,14 @@ def merge_twins(graph: Graph) -> None:
     first_of: dict[Any, Node] = {}
     returned = {storage_of(node) for node in graph_outputs(graph)}
 
-    def merge(twin: Node, kept: Node) -> None:
-        if {storage_of(twin), storage_of(kept)} <= returned:
-            with graph.inserting_before(twin):
+    def merge(same: Node, kept: Node) -> None:
+        if {storage_of(same), storage_of(kept)} <= returned:
+            with graph.inserting_before(same):
                 copy = graph.call_function(aten.clone.default, (kept,))
-            copy.meta = {k: v for k, v in twin.meta.items() if k != EAGER_VALUES}
+            copy.meta = {k: v for k, v in same.meta.items() if k != EAGER_VALUES}
             kept = copy
-        twin.replace_all_uses_with(kept)
-        graph.erase_node(twin)
+        same.replace_all_uses_with(kept)
+        graph.erase_node(same)
 
     for node in list(graph.nodes):
         if (fused_call(node) or ("", ""))[1] != "forward":

@@ -108,7 +108,7 @@ def laid_out_alike(left: Tensor, right: Tensor) -> bool:
 
 
 def behind_views(node: Any) -> Any:
-    """What computed a value that views only look at, or a result of an op that has several."""
+    """What computed a value, behind views of it and behind the choice of one of several results."""
     passed = (aten._unsafe_view.default, operator.getitem)
     while isinstance(node, Node) and (is_view(node) or node.target in passed):
         node = node.args[0]

@@ -19,7 +19,7 @@ from compile_losses.lower.aliases import (
     depends_on_tangents,
     is_fused_into_readers,
 )
-from compile_losses.lower.calls import Loss, find_losses, fused_call, has_part, merge_twins
+from compile_losses.lower.calls import Loss, find_losses, fused_call, has_part, merge_equal_losses
 from compile_losses.lower.cost import (
     Cost,
     Feed,
@@ -59,7 +59,7 @@ def plan(graph: Graph, *, prefer_memory: bool = False, elementwise: bool = True)
 
 def _plan_ops(graph: Graph, prefer_memory: bool) -> list[Decision]:
     """Inlines or hoists every loss that is an op."""
-    merge_twins(graph)
+    merge_equal_losses(graph)
     by_row = plan_rows(graph, prefer_memory=prefer_memory)
     losses = find_losses(graph)
     if not losses and not any(fused_call(node) for node in graph.nodes):

@@ -107,7 +107,7 @@ class Shadow:
         return node in self._of_node
 
     def resolve(self, value: Value) -> Value:
-        """Looks through a Value that stands for a whole node."""
+        """From a Value that stands for a whole node to the Value of the op that made it."""
         return self.of(value.node) if value.op is None else value
 
     def same(self, left: Any, right: Any) -> bool:

@@ -20,7 +20,7 @@ from compile_losses.recognize.values import Value, example, whole
 
 aten = torch.ops.aten
 
-#: Looks through a Value that stands for a whole node.
+#: From a Value that stands for a whole node to the Value of the op that made it.
 Resolve: TypeAlias = Callable[[Value], Value]
 #: What an op makes of arguments; None where it refuses them.
 Compute: TypeAlias = Callable[..., Value | None]

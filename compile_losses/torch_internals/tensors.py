@@ -59,5 +59,5 @@ def without_dispatch() -> AbstractContextManager[Any]:
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Whether somebody looks at the gradient of a tensor, which then has to be one."""
+    """Whether somebody reads the gradient of a tensor, which then has to be computed."""
     return bool(tensor._backward_hooks) or tensor.retains_grad
