@@ -123,10 +123,8 @@ docs: $(STAMP)  ## build/site: the pages of docs/ and the API; a warning or a br
 
 cuda-check:  ## compile every CUDA source, if there is an nvcc; needs neither torch nor a GPU
 	@if command -v $(NVCC) > /dev/null; then \
-		for file in $(CUDA_FILES); do \
-			echo "$(NVCC) $$file"; \
-			$(NVCC) -std=c++20 -O3 -arch=sm_90 -c -o /dev/null $$file || exit 1; \
-		done; \
+		printf '%s\n' $(CUDA_FILES) | xargs -P "$$(getconf _NPROCESSORS_ONLN)" -I {} \
+			sh -c 'echo "$(NVCC) {}"; exec $(NVCC) -std=c++20 -O3 -arch=sm_90 -c -o /dev/null {}'; \
 	else echo "cuda-check: skipped, there is no $(NVCC) on the PATH"; fi
 
 sdist: $(STAMP)  ## dist/*.tar.gz
