@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch._dynamo.guards
 
-from compile_losses import library
+from compile_losses import functional, library
 from compile_losses.lower import slow_paths
 from tests.conformance import ledger
 from tests.graphs import interpreted, recorded
@@ -56,6 +57,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return file if file in BY_ONE_WORKER else nodeid
 
     return Scheduling(config, log) if config.getvalue("dist") == "load" else None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """-k finds a test by the op of the loss that its name has in other words."""
+    words = re.sub(r"[^a-z0-9]+", "_", item.name.lower())
+    for op in functional.__all__:
+        module = op.replace("_", "")  # as in HuberLoss
+        if f"_{op.removesuffix('_loss')}_" in f"_{words}_" or module in words:
+            item.extra_keyword_matches.add(op)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
