@@ -7,10 +7,12 @@
 #   make setup PIP_FLAGS=...        more flags for every pip install, such as the index of PyTorch's
 #                                   CPU wheels: on Linux the default one carries gigabytes of CUDA
 #
+#   make test LOSS=huber_loss       the tests of one loss
+#
 #   make test TORCH=2.14.1          another torch than the pinned one, in an environment of its own
 #                                   (.venv-2.14.1), with the wheel that `make wheel` built
 #
-# `make clean` and set up again to change any of the first three.
+# `make clean` and set up again to change one of those of `make setup`.
 
 PYTHON ?= python3
 PIP_FLAGS ?=
@@ -67,7 +69,7 @@ demo: $(STAMP)  ## train real models with stock torch.compile and with this pack
 
 ifeq ($(TORCH),)
 test: $(STAMP)  ## the tests, less those marked slow; the last line says how many ran
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(TESTS)
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(if $(LOSS),-k $(LOSS)) $(TESTS)
 else
 # The libraries are the same for every version of torch: what is tested is the wheel.
 OTHER ?= .venv-$(TORCH)
@@ -80,7 +82,7 @@ test:
 		expecttest hypothesis ninja numpy pytest pytest-xdist setuptools
 	$(OTHER_PIP) --no-deps --force-reinstall dist/*.whl
 	$(OTHER)/bin/python -m build_tools.test_wheel --record $(OTHER)/bin/python -n 2 \
-		-m "not slow" $(TESTS)
+		-m "not slow" $(if $(LOSS),-k $(LOSS)) $(TESTS)
 endif
 
 test-all: $(STAMP)  ## all the tests
@@ -123,10 +125,8 @@ docs: $(STAMP)  ## build/site: the pages of docs/ and the API; a warning or a br
 
 cuda-check:  ## compile every CUDA source, if there is an nvcc; needs neither torch nor a GPU
 	@if command -v $(NVCC) > /dev/null; then \
-		for file in $(CUDA_FILES); do \
-			echo "$(NVCC) $$file"; \
-			$(NVCC) -std=c++20 -O3 -arch=sm_90 -c -o /dev/null $$file || exit 1; \
-		done; \
+		printf '%s\n' $(CUDA_FILES) | xargs -P "$$(getconf _NPROCESSORS_ONLN)" -I {} \
+			sh -c 'echo "$(NVCC) {}"; exec $(NVCC) -std=c++20 -O3 -arch=sm_90 -c -o /dev/null {}'; \
 	else echo "cuda-check: skipped, there is no $(NVCC) on the PATH"; fi
 
 sdist: $(STAMP)  ## dist/*.tar.gz

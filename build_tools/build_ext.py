@@ -29,6 +29,8 @@ class BuildKernels(build_ext):
         return str(Path(*fullname.split("."))) + ".so"
 
     def run(self) -> None:
+        if self.editable_mode:  # setuptools names a folder and deletes it; `make wheel` links these
+            self.build_temp = "build/kernels"
         super().run()
         folder = Path(self.build_lib, "compile_losses")
         if self.inplace:

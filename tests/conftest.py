@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.guards
 
-from compile_losses import library
+from compile_losses import functional, library
 from compile_losses.lower import slow_paths
 from tests.conformance import ledger
 from tests.graphs import interpreted, recorded
@@ -30,6 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         os.environ.setdefault("OMP_NUM_THREADS", "2")
         torch.set_num_threads(min(2, torch.get_num_threads()))
+    # Dynamo measures the guards of each graph after emptying the processor's caches: a fifth of the
+    # time of a small graph without Inductor's code, for a number that no test reads.
+    if hasattr(torch._dynamo.guards, "profile_guard_manager"):
+        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    # Compilations make many objects and little garbage.
+    gc.set_threshold(50_000, 20, 100)
 
 
 #: Files whose tests share what processes of theirs took long to make: one worker runs them all.
@@ -49,9 +59,30 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log) if config.getvalue("dist") == "load" else None
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """-k finds a test by the op of the loss that its name has in other words."""
+    words = re.sub(r"[^a-z0-9]+", "_", item.name.lower())
+    for op in functional.__all__:
+        module = op.replace("_", "")  # as in HuberLoss
+        if f"_{op.removesuffix('_loss')}_" in f"_{words}_" or module in words:
+            item.extra_keyword_matches.add(op)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip(reason="needs a CUDA device")
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Pytest's handlers make torch write its structured traces, which no test reads: a tenth of the
+    time of a compilation."""
+    logger = logging.getLogger("torch.__trace")
+    handlers, logger.handlers = logger.handlers, []
+    try:
+        return (yield)
+    finally:
+        logger.handlers = handlers
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

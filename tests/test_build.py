@@ -236,6 +236,16 @@ def test_a_build_in_place(tmp_path, monkeypatch):
     assert sorted(p.name for p in package.iterdir()) == ["_cpu.so", "_cuda.so", "kernels.json"]
 
 
+def test_an_editable_build_keeps_its_objects(tmp_path, monkeypatch):
+    """Where `make wheel` looks for them: setuptools deletes the folder that it names itself."""
+    monkeypatch.setattr(BuildKernels, "_cuda", lambda self: {"missing": "no nvcc"})
+    monkeypatch.chdir(tmp_path)
+    build = command(tmp_path, {"cpu": "int f() { return 1; }"})
+    build.editable_mode = True
+    build.run()
+    assert (tmp_path / "build" / "kernels" / "build.ninja").exists()
+
+
 def test_the_libraries_link_beside_an_archive_of_libstdcpp(tmp_path):
     """As a compiler does that has no shared libstdc++."""
     source = ROOT / "csrc/binding/older_linux.cpp"

@@ -24,6 +24,7 @@ from compile_losses.lower.plan import plan
 from compile_losses.lower.slow_paths import SMALL, SMALL_AND_SIMPLE, is_small, slow_path
 from compile_losses.report import Report
 from compile_losses.sites import Site, megabytes
+from tests import WITHOUT_VECTORS
 from tests.graphs import Head, classes, distributions, real
 
 
@@ -474,7 +475,7 @@ f(torch.rand(3), torch.rand(3))
 """
     import os
 
-    environment = {**os.environ, "TORCH_LOGS": "+compile_losses"}
+    environment = {**os.environ, **WITHOUT_VECTORS, "TORCH_LOGS": "+compile_losses"}
     environment["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
     result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment

@@ -19,7 +19,7 @@ from compile_losses.explanation import explain_call
 from compile_losses.lazy import LazyLogits
 from compile_losses.ops.linear import chunk_size
 from compile_losses.report import Report
-from tests import ROOT
+from tests import ROOT, WITHOUT_VECTORS
 from tests.linear_problems import largest_allocation
 
 CLASSES, HIDDEN = 211, 16
@@ -414,7 +414,7 @@ torch.testing.assert_close(found[1].detach() + 0, expected[1].detach())
 torch.testing.assert_close((found[0], found[2]), (expected[0], expected[2]))
 print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
 """
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, **WITHOUT_VECTORS, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     hits = [
         subprocess.run(
             [sys.executable, "-c", script],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,8 +37,12 @@ def distillation(trainer, beta, masked, **options):
     return model, step
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 1.0])
-@pytest.mark.parametrize("masked", [False, True])
+#: Betas and whether tokens are masked: all betas without, an end and the middle with.
+GENERALIZED = [(0.0, False), (0.1, False), (0.5, False), (1.0, False), (0.0, True), (0.1, True)]
+GENERALIZED += [pytest.param(beta, True, marks=pytest.mark.slow) for beta in (0.5, 1.0)]
+
+
+@pytest.mark.parametrize(("beta", "masked"), GENERALIZED)
 def test_generalized_knowledge_distillation(beta, masked):
     """GKD's Jensen-Shannon divergence, forward and reverse divergence at its ends."""
     from trl.experimental.gkd import GKDTrainer
@@ -49,8 +55,17 @@ def test_generalized_knowledge_distillation(beta, masked):
     check_step(model, step, expected)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("reduction", ["batchmean", "sum", "mean"])
+#: Every beta, and every reduction with a beta between the ends.
+IN_ONE_GRAPH = [(0.0, "batchmean"), (0.1, "batchmean"), (1.0, "batchmean"), (0.1, "sum")]
+IN_ONE_GRAPH += [(0.1, "mean")]
+IN_ONE_GRAPH += [
+    pytest.param(beta, reduction, marks=pytest.mark.slow)
+    for beta in (0.0, 1.0)
+    for reduction in ("sum", "mean")
+]
+
+
+@pytest.mark.parametrize(("beta", "reduction"), IN_ONE_GRAPH)
 def test_distillation_of_masked_tokens_in_one_graph(beta, reduction):
     from trl.experimental.gkd import GKDTrainer
 
@@ -76,9 +91,14 @@ def test_other_distillation(name):
     check_step(model, step, ["softmax_js_div"])
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
+#: Every pair of beta, of whether the teacher's logits are given and of whether tokens are masked.
+WITHOUT_LOGITS = [
+    pytest.param(*options, marks=() if sum(map(bool, options)) % 2 else pytest.mark.slow)
+    for options in itertools.product((0.0, 0.1, 1.0), (False, True), (False, True))
+]
+
+
+@pytest.mark.parametrize(("beta", "given", "masked"), WITHOUT_LOGITS)
 def test_distillation_without_logits(beta, given, masked, chunks):
     """With the head, and the teacher's where it is called in the step, as GKD's trainer does."""
     from trl.experimental.gkd import GKDTrainer
