@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-import compile_losses
 from compile_losses import library
 from compile_losses.demo import console, data, gains, plots, problems
 from compile_losses.demo.train import (
@@ -28,9 +27,11 @@ from compile_losses.demo.train import (
     OURS,
     STOCK,
     Result,
+    in_two,
     side_by_side,
     synchronize,
 )
+from compile_losses.explanation import explain_call
 from compile_losses.report import Report
 
 NOTES = """\
@@ -137,7 +138,8 @@ def explain(case: data.Case, device: torch.device) -> Report:
     """Prints what the pass does with the case's model."""
     model = case.make().to(device)
     batch = tuple(tensor.to(device) for tensor in next(case.batches(1)))
-    report = compile_losses.explain(model, *batch)
+    function = in_two(model, case.criterion) if case.criterion else model
+    report = explain_call(function, batch, options=case.options)
     print(f"{case.name}: {case.loss}\n{report}\n")
     return report
 
