@@ -33,6 +33,7 @@ from compile_losses.demo.train import (
 )
 from compile_losses.explanation import explain_call
 from compile_losses.report import Report
+from compile_losses.terminal import say
 
 NOTES = """\
 curve diff  largest relative difference of the two loss curves; both sides add the same float32
@@ -90,14 +91,14 @@ def run(
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     start = time.monotonic()
     cases = [*large, *small]
-    print(f"torch {torch.__version__} on {describe(device)}")
+    say(f"torch {torch.__version__} on {describe(device)}")
 
-    print("\n1. What compile_losses finds in the models\n")
+    say("\n1. What compile_losses finds in the models\n")
     reports = [explain(case, device) for case in cases]
     failures = [text for pair in zip(cases, reports, strict=True) for text in left(*pair)]
 
-    print(f"2. Training: backend={STOCK!r} (stock) against backend={OURS!r} (ours), in turn")
-    print("   The losses shown are stock | ours.\n")
+    say(f"2. Training: backend={STOCK!r} (stock) against backend={OURS!r} (ours), in turn")
+    say("   The losses shown are stock | ours.\n")
     warm_up(device)
     results = []
     for case in cases:
@@ -106,13 +107,13 @@ def run(
     failures += [f"{r.case.name}: {r.disagreement}" for r in results if r.disagreement]
     print_results(results)
     if lacks := list(filter(None, map(gains.without_gain, results, reports))):
-        print(LACKS)
-        print("".join(f"- {text}\n" for text in lacks))
+        say(LACKS)
+        say("".join(f"- {text}\n" for text in lacks))
     write_figure(results, len(large), device, output)
-    print(f"Finished in {time.monotonic() - start:.0f} s.")
+    say(f"Finished in {time.monotonic() - start:.0f} s.")
     for text in failures:
-        print(f"FAILED: {text}")
-    print(gains.closing_line(results[: len(large)]))
+        say(f"FAILED: {text}")
+    say(gains.closing_line(results[: len(large)]))
     return 1 if failures else 0
 
 
@@ -123,7 +124,7 @@ def default_device() -> torch.device:
         return torch.device("cpu")
     kernels = library.kernels.get(accelerator.type, "none were built")
     if isinstance(kernels, str):
-        print(f"Not on {accelerator.type}, for want of kernels: {kernels}")
+        say(f"Not on {accelerator.type}, for want of kernels: {kernels}")
         return torch.device("cpu")
     return accelerator
 
@@ -140,7 +141,7 @@ def explain(case: data.Case, device: torch.device) -> Report:
     batch = tuple(tensor.to(device) for tensor in next(case.batches(1)))
     function = in_two(model, case.criterion) if case.criterion else model
     report = explain_call(function, batch, options=case.options)
-    print(f"{case.name}: {case.loss}\n{report}\n")
+    say(f"{case.name}: {case.loss}\n{report}\n")
     return report
 
 
@@ -166,8 +167,8 @@ def warm_up(device: torch.device) -> None:
 
 
 def print_results(results: Sequence[Result]) -> None:
-    print(f"\n3. Results\n\n{console.results_table(results)}\n")
-    print(
+    say(f"\n3. Results\n\n{console.results_table(results)}\n")
+    say(
         NOTES.format(
             early=EARLY,
             early_bound=EARLY_BOUND,
@@ -183,6 +184,6 @@ def write_figure(results: Sequence[Result], large: int, device: torch.device, ou
     try:
         plots.write(results, large, describe(device), output)
     except ImportError as error:
-        print(f"No figure: {error}. `pip install matplotlib` brings it.")
+        say(f"No figure: {error}. `pip install matplotlib` brings it.")
         return
-    print(f"Figure: {output.resolve()}")
+    say(f"Figure: {output.resolve()}")
