@@ -1,10 +1,11 @@
 """The demo: unmodified models trained side by side by stock torch.compile and by this package.
 
 ``python -m compile_losses demo`` trains models whose loss is large (``problems.py``), to show what
-the package is for, and a small GPT and one small model for each of the five losses (``data.py``),
-to show that they train as they do without it. It shows what was rewritten, compares the loss
-curves, step times and peak memory, says why where nothing is gained, and writes a figure. The last
-line has what was gained.
+the package is for: language models of 16384 words, one that returns its logits, a policy and a
+student of another among them. It also trains a small GPT and one small model for each of the five
+losses (``data.py``), to show that they train as they do without it. It shows what was rewritten,
+compares the loss curves, step times and peak memory, says why where nothing is gained, and writes a
+figure. The last line has what was gained.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--steps", type=int, default=60, help="of the small GPT; other small models take a third"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="the large problems alone, less large: half a minute"
+        "--quick",
+        action="store_true",
+        help="two of the large problems alone, less large: half a minute",
     )
     parser.add_argument("--output", type=Path, default=Path("demo_results.png"), help="the figure")
     parser.add_argument("--device", help="cpu or cuda; by default a GPU if there is one")

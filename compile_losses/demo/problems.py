@@ -50,14 +50,14 @@ def of_words(
     **others: Any,
 ) -> Case:
     """A GPT of words; nearly all of its memory is the logits."""
-    width, layers, time, batch = (32, 1, 256, 32) if quick else (64, 2, 256, 24)
+    width, layers, time, batch = (32, 1, 256, 32) if quick else (64, 2, 256, 32)
     return Case(
         name,
         loss,
         lambda: kind(width, layers, time=time, vocabulary=VOCABULARY),
         sampler(words(), batch, time),
         learning_rate=1e-3,
-        steps=4 if quick else 7,
+        steps=4 if quick else 6,
         warm_up=1 if quick else 2,
         **others,
     )
