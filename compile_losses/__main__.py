@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from compile_losses import library
+from compile_losses.terminal import say
 
 
 def info(arguments: argparse.Namespace, _: list[str]) -> int:
@@ -23,17 +24,17 @@ def info(arguments: argparse.Namespace, _: list[str]) -> int:
     if arguments.json:
         print(json.dumps(facts, indent=2))
         return 0
-    print(f"compile_losses {facts['compile_losses']}")
-    print(f"torch          {facts['torch']} (CUDA {facts['cuda'] or 'not built in'})")
-    print(f"python         {facts['python']} on {facts['platform']}")
-    print(f"cpu            {facts['cpu']['threads']} threads, {facts['cpu']['capability']}")
+    say(f"compile_losses {facts['compile_losses']}")
+    say(f"torch          {facts['torch']} (CUDA {facts['cuda'] or 'not built in'})")
+    say(f"python         {facts['python']} on {facts['platform']}")
+    say(f"cpu            {facts['cpu']['threads']} threads, {facts['cpu']['capability']}")
     for i, gpu in enumerate(facts["gpus"]):
-        print(f"cuda:{i}         {gpu['name']}, capability {gpu['capability']}")
+        say(f"cuda:{i}         {gpu['name']}, capability {gpu['capability']}")
     for device, kernels in facts["kernels"].items():
         name = kernels.get("loaded")
         state = f"loaded from {name}" if name else f"none: {kernels['missing']}"
-        print(f"{device + ' kernels':<14} {state}")
-    print("ops            " + ", ".join(facts["ops"]))
+        say(f"{device + ' kernels':<14} {state}")
+    say("ops            " + ", ".join(facts["ops"]))
     return 0
 
 
@@ -104,7 +105,10 @@ def explain(arguments: argparse.Namespace, _: list[str]) -> int:
         report = explain_call(function, mode=arguments.mode, options=arguments.options)
     except InvalidOptionError as error:
         raise SystemExit(str(error)) from None
-    print(json.dumps(report.to_dict(), indent=2) if arguments.json else report)
+    if arguments.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        say(report)
     if arguments.html is not None:
         arguments.html.write_text(report.to_html())
     return int(any(site.status in arguments.fail_on for site in report.sites))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from compile_losses import demo
-from compile_losses.demo import gains, problems
+from compile_losses.demo import data, gains, problems
 from compile_losses.demo.data import Case
+from compile_losses.demo.language_models import GPT, next_token_loss
 from compile_losses.demo.train import Result, Run, peak_memory
+from compile_losses.ops.linear import chunk_size
 from compile_losses.report import Report
 from compile_losses.sites import Site
 
@@ -36,6 +40,44 @@ def test_words():
     assert 50_000 < len(numbers) < 100_000
     # Words that are only in pairs of words, and pairs of which another pair took one, are not seen.
     assert len(numbers.unique()) > 0.6 * problems.VOCABULARY
+
+
+def test_completions():
+    sample = data.completions(torch.arange(50).repeat(20), batch=4, time=16)
+    tokens, following, log_probs, advantages, mask = sample(torch.Generator().manual_seed(0))
+    assert torch.equal(tokens[:, 1:], following[:, :-1])
+    assert log_probs.exp().sum(1).mean() == pytest.approx(16 / 50)
+    assert advantages.shape == (4, 1)
+    assert mask.sum(1).tolist() == [12] * 4
+
+
+def test_problems():
+    """All of them, and some as quick ones."""
+    full, quick = problems.problems(False), problems.problems(True)
+    names = [case.name for case in full]
+    assert len(set(names)) == len(names) > len(quick)
+    assert {case.name for case in quick} <= set(names)
+
+
+def test_loss_outside_of_the_model(monkeypatch, capsys):
+    """Both are graphs, between which the logits are lazy."""
+    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 8)
+    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+    case = Case(
+        "returned logits",
+        "",
+        lambda: GPT(32, 1, time=16, vocabulary=80),
+        data.next_tokens(torch.arange(80), batch=4, time=16),
+        learning_rate=0.1,
+        steps=1,
+        criterion=next_token_loss,
+        options={"lazy_logits": True},
+    )
+    report = demo.explain(case, torch.device("cpu"))
+    assert report.graphs == 2
+    assert [site.op for site in report.losses] == ["linear_cross_entropy"]
+    assert demo.left(case, report) == []
+    assert "returned logits" in capsys.readouterr().out
 
 
 def test_peak_memory():
@@ -87,4 +129,6 @@ def test_arguments(arguments, capsys):
 def test_quick(tmp_path, capsys):
     assert demo.main(["--quick", "--device", "cpu", "--output", str(tmp_path / "figure.png")]) == 0
     *_, last = capsys.readouterr().out.splitlines()
-    assert last.startswith("Gained in this run: GPT, 16k words: peak memory 1/")
+    gained = re.match("Gained in this run: GPT, 16k words: peak memory 1/([0-9.]+)", last)
+    assert gained is not None
+    assert float(gained[1].rstrip(".")) >= 2

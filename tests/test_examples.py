@@ -12,6 +12,7 @@ from torch._inductor.utils import fresh_cache
 
 import compile_losses
 from compile_losses import inductor_passes, recognize
+from compile_losses.ops.linear import chunk_size
 from tests import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -36,10 +37,11 @@ def reports(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def run(name, reports):
+def run(name, reports, learned=lambda losses: losses[-1] < losses[0] - 1, steps=20):
+    """The ops that an example's losses became; it has learned something."""
     with fresh_cache():  # on a warm one the passes are not run, and there is nothing to see
-        losses = importlib.import_module(name).main(steps=20)
-    assert losses[-1] < losses[0] - 1
+        figures = importlib.import_module(name).main(steps=steps)
+    assert learned(figures), figures
     sites = [site for report in reports for site in report.sites]
     assert sites
     assert all(site.status == "rewritten" for site in sites), sites
@@ -50,10 +52,13 @@ def test_each_adds_one_line():
     scripts = {path for path in EXAMPLES.glob("*.py") if path.stem != "text"}
     assert {path.stem for path in scripts} == {
         "bf16_checkpointing",
+        "diffusers_unet",
         "hugging_face_trainer",
         "lightning_module",
         "plain_loop",
         "tensor_parallel",
+        "trl_grpo",
+        "trl_sft",
     }
     for path in scripts:
         assert path.read_text().count("# the added line\n") == 1, path
@@ -62,6 +67,12 @@ def test_each_adds_one_line():
 
 def test_plain_loop(reports):
     assert run("plain_loop", reports) == {"cross_entropy"}
+
+
+def test_diffusers_unet(reports):
+    pytest.importorskip("diffusers", reason="pip install .[models]")
+    found = run("diffusers_unet", reports, lambda losses: losses[-1] < losses[0] / 2)
+    assert found == {"mse_loss"}
 
 
 @pytest.mark.slow
@@ -103,3 +114,18 @@ def test_hugging_face_trainer(reports):
 def test_lightning_module(reports):
     pytest.importorskip("lightning", reason="pip install .[models]")
     assert run("lightning_module", reports) == {"cross_entropy"}
+
+
+def test_trl_sft(reports):
+    pytest.importorskip("trl", reason="pip install .[models]")
+    assert run("trl_sft", reports) == {"cross_entropy"}
+
+
+@pytest.mark.slow
+def test_trl_grpo(reports, monkeypatch):
+    """With the head, as at the size of a real one."""
+    pytest.importorskip("trl", reason="pip install .[models]")
+    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 8)
+    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+    found = run("trl_grpo", reports, lambda rewards: rewards[-1] > 2 * rewards[0], steps=12)
+    assert found == {"linear_row_statistics"}

@@ -1,10 +1,11 @@
 """The demo: unmodified models trained side by side by stock torch.compile and by this package.
 
 ``python -m compile_losses demo`` trains models whose loss is large (``problems.py``), to show what
-the package is for, and a small GPT and one small model for each of the five losses (``data.py``),
-to show that they train as they do without it. It shows what was rewritten, compares the loss
-curves, step times and peak memory, says why where nothing is gained, and writes a figure. The last
-line has what was gained.
+the package is for: language models of 16384 words, one that returns its logits, a policy and a
+student of another among them. It also trains a small GPT and one small model for each of the five
+losses (``data.py``), to show that they train as they do without it. It shows what was rewritten,
+compares the loss curves, step times and peak memory, says why where nothing is gained, and writes a
+figure. The last line has what was gained.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-import compile_losses
 from compile_losses import library
 from compile_losses.demo import console, data, gains, plots, problems
 from compile_losses.demo.train import (
@@ -28,10 +28,13 @@ from compile_losses.demo.train import (
     OURS,
     STOCK,
     Result,
+    in_two,
     side_by_side,
     synchronize,
 )
+from compile_losses.explanation import explain_call
 from compile_losses.report import Report
+from compile_losses.terminal import say
 
 NOTES = """\
 curve diff  largest relative difference of the two loss curves; both sides add the same float32
@@ -62,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--steps", type=int, default=60, help="of the small GPT; other small models take a third"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="the large problems alone, less large: half a minute"
+        "--quick",
+        action="store_true",
+        help="two of the large problems alone, less large: half a minute",
     )
     parser.add_argument("--output", type=Path, default=Path("demo_results.png"), help="the figure")
     parser.add_argument("--device", help="cpu or cuda; by default a GPU if there is one")
@@ -89,14 +94,14 @@ def run(
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     start = time.monotonic()
     cases = [*large, *small]
-    print(f"torch {torch.__version__} on {describe(device)}")
+    say(f"torch {torch.__version__} on {describe(device)}")
 
-    print("\n1. What compile_losses finds in the models\n")
+    say("\n1. What compile_losses finds in the models\n")
     reports = [explain(case, device) for case in cases]
     failures = [text for pair in zip(cases, reports, strict=True) for text in left(*pair)]
 
-    print(f"2. Training: backend={STOCK!r} (stock) against backend={OURS!r} (ours), in turn")
-    print("   The losses shown are stock | ours.\n")
+    say(f"2. Training: backend={STOCK!r} (stock) against backend={OURS!r} (ours), in turn")
+    say("   The losses shown are stock | ours.\n")
     warm_up(device)
     results = []
     for case in cases:
@@ -105,13 +110,13 @@ def run(
     failures += [f"{r.case.name}: {r.disagreement}" for r in results if r.disagreement]
     print_results(results)
     if lacks := list(filter(None, map(gains.without_gain, results, reports))):
-        print(LACKS)
-        print("".join(f"- {text}\n" for text in lacks))
+        say(LACKS)
+        say("".join(f"- {text}\n" for text in lacks))
     write_figure(results, len(large), device, output)
-    print(f"Finished in {time.monotonic() - start:.0f} s.")
+    say(f"Finished in {time.monotonic() - start:.0f} s.")
     for text in failures:
-        print(f"FAILED: {text}")
-    print(gains.closing_line(results[: len(large)]))
+        say(f"FAILED: {text}")
+    say(gains.closing_line(results[: len(large)]))
     return 1 if failures else 0
 
 
@@ -122,7 +127,7 @@ def default_device() -> torch.device:
         return torch.device("cpu")
     kernels = library.kernels.get(accelerator.type, "none were built")
     if isinstance(kernels, str):
-        print(f"Not on {accelerator.type}, for want of kernels: {kernels}")
+        say(f"Not on {accelerator.type}, for want of kernels: {kernels}")
         return torch.device("cpu")
     return accelerator
 
@@ -137,8 +142,9 @@ def explain(case: data.Case, device: torch.device) -> Report:
     """Prints what the pass does with the case's model."""
     model = case.make().to(device)
     batch = tuple(tensor.to(device) for tensor in next(case.batches(1)))
-    report = compile_losses.explain(model, *batch)
-    print(f"{case.name}: {case.loss}\n{report}\n")
+    function = in_two(model, case.criterion) if case.criterion else model
+    report = explain_call(function, batch, options=case.options)
+    say(f"{case.name}: {case.loss}\n{report}\n")
     return report
 
 
@@ -164,8 +170,8 @@ def warm_up(device: torch.device) -> None:
 
 
 def print_results(results: Sequence[Result]) -> None:
-    print(f"\n3. Results\n\n{console.results_table(results)}\n")
-    print(
+    say(f"\n3. Results\n\n{console.results_table(results)}\n")
+    say(
         NOTES.format(
             early=EARLY,
             early_bound=EARLY_BOUND,
@@ -181,6 +187,6 @@ def write_figure(results: Sequence[Result], large: int, device: torch.device, ou
     try:
         plots.write(results, large, describe(device), output)
     except ImportError as error:
-        print(f"No figure: {error}. `pip install matplotlib` brings it.")
+        say(f"No figure: {error}. `pip install matplotlib` brings it.")
         return
-    print(f"Figure: {output.resolve()}")
+    say(f"Figure: {output.resolve()}")

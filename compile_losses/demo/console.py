@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from compile_losses.demo.train import Result
+from compile_losses.terminal import rich_console
 
 BAR = 32
 #: Seconds between two redraws of the plain bar; where nobody watches, between two lines.
@@ -17,17 +18,14 @@ REDRAW, NEXT_LINE = 0.2, 5.0
 @contextmanager
 def progress(name: str, steps: int) -> Iterator[Callable[[str], None]]:
     """A progress bar, by rich where it is installed. Yields what to call after each step."""
-    if sys.stdout.isatty():
-        try:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-        except ImportError:
-            pass
-        else:
-            columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            with Progress(*columns, "{task.fields[state]}") as bars:
-                task = bars.add_task(f"{name:<14}", total=steps, state="compiling")
-                yield lambda state: bars.update(task, advance=1, state=f"loss {state}")
-            return
+    if (console := rich_console()) is not None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+        columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, "{task.fields[state]}", console=console) as bars:
+            task = bars.add_task(f"{name:<15}", total=steps, state="compiling")
+            yield lambda state: bars.update(task, advance=1, state=f"loss {state}")
+        return
     with plain_progress(name, steps) as tick:
         yield tick
 
@@ -40,7 +38,7 @@ def plain_progress(name: str, steps: int) -> Iterator[Callable[[str], None]]:
 
     def show(ending: str) -> None:
         bar = ("#" * (BAR * done // steps)).ljust(BAR, ".")
-        line = f"{name:<14} [{bar}] {done}/{steps} {time.monotonic() - start:4.0f} s  {last}"
+        line = f"{name:<15} [{bar}] {done}/{steps} {time.monotonic() - start:4.0f} s  {last}"
         print(f"\r{line}\033[K" if live else line, end=ending, flush=True)
 
     def tick(state: str) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from compile_losses.demo import models
+from compile_losses.demo import language_models, models
 
 PAST, FUTURE = 256, 512
 FACTORS, SENSORS = 8, 512
@@ -26,6 +26,9 @@ class Case:
 
     ``loss`` is the line that its forward ends in; ``make`` builds it; ``sampler`` draws batches.
     The first of the steps compiles, the next few still warm caches up: ``warm_up`` are not timed.
+    ``criterion``, if any, is the loss of what the model returns and of the last tensor of a batch,
+    which the model does not get. Both are then compiled by themselves. ``options`` are those of
+    this package's backend for the model.
     """
 
     name: str
@@ -35,6 +38,8 @@ class Case:
     learning_rate: float
     steps: int
     warm_up: int = 5
+    criterion: Callable[[Tensor, Tensor], Tensor] | None = None
+    options: dict[str, bool] = field(default_factory=dict)
 
     def batches(self, count: int, seed: int = 0) -> Iterator[tuple[Tensor, ...]]:
         generator = torch.Generator().manual_seed(seed)
@@ -66,6 +71,27 @@ def next_tokens(source: Tensor, batch: int, time: int) -> Sampler:
     def sample(generator: torch.Generator) -> tuple[Tensor, ...]:
         stretch = windows(source, time + 1, batch, generator)
         return stretch[:, :-1].contiguous(), stretch[:, 1:].contiguous()
+
+    return sample
+
+
+def completions(source: Tensor, batch: int, time: int) -> Sampler:
+    """Stretches of text as a policy might have written them, and what it is told of them.
+
+    Tokens, those that follow, the logarithms of their probabilities, all alike, and which of them
+    are no prompt, each [batch, time]; and the advantages, [batch, 1], behind the probabilities: how
+    many different tokens there are, beside the others of the batch.
+    """
+    vocabulary = int(source.max()) + 1
+    draw = next_tokens(source, batch, time)
+
+    def sample(generator: torch.Generator) -> tuple[Tensor, ...]:
+        tokens, following = draw(generator)
+        different = (following.sort(1).values.diff(dim=1) != 0).float().sum(1, keepdim=True)
+        advantages = (different - different.mean()) / different.std()
+        log_probs = torch.full(tokens.shape, -math.log(vocabulary))
+        mask = (torch.arange(time) >= time // 4).float().expand(batch, time).contiguous()
+        return tokens, following, log_probs, advantages, mask
 
     return sample
 
@@ -144,7 +170,7 @@ def cases(steps: int) -> list[Case]:
         Case(
             "GPT",
             "F.cross_entropy(logits.view(-1, V), targets.view(-1))",
-            lambda: models.GPT(time=128),
+            lambda: language_models.GPT(time=128),
             next_tokens(source, batch=8, time=128),
             learning_rate=1e-3,
             steps=steps,

@@ -1,4 +1,5 @@
-"""The demo's models: plain PyTorch, as anyone would write it. They know nothing of this package."""
+"""The demo's small models: plain PyTorch, as anyone would write it. They know nothing of this
+package. The language models are in ``language_models.py``."""
 
 import torch
 import torch.nn as nn
@@ -8,61 +9,6 @@ from torch import Tensor
 BYTES = 256
 MASK = 256
 IGNORED = -1
-
-
-class Block(nn.Module):
-    """A transformer block: causal self-attention and a feed-forward part, both residual."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1 = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.projection = nn.Linear(width, width)
-        self.norm_2 = nn.LayerNorm(width)
-        self.expand = nn.Linear(width, 4 * width)
-        self.contract = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, time, width = x.shape
-        heads = self.qkv(self.norm_1(x)).view(batch, time, 3, self.heads, width // self.heads)
-        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.projection(attended.transpose(1, 2).reshape(batch, time, width))
-        return x + self.contract(F.gelu(self.expand(self.norm_2(x))))
-
-
-class GPT(nn.Module):
-    """A GPT, of bytes by default; the loss is computed inside forward."""
-
-    def __init__(
-        self,
-        width: int = 128,
-        layers: int = 2,
-        heads: int = 4,
-        time: int = 128,
-        vocabulary: int = BYTES,
-    ) -> None:
-        super().__init__()
-        self.token_embedding = nn.Embedding(vocabulary, width)
-        self.position_embedding = nn.Embedding(time, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        nn.init.normal_(self.token_embedding.weight, std=0.02)
-        nn.init.normal_(self.position_embedding.weight, std=0.02)
-        nn.init.normal_(self.head.weight, std=0.02)
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.token_embedding(tokens) + self.position_embedding(positions)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        logits = self.logits(tokens)
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
 
 class Forecaster(nn.Module):

@@ -86,11 +86,11 @@ def differences(axes: Axes, results: Sequence[Result]) -> None:
     )
     axes.axhline(2**-24, label="one rounding", color=GRAY, linestyle=":", linewidth=1)
     axes.set_yscale("log")
-    axes.set_ylim(SMALLEST / 2, LATE_BOUND * 60)
+    axes.set_ylim(SMALLEST / 2, LATE_BOUND * 4000)  # room for the legend
     heading(axes, "Largest relative difference of the two loss curves so far")
     axes.set_xlabel("step")
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=9, ncols=4, loc="upper center")
+    axes.legend(frameon=False, fontsize=8.5, ncols=4, loc="upper center")
 
 
 def bars(
@@ -112,7 +112,8 @@ def bars(
         axes.bar_label(drawn, figures, padding=2, fontsize=9, color=GRAY)
     heading(axes, title)
     axes.set_ylabel("relative to stock", color=GRAY)
-    axes.set_xticks(places, [result.case.name for result in results])
+    names = [result.case.name.replace(" ", "\n", 1) for result in results]
+    axes.set_xticks(places, names, fontsize=9)
     axes.set_ylim(0, max(1.0, *relative) * 1.25)
     axes.axhline(1, color=GRAY, linewidth=0.8, linestyle=":")
     axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper right")

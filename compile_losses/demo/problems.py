@@ -10,12 +10,14 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from compile_losses.demo import data, models
 from compile_losses.demo.data import Case, Sampler
+from compile_losses.demo.language_models import GPT, Policy, Student, next_token_loss
 
 VOCABULARY = 16384
 
@@ -39,19 +41,58 @@ def words(size: int = VOCABULARY) -> Tensor:
     return torch.tensor(found)
 
 
-def language_model(quick: bool) -> Case:
+def of_words(
+    quick: bool,
+    name: str,
+    loss: str,
+    kind: Callable[..., nn.Module],
+    sampler: Callable[[Tensor, int, int], Sampler] = data.next_tokens,
+    **others: Any,
+) -> Case:
     """A GPT of words; nearly all of its memory is the logits."""
-    time = 256
-    width, layers, batch = (32, 1, 32) if quick else (64, 2, 48)
+    width, layers, time, batch = (32, 1, 256, 32) if quick else (64, 2, 256, 32)
     return Case(
-        "GPT, 16k words",
-        "F.cross_entropy(logits.view(-1, V), targets.view(-1))",
-        lambda: models.GPT(width, layers, time=time, vocabulary=VOCABULARY),
-        data.next_tokens(words(), batch, time),
+        name,
+        loss,
+        lambda: kind(width, layers, time=time, vocabulary=VOCABULARY),
+        sampler(words(), batch, time),
         learning_rate=1e-3,
-        steps=4 if quick else 8,
+        steps=4 if quick else 6,
         warm_up=1 if quick else 2,
+        **others,
     )
+
+
+def language_model(quick: bool) -> Case:
+    formula = "F.cross_entropy(logits.view(-1, V), targets.view(-1))"
+    return of_words(quick, "GPT, 16k words", formula, GPT)
+
+
+def returned_logits(quick: bool) -> Case:
+    """The same, but that the model is compiled without its loss, which is compiled by itself."""
+    formula = "criterion(model(tokens), targets), each compiled, with lazy_logits"
+    options = {"lazy_logits": True}
+    return of_words(
+        quick, "returned logits", formula, GPT, criterion=next_token_loss, options=options
+    )
+
+
+def policy(quick: bool) -> Case:
+    formula = "PPO's min(ratio * A, clipped * A) + bonus * entropy, a mean over masked tokens"
+    return of_words(quick, "policy", formula, Policy, data.completions)
+
+
+def distillation(quick: bool) -> Case:
+    """From a teacher twice as wide. Its weights are random: what it knows changes no figure."""
+
+    def kind(width: int, layers: int, **others: int) -> nn.Module:
+        return Student(GPT(width, layers, **others), GPT(2 * width, layers, **others))
+
+    def sampler(source: Tensor, batch: int, time: int) -> Sampler:
+        return lambda generator: (data.windows(source, time, batch, generator),)
+
+    formula = "F.kl_div(log_softmax(logits / T), softmax(teacher's / T), reduction='batchmean')"
+    return of_words(quick, "distillation", formula, kind, sampler)
 
 
 def product(rows: int, cols: int, rank: int) -> Tensor:
@@ -101,7 +142,10 @@ def recommender(quick: bool) -> Case:
 
 #: Those of ``--quick``, and all. Each is told whether it is to be quick.
 QUICK: tuple[Callable[[bool], Case], ...] = (language_model, factorisation)
-PROBLEMS = (*QUICK, recommender)
+PROBLEMS = (
+    *(language_model, returned_logits, policy, distillation),
+    *(factorisation, recommender),
+)
 
 
 def problems(quick: bool) -> list[Case]:

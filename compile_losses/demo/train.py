@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -100,19 +101,41 @@ class Result:
         return ""
 
 
+def compiled(model: nn.Module, backend: str, case: Case) -> Callable[..., Tensor]:
+    """The loss of a batch, by this backend."""
+    options: dict[str, Any] | None = (case.options or None) if backend == OURS else None
+    function: Callable[..., Tensor] = torch.compile(model, backend=backend, options=options)
+    if case.criterion is None:
+        return function
+    return in_two(function, torch.compile(case.criterion, backend=backend))
+
+
+def in_two(
+    model: Callable[..., Tensor], criterion: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[..., Tensor]:
+    """A model and the loss of what it returns, of which each is a graph, for explain as well."""
+    handed_over = torch.compiler.disable(lambda output: output)  # ends a graph
+
+    def loss(*batch: Tensor) -> Tensor:
+        *inputs, targets = batch
+        return criterion(handed_over(model(*inputs)), targets)
+
+    return loss
+
+
 class Trainer:
     """A model under one backend, with its optimiser."""
 
     def __init__(self, model: nn.Module, backend: str, case: Case) -> None:
         self.run = Run(case.warm_up)
-        self.parameters = list(model.parameters())
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = self.parameters[0].device
-        self.model = torch.compile(model, backend=backend)
+        self.loss = compiled(model, backend, case)
         self.optimizer = torch.optim.AdamW(self.parameters, lr=case.learning_rate, fused=True)
 
     def step(self, batch: tuple[Tensor, ...]) -> Tensor:
         self.optimizer.zero_grad()
-        loss: Tensor = self.model(*batch)
+        loss = self.loss(*batch)
         loss.backward()
         self.optimizer.step()
         return loss.detach()
