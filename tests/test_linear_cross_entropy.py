@@ -306,6 +306,18 @@ def test_dtype_and_autocast(either_way, device):
         torch.testing.assert_close(*pair, rtol=3e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weights_of_0(smoothing, z_loss, chunks, device):
+    """A mean over a total weight of 0 is nan; with smoothing too, where the losses are not 0."""
+    x, w = torch.randn(ROWS, HIDDEN, device=device), torch.randn(CLASSES, HIDDEN, device=device)
+    weight = torch.ones(CLASSES, device=device).index_fill(0, torch.tensor(3, device=device), 0)
+    target = torch.full((ROWS,), 3, device=device)
+    loss = op(x, w, target, weight=weight, label_smoothing=smoothing, z_loss=z_loss)
+    assert F.cross_entropy(x @ w.t(), target, weight, label_smoothing=smoothing).isnan()
+    assert loss.isnan()
+
+
 def test_module_is_torchs(chunks, device):
     torch.manual_seed(0)
     weight = torch.rand(CLASSES)

@@ -118,11 +118,32 @@ def scaled_and_biased(h, w, t, tw, labels):
     return hard(student, labels, reduction="sum") + soft(student, teacher)
 
 
+def soft_targets(h, w, t, tw, labels):
+    """Cross entropy with the teacher's probabilities, alone."""
+    student, q = F.linear(h, w).flatten(0, 1), F.softmax(taught(t, tw), -1).flatten(0, 1)
+    return F.cross_entropy(student, q)
+
+
+def soft_targets_by_hand(h, w, t, tw, labels):
+    """Of masked tokens, beside labels."""
+    student = F.linear(h, w)
+    q, log_p = F.softmax(taught(t, tw), -1), F.log_softmax(student, -1)
+    each, mask = -(q * log_p).sum(-1), (labels != -100).to(q.dtype)
+    return (each * mask).sum() / mask.sum() + hard(student, labels)
+
+
+def sharpened(h, w, t, tw, labels):
+    """As of DINO: another temperature, and a centre that is taken off the teacher's logits."""
+    q = ((taught(t, tw) - tw.detach().mean(1)) / 0.25).softmax(-1)
+    return F.cross_entropy((F.linear(h, w) / 0.5).flatten(0, 1), q.flatten(0, 1), reduction="sum")
+
+
 FORMS = {
     f.__name__: f
     for f in (
         hard_and_soft, of_given_logits, distil_bert, of_shifted_logits, minitron, jensen_shannon,
-        mean_over_classes, classes_in_the_middle, scaled_and_biased,
+        mean_over_classes, classes_in_the_middle, scaled_and_biased, soft_targets,
+        soft_targets_by_hand, sharpened,
     )
 }  # fmt: skip
 
@@ -213,6 +234,20 @@ class TestRecognition:
         (site,) = sites_of(step, inputs)
         assert site.plan[0] == LOGITS
 
+    def test_soft_targets_of_other_rows(self):
+        """The entropy of the teacher's row is part of what the logits are taken back for."""
+
+        def step(h, w, t, tw, labels):
+            student, q = F.linear(h, w).flatten(0, 1), F.softmax(taught(t, tw), -1).flatten(0, 1)
+            each = F.cross_entropy(student, q, reduction="none")
+            return (each - each.mean()).square().mean() + each.mean()
+
+        inputs = problem()
+        check(step, inputs)
+        (site,) = sites_of(step, inputs)
+        assert site.plan[0] == LOGITS
+        assert BOTH in site.reason
+
     def test_a_divergence_beside_what_needs_no_class(self):
         """Only the divergence has a gradient; and no statistic of the logits has."""
 
@@ -283,6 +318,18 @@ def written_teacher(h, w, t, tw, labels):
     return hard(student, labels) + divergence + soft(student, taught(t, tw))
 
 
+def targets_of_another_kind(h, w, t, tw, labels):
+    """Probabilities that are no softmax of logits, and smoothed ones."""
+    student, q = F.linear(h, w).flatten(0, 1), taught(t, tw).softmax(-1).flatten(0, 1)
+    mixed = F.cross_entropy(student, 0.5 * q + 0.5 / CLASSES)
+    return mixed + F.cross_entropy(F.linear(h, 2 * w).flatten(0, 1), q, label_smoothing=0.1)
+
+
+def trained_targets(h, w, t, tw, labels):
+    student, q = F.linear(h, w).flatten(0, 1), F.linear(t, tw).softmax(-1).flatten(0, 1)
+    return F.cross_entropy(student, q)
+
+
 def a_detached_student(h, w, t, tw, labels):
     student = F.linear(h, w)
     return hard(student, labels) + soft(student.detach(), taught(t, tw))
@@ -290,7 +337,7 @@ def a_detached_student(h, w, t, tw, labels):
 
 NEAR_MISSES = (
     a_trained_teacher, itself, two_teachers, a_soft_cap, some_rows, written_teacher,
-    a_detached_student,
+    a_detached_student, targets_of_another_kind, trained_targets,
 )  # fmt: skip
 
 
@@ -347,7 +394,7 @@ def test_inductor():
 
 # The ops.
 
-KINDS = ("kl", "reverse_kl", "js")
+KINDS = ("kl", "reverse_kl", "js", "cross_entropy")
 
 
 def arguments(kind, device, dtype=torch.float64, *, layer=True, with_target=True):
@@ -360,7 +407,8 @@ def arguments(kind, device, dtype=torch.float64, *, layer=True, with_target=True
         w,
         labels.flatten() if with_target else None,
     )
-    return in_order(*given, bias, -100, None, teacher, kind, 0.3, 1.7)
+    temperature = 1.0 if kind == "cross_entropy" else 1.7
+    return in_order(*given, bias, -100, None, teacher, kind, 0.3, temperature)
 
 
 def torchs(given):
@@ -377,6 +425,8 @@ def torchs(given):
             F.kl_div(log_m, x, reduction="none", log_target=True).sum(-1) for x in (log_q, log_p)
         )
         divergence = beta * of_teacher + (1 - beta) * of_student
+    if kind == "cross_entropy":
+        divergence = -(log_q.exp() * log_p).sum(-1)
     probabilities = logits.softmax(-1)
     entropy = torch.logsumexp(logits, -1) - (probabilities * logits).sum(-1)
     nll = F.cross_entropy(logits, labels, reduction="none")
@@ -440,7 +490,8 @@ def test_gradcheck(kind, device):
     [
         ({4: None, 5: None, 6: None}, RuntimeError, "a teacher and a divergence or neither, got"),
         ({9: None}, RuntimeError, "a teacher and a divergence or neither, got torch.float64"),
-        ({9: "hellinger"}, ValueError, "one of kl, reverse_kl, js, got hellinger"),
+        ({9: "hellinger"}, ValueError, "kl, cross_entropy, reverse_kl, js, got hellinger"),
+        ({9: "cross_entropy"}, RuntimeError, "a temperature of 1 with cross_entropy, got 1.7"),
         ({8: 3.0}, RuntimeError, "no softcap with a divergence, got 3.0"),
         ({11: 0.0}, RuntimeError, "temperature to be positive, got 0.0"),
         ({9: "js", 10: 1.0}, RuntimeError, "beta to be between 0 and 1, without these, got 1.0"),

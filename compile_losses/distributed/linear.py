@@ -22,7 +22,7 @@ from compile_losses.distributed.layout import (
 )
 from compile_losses.distributed.vocabulary import Vocabulary, once_differentiable
 from compile_losses.ops import checks
-from compile_losses.ops.divisors import divisors
+from compile_losses.ops.divisors import divisors, mean_of
 from compile_losses.ops.linear.arguments import NAME, has_probabilities
 from compile_losses.ops.linear.vocabulary_parallel import gradient, parts
 
@@ -180,12 +180,14 @@ def linear_cross_entropy(
     if reduction == SUM:
         return assemble(loss.to(dtype), mesh, summed(mesh, layout.mesh_dims), torch.Size())
     total_weight, count = divisors(rows, weights, ignore_index, wide)
+    smoothed = weights is not None and label_smoothing > 0
     if not apart:
         loss, total_weight = totals([loss, total_weight], mesh, layout.mesh_dims)
-        return assemble((loss / total_weight).to(dtype), mesh, replicated(mesh), torch.Size())
+        mean = mean_of(loss, total_weight, smoothed=smoothed)
+        return assemble(mean.to(dtype), mesh, replicated(mesh), torch.Size())
     assert squares is not None
     loss, squares, total_weight, count = totals(
         [loss, squares, total_weight, count], mesh, layout.mesh_dims
     )
-    mean = loss / total_weight + z_loss * squares / count
+    mean = mean_of(loss, total_weight, smoothed=smoothed) + z_loss * squares / count
     return assemble(mean.to(dtype), mesh, replicated(mesh), torch.Size())

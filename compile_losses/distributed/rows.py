@@ -13,7 +13,7 @@ from compile_losses.distributed.collectives import totals
 from compile_losses.distributed.layout import Rows, assemble, local, replicated, summed
 from compile_losses.distributed.vocabulary import Vocabulary, VocabularyParallel
 from compile_losses.ops import checks
-from compile_losses.ops.divisors import divisors
+from compile_losses.ops.divisors import divisors, mean_of
 
 NONE, MEAN, SUM = (checks.REDUCTIONS[name] for name in ("none", "mean", "sum"))
 
@@ -104,4 +104,6 @@ def _reduced(
         # Not from the loss's own op, which compiled graphs replace by one that has the gradient.
         total_weight, _ = divisors(own_target, own_weight, options[0], wide)
     loss, total_weight = totals([loss, total_weight], mesh, rows.mesh_dims)
-    return assemble((loss / total_weight).to(dtype), mesh, replicated(mesh), torch.Size())
+    smoothed = weight is not None and len(options) > 1 and options[1] > 0
+    mean = mean_of(loss, total_weight, smoothed=smoothed)
+    return assemble(mean.to(dtype), mesh, replicated(mesh), torch.Size())

@@ -19,7 +19,7 @@ from compile_losses.lower.calls import fused_call, fused_op
 from compile_losses.lower.row_gradients import values_of
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.row_divergences import Pair
-from compile_losses.ops.linear.row_statistics import DIVERGENCE
+from compile_losses.ops.linear.row_statistics import DIVERGENCE, ENTROPY
 from compile_losses.ops.linear_row_statistics import TEACHER, pair_of
 from compile_losses.torch_internals.graphs import EAGER_VALUES
 from compile_losses.torch_internals.ops import named_arguments, schema_of
@@ -173,6 +173,10 @@ class _Statistics(_Losses):
             options = (REDUCTIONS["none"], values_of(node)[DIVERGENCE].dtype)
             self.compared = _Compared(pair, logits, teacher, *options, node)
         loss = None if self.compared is None else self.compared.loss
+        if loss is not None and named["divergence"] == "cross_entropy":
+            args = (teacher, None, named["ignore_index"], None)
+            of_teacher = call(fused_op("row_statistics", "forward"), args, node)
+            loss = call(aten.add.Tensor, (loss, _results(of_teacher, node)[ENTROPY]), node)
         self.values = [*values[:DIVERGENCE], loss, *values[DIVERGENCE:]]
 
     def gradient(self, backward: Node) -> Node:

@@ -25,6 +25,8 @@ computed at a time. For p = softmax(logits / temperature) and q that of the teac
 
 - ``kl``: KL(q || p).
 - ``reverse_kl``: KL(p || q).
+- ``cross_entropy``: that of p with the probabilities q, KL(q || p) and the entropy of q; of a
+  temperature of 1 alone.
 - ``js``: ``beta KL(q || m) + (1 - beta) KL(p || m)``, m = ``(1 - beta) p + beta q``.
 
 The teacher has no gradient. Without a divergence that statistic is empty.
@@ -87,6 +89,7 @@ _LAYER = (0, 1, 3)
 #: The ops that compute a divergence, and whether their first row is the teacher's.
 DIVERGENCES = {
     "kl": ("softmax_kl_div", False),
+    "cross_entropy": ("softmax_kl_div", False),
     "reverse_kl": ("softmax_kl_div", True),
     "js": ("softmax_js_div", False),
 }
@@ -164,6 +167,10 @@ def check(
     if softcap is not None:
         raise RuntimeError(f"{NAME}: expected no softcap with a divergence, got {softcap}")
     check_temperature(NAME, temperature)
+    if divergence == "cross_entropy" and temperature != 1:
+        raise RuntimeError(
+            f"{NAME}: expected a temperature of 1 with cross_entropy, got {temperature}"
+        )
     if divergence == "js":
         check_beta(NAME, beta)
     of_teacher = (teacher, teacher_weight, teacher_bias)
@@ -189,6 +196,7 @@ def _problem(arguments: tuple[Any, ...], row_function: RowFunction | None = None
         ignore_index,
         softcap,
         pair_of(*divergence),
+        divergence[0] == "cross_entropy",
         teacher,
         accumulation_type(input.dtype),
         row_function,
@@ -279,7 +287,10 @@ def reference(
         teacher = F.linear(teacher, teacher_weight, teacher_bias)
     dtype = accumulation_type(logits.dtype)
     rows = pair.ordered(logits.to(dtype), teacher.to(dtype))
-    return *found, _REFERENCES[pair.name](*rows, NONE, *pair.options, -1)
+    each = _REFERENCES[pair.name](*rows, NONE, *pair.options, -1)
+    if divergence == "cross_entropy":
+        each = each + row_statistics.entropy_of(teacher.to(dtype))
+    return *found, each
 
 
 _REFERENCES: dict[str, Callable[..., Tensor]] = {

@@ -50,6 +50,8 @@ _DIVERGENCES = {
     torch.ops.fused.softmax_kl_div.default: "kl",
     torch.ops.fused.softmax_js_div.default: "js",
 }
+#: A reduction of a divergence: a cross entropy's mean, which is over the rows.
+MEAN_OF_ROWS = -1
 _MAX = (torch.max, aten.max.dim, "max")
 
 
@@ -59,14 +61,14 @@ class Divergence:
 
     Attributes:
         kind, beta, temperature: as ``fused::linear_row_statistics_forward`` has them.
-        teacher: the node that holds the teacher's logits.
-        reduction: how the loss of each row is reduced.
+        teacher: its logits.
+        reduction: how the loss of each row is reduced; also MEAN_OF_ROWS.
     """
 
     kind: str
     beta: float
     temperature: float
-    teacher: Node
+    teacher: Value
     reduction: int
 
 
@@ -93,9 +95,10 @@ class Reading:
     what: str = ""
 
     @property
-    def is_loss(self) -> bool:
-        """Whether an op of its own computes it."""
-        return self.call is not None or self.divergence is not None
+    def is_taken(self) -> bool:
+        """Whether an op of its own computes it together with its layer."""
+        is_divergence = self.divergence is not None and self.divergence.kind != "cross_entropy"
+        return self.call is not None or is_divergence
 
     @property
     def weight(self) -> Node | None:
@@ -115,7 +118,7 @@ def reading_of(node: Node, shadow: Shadow, logits: Container[Node] = ()) -> Read
         logits: the nodes that may be the logits of a divergence; the others are a teacher's.
     """
     if node.target is _CROSS_ENTROPY:
-        return _cross_entropy(node)
+        return _cross_entropy(node, shadow, logits)
     if node.target in _DIVERGENCES:
         return _divergence(node, logits)
     if not isinstance(example(node), Tensor):
@@ -132,16 +135,38 @@ def reading_of(node: Node, shadow: Shadow, logits: Container[Node] = ()) -> Read
         return None
 
 
-def _cross_entropy(node: Node) -> Reading | None:
+def _cross_entropy(node: Node, shadow: Shadow, logits: Container[Node]) -> Reading | None:
     call = named_arguments(node)
     input, target = call["input"], call["target"]
     if not isinstance(input, Node) or not isinstance(target, Node):
         return None
-    classes = example(target)
-    if classes.is_floating_point() or (call["weight"] is not None and call["label_smoothing"]):
-        return None
     dim = 0 if example(input).dim() == 1 else 1
+    if example(target).is_floating_point():
+        is_student = input in logits and target not in logits
+        return _soft_targets(call, dim, shadow) if is_student else None
+    if call["weight"] is not None and call["label_smoothing"]:
+        return None
     return Reading(whole(input), dim, {NLL: 1.0}, whole(target), call, what="cross entropy")
+
+
+def _soft_targets(call: dict[str, Any], dim: int, shadow: Shadow) -> Reading | None:
+    """A cross entropy whose target is the softmax of a teacher's logits."""
+    input, target = whole(call["input"]), whole(call["target"])
+    if call["weight"] is not None or call["label_smoothing"] or _has_gradient(target):
+        return None
+    found = _softmax_of(target, shadow, logarithm=False)
+    if found is None or found[1] != dim:
+        return None
+    reduction = call["reduction"]
+    if reduction == REDUCTIONS["mean"]:
+        reduction = MEAN_OF_ROWS
+    divergence = Divergence("cross_entropy", 0.5, 1.0, found[0], reduction)
+    what = "cross entropy with a teacher's probabilities"
+    return Reading(input, dim, {DIVERGENCE: 1.0}, divergence=divergence, what=what)
+
+
+def _has_gradient(value: Value) -> bool:
+    return bool(getattr(example(value.node), "requires_grad", False))
 
 
 def _divergence(node: Node, logits: Container[Node]) -> Reading | None:
@@ -158,7 +183,7 @@ def _divergence(node: Node, logits: Container[Node]) -> Reading | None:
     kind, beta = _DIVERGENCES[node.target], call.get("beta", 0.5)  # type: ignore[index]
     if place == 1:  # a mixture has both rows, and a divergence is of the second one from the first
         kind, beta = ("js", 1 - beta) if kind == "js" else ("reverse_kl", beta)
-    found = Divergence(kind, beta, call["temperature"], teacher, call["reduction"])
+    found = Divergence(kind, beta, call["temperature"], whole(teacher), call["reduction"])
     dim = call["dim"] % example(student).dim()
     what = "Jensen-Shannon divergence" if kind == "js" else "Kullback-Leibler divergence"
     return Reading(whole(student), dim, {DIVERGENCE: 1.0}, divergence=found, what=what)
@@ -395,6 +420,8 @@ class Readings:
         mean = self.call(aten.mean.default, losses)
         sizes = list(reading.logits.fake.shape)
         classes = sizes.pop(reading.dim)
+        if reduction == MEAN_OF_ROWS:
+            return mean
         factor = 1 / classes if reduction == REDUCTIONS["mean"] else math.prod(sizes[1:])
         if not isinstance(factor, int | float):
             raise NotAbsorbedError("the divisor of its mean is a symbol")

@@ -44,7 +44,7 @@ from compile_losses.recognize.row_statistics import (
     reading_of,
 )
 from compile_losses.recognize.shadow import RESHAPES, Shadow, aten, same_sizes
-from compile_losses.recognize.values import Size, Value, emit, example, fake_mode, whole
+from compile_losses.recognize.values import Size, Value, emit, example, fake_mode
 from compile_losses.recognize.verify import verify as compare
 from compile_losses.torch_internals.graphs import EXAMPLE
 from compile_losses.torch_internals.ops import schema_of
@@ -132,6 +132,9 @@ def take_shared_logits(
         shared = _shared(head, shadow)
         if shared is None:
             continue
+        if isinstance(shared, Kept):
+            yield shared
+            continue
         try:
             yield _Taking(shared, shadow, options, verify=verify).run()
         except NotAbsorbedError as error:
@@ -153,11 +156,12 @@ def _is_worthwhile(head: Head, options: Options) -> bool:
     return True
 
 
-def _shared(head: Head, shadow: Shadow) -> Shared | None:
-    """The readers of a head's output; None where one needs the logits themselves."""
+def _shared(head: Head, shadow: Shadow) -> Shared | Kept | None:
+    """The readers of a head's output, or why they keep it; None where a loss reads it alone."""
     classes = example(head.node).shape[-1]
     found = Shared(head, between=[head.node])
     seen = {head.node}
+    needs: Node | None = None
     for node in found.between:  # grows
         for user in node.users:
             if user.op == "output":
@@ -175,9 +179,12 @@ def _shared(head: Head, shadow: Shadow) -> Shared | None:
             elif (_holds(value, classes) or is_max(user)) and len(found.between) < _MOST_NODES:
                 found.between.append(user)
             else:
-                return None
+                needs = needs or user
+    if needs is not None:
+        return Kept(list(found.readings), f"{needs.name} needs the logits")
     # A loss that is alone was declined together with its layer before.
-    alone = len(found.readings) == 1 and all(one.is_loss for one in found.readings.values())
+    # A cross entropy with a teacher's probabilities was not.
+    alone = len(found.readings) == 1 and all(one.is_taken for one in found.readings.values())
     return found if found.readings and not alone else None
 
 
@@ -353,7 +360,7 @@ class _Taking:
         except NotAbsorbedError as error:
             held = str(error)
         if self.of_teacher is None:
-            rows = _as_rows(_classes_last(whole(divergence.teacher), reading.dim))
+            rows = _as_rows(_classes_last(divergence.teacher, reading.dim))
             notes = [] if held is None else [f"the teacher's logits are held: {held}"]
             return options, (without_gradient(rows), None, None), notes
         of_teacher = self.of_teacher
@@ -365,14 +372,14 @@ class _Taking:
     def _is_same(self, one: Divergence, other: Divergence) -> bool:
         """Whether two divergences are the same but for how they are reduced."""
         alike = replace(one, teacher=other.teacher, reduction=other.reduction) == other
-        return alike and self.shadow.same(whole(one.teacher), whole(other.teacher))
+        return alike and self.shadow.same(one.teacher, other.teacher)
 
     def _layer_of(self, reading: Reading, divergence: Divergence) -> Logits | None:
         """The layer of a teacher's logits that nothing else reads."""
-        found = logits_of(divergence.teacher, self.shadow)
+        found = logits_of(divergence.teacher.argument, self.shadow)
         if found is not None:
             nodes = set(_nodes(found))
-            if any(reader not in self.shared.readings for reader in readers(nodes, None)):
+            if not self._only_readings(nodes, divergence):
                 raise NotAbsorbedError("they have other readers")
             check_layer(found)
             if found.copies_weight:
@@ -382,6 +389,24 @@ class _Taking:
             if found.weight.fake.shape[0] != self.shared.head.weight.fake.shape[0]:
                 raise NotAbsorbedError("it has other classes")
         return found
+
+    def _only_readings(self, nodes: set[Node], divergence: Divergence) -> bool:
+        """Whether a teacher's logits are read for what is read of the student's alone.
+
+        What leads from logits to the readers, such as a softmax, is superfluous as well.
+        """
+        waiting, seen = sorted(nodes), set(nodes)
+        while waiting:
+            for reader in readers({waiting.pop()}, None):
+                if reader in self.shared.readings or reader in seen:
+                    continue
+                if divergence.kind != "cross_entropy" or reader.op == "output":
+                    return False
+                if not isinstance(example(reader), Tensor) or not reader.users:
+                    return False
+                seen.add(reader)
+                waiting.append(reader)
+        return True
 
     def _buffers(self, divergence: tuple[str | None, float, float]) -> int:
         """How many tensors of a chunk's size the op holds at a time."""
@@ -456,8 +481,9 @@ class _Taking:
         inputs = set(Match(reader, _OP, args).inputs)
         interior: set[Node] = set()
         detached = _nodes(self.of_teacher) if reading.divergence is not None else []
-        for node in sorted(_made_of(reader, {*inputs, *detached})):
-            if any(source in inputs or source in interior for source in node.all_input_nodes):
+        starts = {*inputs, *detached}
+        for node in sorted(_made_of(reader, starts)):
+            if any(source in starts or source in interior for source in node.all_input_nodes):
                 interior.add(node)
 
         def read(

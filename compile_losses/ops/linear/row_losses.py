@@ -7,7 +7,7 @@ from torch import Tensor
 
 from compile_losses.ops import cross_entropy, vocabulary_parallel
 from compile_losses.ops.checks import REDUCTIONS
-from compile_losses.ops.divisors import divisors
+from compile_losses.ops.divisors import divisors, mean_of
 from compile_losses.ops.linear.row_function import RowFunction
 
 NONE, MEAN, SUM = (REDUCTIONS[name] for name in ("none", "mean", "sum"))
@@ -182,7 +182,8 @@ class RowLosses:
     def _reduced(self) -> Tensor:
         total = torch.stack(self.sums).sum(dtype=torch.float64)
         if self.reduction == MEAN:
-            total = total / self.total_weight
+            smoothed = self.weight is not None and self.label_smoothing > 0
+            total = mean_of(total, self.total_weight, smoothed=smoothed)
         if self.z_loss == 0:
             return total
         squares = self.z_loss * torch.stack(self.square_sums).sum(dtype=torch.float64)

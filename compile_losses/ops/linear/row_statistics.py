@@ -31,12 +31,13 @@ class RowStatistics:
         ignore_index: int,
         softcap: float | None,
         pair: Pair | None,
+        with_entropy: bool,  # of the teacher, added to the divergence
         teacher: TeacherLogits | None,  # given with a pair
         dtype: torch.dtype,  # that sums are made in, and of the statistics
         row_function: RowFunction | None,
     ) -> None:
         self.target, self.ignore_index, self.softcap = target, ignore_index, softcap
-        self.pair, self.teacher = pair, teacher
+        self.pair, self.with_entropy, self.teacher = pair, with_entropy, teacher
         self.logits, self.dtype, self.row_function = like.dtype, dtype, row_function
         self.nothing = like.new_empty(0, dtype=dtype)
         nothing = [self.nothing] * (COUNT - 1)
@@ -86,6 +87,9 @@ class RowStatistics:
             teacher = self.teacher(rows)
             divergence, saved = self.pair.forward(logits, teacher, NONE, self.dtype)
             taught = (teacher, saved)
+            if self.with_entropy:
+                of_teacher = row_statistics.forward(teacher, None, -1, None)
+                divergence = divergence + of_teacher[ENTROPY].to(self.dtype)
         self.chunks.append((*found[:DIVERGENCE], divergence, *found[DIVERGENCE:]))
         return stats, taught
 
