@@ -74,6 +74,13 @@ def taken(*rows: dict[str, str]) -> str:
     return "; ".join(f"{where}, commit {', '.join(found)}" for where, found in commits.items())
 
 
+def measured(
+    header: Sequence[str], lines: Iterable[Sequence[str]], rows: Iterable[dict[str, str]]
+) -> str:
+    """A table, and what its figures were taken on."""
+    return f"{markdown(header, lines)}\n{taken(*rows)}.\n"
+
+
 def front() -> str:
     """A head, a loss of tokens, a model, a regression loss and a distillation loss."""
     linear = rows_of("linear-nvidia-h200.csv")
@@ -118,8 +125,8 @@ def front() -> str:
     ]
     rows = [(name, pair(stock), pair(ours)) for name, stock, ours in found]
     table = markdown(("forward and backward", "stock `torch.compile`", "ours"), rows)
-    measured = taken(*(row for _, *both in found for row in both))
-    return f"{table}\nMemory is what is held above inputs. {measured}.\n"
+    sources = taken(*(row for _, *both in found for row in both))
+    return f"{table}\nMemory is what is held above inputs. {sources}.\n"
 
 
 def _cases(name: str, contenders: Sequence[str]) -> str:
@@ -138,7 +145,7 @@ def _cases(name: str, contenders: Sequence[str]) -> str:
         label = "forward" if which == "fwd" else "forward + backward"
         lines.append((f"{case} {shape} {dtype}", label, *cells, floor))
     header = ("case", "pass", *(_CONTENDERS[c] for c in contenders), "floor")
-    return markdown(header, lines) + f"\n{taken(*rows)}.\n"
+    return measured(header, lines, rows)
 
 
 def cases_gpu() -> str:
@@ -163,8 +170,7 @@ def linear() -> str:
         (shape, *(pair(one(rows, shape=shape, contender=c)) for c in contenders))
         for shape in dict.fromkeys(row["shape"] for row in rows)
     ]
-    table = markdown(("rows x hidden x classes", *contenders.values()), lines)
-    return f"{table}\n{taken(*rows)}.\n"
+    return measured(("rows x hidden x classes", *contenders.values()), lines, rows)
 
 
 def linear_h100() -> str:
@@ -174,7 +180,7 @@ def linear_h100() -> str:
         stock, ours = (one(rows, shape=shape, contender=c) for c in ("inductor", "ours_compiled"))
         lines.append((shape, pair(stock), pair(ours), ours["ratio"], ours["range"]))
     header = ("rows x hidden x classes", "torch.compile", "ours, compiled", "ratio", "most turns")
-    return markdown(header, lines) + f"\n{taken(*rows)}.\n"
+    return measured(header, lines, rows)
 
 
 #: Losses of tokens, by their names in the files and in the table.
@@ -200,7 +206,7 @@ def tokens() -> str:
         cells = [pair(found[name]) if name in found else "-" for name in contenders]
         lines.append((_TOKENS[loss], head, *cells))
     header = ("loss", "head", "stock", "ours", "ours, memory preferred", "Liger")
-    return markdown(header, lines) + f"\n{taken(*rows)}.\n"
+    return measured(header, lines, rows)
 
 
 def _by_shape(
@@ -226,7 +232,7 @@ def returned() -> str:
     for shape, cells in _by_shape(rows, contenders):
         name, _, size = shape.partition(" ")
         lines.append((_MODELS[name], size, *cells))
-    return markdown(("model", "size", *contenders.values()), lines) + f"\n{taken(*rows)}.\n"
+    return measured(("model", "size", *contenders.values()), lines, rows)
 
 
 def distillation() -> str:
@@ -239,7 +245,7 @@ def distillation() -> str:
     }
     names = {"divergence": "divergence", "mixed": "half cross entropy of labels"}
     lines = [(names[shape.split()[0]], *cells) for shape, cells in _by_shape(rows, contenders)]
-    return markdown(("loss", *contenders.values()), lines) + f"\n{taken(*rows)}.\n"
+    return measured(("loss", *contenders.values()), lines, rows)
 
 
 def steps() -> str:
@@ -252,7 +258,7 @@ def steps() -> str:
         curve = f"{float(ours['curve_difference']):.2g}", f"{float(ours['noise']):.2g}"
         lines.append((name, size, pair(stock), pair(ours), *curve, ours["curve_steps"]))
     header = ("model", "size", "stock", "ours", "curves differ by", "noise", "steps")
-    return markdown(header, lines) + f"\n{taken(*rows)}.\n"
+    return measured(header, lines, rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -33,7 +33,7 @@ from compile_losses.linear import (
 )
 
 if TYPE_CHECKING:
-    from compile_losses.backend import disable, enable
+    from compile_losses.default_backend import disable, enable
     from compile_losses.distributed.data_parallel import global_mean
     from compile_losses.explanation import explain
     from compile_losses.recognize import rewrite
@@ -63,8 +63,8 @@ _LAZY = {
     "Report": "report",
     "Site": "sites",
     "counters": "switches",
-    "disable": "backend",
-    "enable": "backend",
+    "disable": "default_backend",
+    "enable": "default_backend",
     "explain": "explanation",
     "global_mean": "distributed.data_parallel",
     "rewrite": "recognize",

@@ -97,8 +97,8 @@ def load(target: str) -> Callable[..., Any]:
 
 def explain(arguments: argparse.Namespace, _: list[str]) -> int:
     """Calls the function without arguments and prints what would be rewritten."""
-    from compile_losses.backend import InvalidOptionError
     from compile_losses.explanation import explain_call
+    from compile_losses.options import InvalidOptionError
 
     function = load(arguments.target)
     try:

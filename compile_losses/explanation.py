@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from compile_losses import backend as doors
-from compile_losses import switches
+from compile_losses import dry_run, switches
+from compile_losses.backend import rewritten
 from compile_losses.guard import Failure, attempt, is_restart
 from compile_losses.lower.decision import Decision
+from compile_losses.options import Settings
 from compile_losses.recognize.logits import OUTSIDE
 from compile_losses.recognize.returned import of_parameters, returned_numbers
 from compile_losses.report import Report, Result
@@ -74,7 +75,7 @@ def explain_call(
     Raises:
         RuntimeError: a mode, an option or a loss that there is not.
     """
-    settings = doors.Settings.of(mode, options)
+    settings = Settings.of(mode, options)
     report = Report()
     if not switches.is_on():
         report.errors.append("COMPILE_LOSSES=0: compiled in this environment, nothing is rewritten")
@@ -83,7 +84,7 @@ def explain_call(
     ends: list[tuple[str, int]] = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        compiled = doors.rewritten(gm, example_inputs, settings, add)
+        compiled = rewritten(gm, example_inputs, settings, add)
         end = break_after(gm)
         if end is not None:
             ends.append(end)
@@ -94,14 +95,14 @@ def explain_call(
         found = gm.meta["compile_losses"]
         decisions: list[Decision] = []
         failure = ""
-        rewritten = any(site.status == "rewritten" for site in found.sites)
-        if rewritten or _is_trained(gm, example_inputs):
+        is_rewritten = any(site.status == "rewritten" for site in found.sites)
+        if is_rewritten or _is_trained(gm, example_inputs):
             try:
-                decisions = doors.decide(gm, example_inputs, settings)
+                decisions = dry_run.decide(gm, example_inputs, settings)
             except Exception as error:  # the graphs without a compiler still run
                 if is_restart(error):
                     raise
-                if rewritten:
+                if is_rewritten:
                     failure = f"no plan: {first_line(f'{type(error).__name__}: {error}')}"
         report.errors += [*found.errors, *filter(None, [failure])]
         sites = [_planned(site, decisions) for site in found.sites]

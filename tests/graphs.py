@@ -17,7 +17,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import compile_fx
 from torch._inductor.virtualized import V
 
-from compile_losses import backend
+from compile_losses import backend, inductor_passes
 
 
 class Head(nn.Module):
@@ -80,7 +80,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[str]]]:
 
         return wrapped
 
-    for kind, lowering in (("joint", backend._PlanPass), ("post", backend._InPlacePass)):
+    for kind, lowering in (
+        ("joint", inductor_passes.PlanPass),
+        ("post", inductor_passes.InPlacePass),
+    ):
         monkeypatch.setattr(lowering, "run", record(kind, lowering.run))
     with torch._inductor.config.patch(force_disable_caches=True):
         yield found

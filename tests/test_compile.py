@@ -1,4 +1,4 @@
-"""The two doors into torch.compile, and the five reference models behind them."""
+"""The two ways into torch.compile, and five reference models compiled by each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import compile_losses
 from compile_losses import switches
-from compile_losses.backend import _InPlacePass, _note_backward, _Pass
+from compile_losses.inductor_passes import InPlacePass, Pass, note_backward
 from tests import WITHOUT_VECTORS
 
 
@@ -225,10 +225,10 @@ def test_a_forgotten_backward_takes_out_no_pass_of_others():
     unit = graph.placeholder("unit")
     graph.call_function(torch.ops.fused.scale.default, (unit, unit))
     compile_losses.enable()
-    _note_backward(graph)
+    note_backward(graph)
     compile_losses.disable()
-    assert isinstance(config.post_grad_custom_post_pass, _InPlacePass)  # for that backward
-    own = _InPlacePass(None)
+    assert isinstance(config.post_grad_custom_post_pass, InPlacePass)  # for that backward
+    own = InPlacePass(None)
     with config.patch(post_grad_custom_post_pass=own):
         del graph, unit
         gc.collect()
@@ -281,7 +281,7 @@ def test_pass_set_inside():
     with compile_losses.enable():
         with config.patch(pre_grad_custom_pass=mine):
             assert config.pre_grad_custom_pass is mine
-        assert isinstance(config.pre_grad_custom_pass, _Pass)
+        assert isinstance(config.pre_grad_custom_pass, Pass)
     assert config.pre_grad_custom_pass is None
 
 
@@ -352,10 +352,10 @@ def test_pass_identity():
     """The caches' key holds the package's fingerprint and its switches in the environment, and
     nothing where a pass has no identity."""
     library = compile_losses.library
-    package = ("_Pass", library.fingerprint(), library.loaded(), *switches.environment())
-    assert _Pass(None).uuid() == package
-    assert "users pass" in _Pass(UsersPass()).uuid()
-    assert _Pass(lambda graph: None).uuid() is None
+    package = ("Pass", library.fingerprint(), library.loaded(), *switches.environment())
+    assert Pass(None).uuid() == package
+    assert "users pass" in Pass(UsersPass()).uuid()
+    assert Pass(lambda graph: None).uuid() is None
 
 
 def test_second_process_hits_the_cache(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from torch._inductor.utils import fresh_cache
 
 import compile_losses
-from compile_losses import backend, recognize
+from compile_losses import inductor_passes, recognize
 from compile_losses.ops.linear import chunk_size
 from tests import ROOT
 
@@ -29,7 +29,7 @@ def reports(monkeypatch):
 
     rewrite_graph = recognize.rewrite_graph
     monkeypatch.setattr(recognize, "rewrite_graph", spy)
-    monkeypatch.setattr(backend, "rewrite_graph", spy)
+    monkeypatch.setattr(inductor_passes, "rewrite_graph", spy)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     yield found
     compile_losses.disable()

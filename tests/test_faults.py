@@ -19,7 +19,7 @@ from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import compile_losses
-from compile_losses import backend, guard, lower, recognize, sites
+from compile_losses import guard, inductor_passes, lower, recognize, sites
 from tests.graphs import Head, classes, distributions, interpreted, real
 
 #: Where the functions are: two folders, and the module that both take sites from.
@@ -224,7 +224,7 @@ def test_strict():
         raise PlantedError
 
     with pytest.MonkeyPatch.context() as patch, fresh_cache():  # on a warm one there is no plan
-        patch.setattr(backend, "plan", planted)
+        patch.setattr(inductor_passes, "plan", planted)
         compiled = torch.compile(
             Head(F.mse_loss), backend="compile_losses", options={"strict": True}
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,6 +162,41 @@ def test_no_import_cycle():
     graph = {module: imported(module) for module in MODULES}
     assert "compile_losses.sites" in graph["compile_losses.recognize"]
     TopologicalSorter(graph).prepare()  # raises a CycleError that names the modules
+
+
+#: So many lines that are no comments, one after another, may not stand in two places.
+MOST_LINES_ALIKE = 14
+
+
+def code_lines(path: Path) -> list[str]:
+    lines = (" ".join(line.split()) for line in path.read_text().splitlines())
+    return [line for line in lines if line and not line.startswith(("//", "#"))]
+
+
+def places_alike(files: Iterable[Path]) -> list[set[tuple[str, int]]]:
+    """The places, by file and number of the line of code, of lines that stand more than once."""
+    places: defaultdict[tuple[str, ...], set[tuple[str, int]]] = defaultdict(set)
+    for path in files:
+        lines = code_lines(path)
+        for first in range(len(lines) - MOST_LINES_ALIKE):
+            places[tuple(lines[first : first + MOST_LINES_ALIKE + 1])].add((str(path), first))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def test_no_lines_stand_twice():
+    sources = [p for p in (ROOT / "csrc").rglob("*") if p.is_file()]
+    assert len(sources) > 50
+    assert not places_alike([*sources, *PACKAGE.rglob("*.py")])
+
+
+def test_lines_that_stand_twice_are_found(tmp_path):
+    lines = [f"line {number};" for number in range(MOST_LINES_ALIKE + 1)]
+    left, right = tmp_path / "left.h", tmp_path / "right.cuh"
+    left.write_text("\n".join(["only here;", *lines]))
+    right.write_text("\n  // a comment\n".join(lines))
+    assert places_alike([left, right]) == [{(str(left), 1), (str(right), 0)}]
+    right.write_text("\n".join(lines[1:]))
+    assert not places_alike([left, right])
 
 
 INTERNALS = "compile_losses.torch_internals"

@@ -11,6 +11,7 @@ import compile_losses.ops  # noqa: F401
 from compile_losses.linear import linear_log_probs
 from compile_losses.ops import linear_row_statistics
 from compile_losses.ops.linear.row_function import Operand, encode
+from compile_losses.ops.linear_row_statistics import in_order
 from tests.accuracy import assert_accurate
 from tests.linear_problems import largest_allocation
 
@@ -176,7 +177,7 @@ def test_repeatable(device):
 
 def leaf_arguments(device, dtype=torch.float32, softcap=None):
     input, weight, index, bias = problem(device, dtype, (20,))
-    return input, weight, index, bias, -100, softcap
+    return in_order(input, weight, index, bias, -100, softcap)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -184,13 +185,18 @@ def test_opcheck(softcap, device):
     arguments = leaf_arguments(device, softcap=softcap)
     opcheck(fused.linear_log_probs.default, (*arguments[:3],), {"linear_bias": arguments[3]})
     opcheck(fused.linear_row_statistics_forward.default, arguments)
-    opcheck(fused.linear_row_statistics_forward.default, (*arguments[:2], None, None, -100, None))
+    opcheck(
+        fused.linear_row_statistics_forward.default,
+        in_order(*arguments[:2], None, None, -100, None),
+    )
     each = torch.rand(20, device=device)
-    for gradients in ((each, None, None, None), (None, each, each, each)):
+    for gradients in ((each, None, None, None, None), (None, each, each, each, None)):
         for needs in ((True, True, True), (True, False, False), (False, True, False)):
             opcheck(fused.linear_row_statistics_backward.default, (*gradients, *arguments, *needs))
     detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
-    text = encode([(torch.ops.aten.mul.Tensor, (Operand(0), Operand(6)), {})], [7, None, 6, None])
+    text = encode(
+        [(torch.ops.aten.mul.Tensor, (Operand(0), Operand(7)), {})], [8, None, 7, None, None]
+    )
     opcheck(
         fused.linear_row_statistics_rows_with_grad.default,
         (*detached, True, True, True, text, [each]),
@@ -204,19 +210,19 @@ def test_gradients_of_rows(device):
     known = torch.rand(20, dtype=torch.float64, device=device)
     mul, exp = torch.ops.aten.mul.Tensor, torch.ops.aten.exp.default
     steps = [
-        (mul, (Operand(2), Operand(6)), {}),  # entropy times what is known
+        (mul, (Operand(2), Operand(7)), {}),  # entropy times what is known
         (exp, (Operand(0),), {}),
-        (mul, (Operand(8), Operand(7)), {}),
+        (mul, (Operand(9), Operand(8)), {}),
     ]
-    text = encode(steps, [9, None, 6, 7])
+    text = encode(steps, [10, None, 7, 8, None])
     detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
     found = fused.linear_row_statistics_rows_with_grad(*detached, True, True, True, text, [known])
     nll, _, entropy, total, *_ = statistics
     product = (entropy * known).detach()
     given = (nll.exp() * product).detach(), known, product
     expected = torch.autograd.grad((nll, entropy, total), (*arguments[:2], arguments[3]), given)
-    torch.testing.assert_close(found[:6], tuple(s.detach() for s in statistics))
-    torch.testing.assert_close(found[6:], expected)
+    torch.testing.assert_close(found[:7], tuple(s.detach() for s in statistics))
+    torch.testing.assert_close(found[7:], expected)
 
 
 @pytest.mark.parametrize(

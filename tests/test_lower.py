@@ -15,7 +15,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
-from compile_losses import backend
+from compile_losses import inductor_passes
 from tests.graphs import Head, classes, compare, distributions, real, step
 
 
@@ -656,5 +656,5 @@ def test_stale_formula_misses_the_cache(monkeypatch, tmp_path):
 
     assert misses() == 1
     assert misses() == 0
-    monkeypatch.setattr(backend, "fingerprint", lambda: "of other sources")
+    monkeypatch.setattr(inductor_passes, "fingerprint", lambda: "of other sources")
     assert misses() == 1

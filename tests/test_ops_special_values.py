@@ -226,3 +226,38 @@ def test_sum_of_equal_exponentials_on_a_cpu(distance):
             ours = torch.ops.fused.cross_entropy(input, targets)
             exact = F.cross_entropy(input.double(), targets)
             torch.testing.assert_close(ours.double(), exact, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("ignored", [0, 1, 8], ids=["none ignored", "one ignored", "all ignored"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("weights", [(0.0, 0.0, 0.0), (0.0, 1.0, 2.0), (1.0, 0.0, 2.0)], ids=str)
+@dtypes
+def test_cross_entropy_of_class_weights_of_0(weights, reduction, smoothing, ignored, dtype, device):
+    """A mean over a total weight of 0 is nan; with smoothing too, where the losses are not 0."""
+    number = {"none": 0, "mean": 1, "sum": 2}[reduction]
+    for shape in ((4, 3), (4, 3, 2), (3,)):
+        x = torch.randn(shape, dtype=torch.float64).to(device, dtype)
+        weight = torch.tensor(weights, dtype=dtype, device=device)
+        target = torch.zeros((*shape[:-2], *shape[-1:]) if len(shape) > 2 else shape[:-1]).long()
+        target.view(-1)[:ignored] = -100
+        target = target.to(device)
+        results = []
+        for function, leaf, w, option in (
+            (torch.ops.fused.cross_entropy, x, weight, number),
+            (F.cross_entropy, x, weight, reduction),
+            (F.cross_entropy, x.double(), weight.double(), reduction),
+        ):
+            leaf = leaf.detach().requires_grad_()
+            loss = function(leaf, target, w, reduction=option, label_smoothing=smoothing)
+            results.append((loss.detach(), *torch.autograd.grad(loss.sum(), leaf)))
+        for ours, eager, exact in zip(*results, strict=True):
+            assert_accurate(ours, eager, exact)
+        if reduction != "none":
+            loss, gradient = torch.ops.fused.cross_entropy_with_grad(
+                x, target, weight, number, -100, smoothing, dtype
+            )
+            torch.testing.assert_close(loss, results[0][0], equal_nan=True)
+            torch.testing.assert_close(gradient, results[0][1], equal_nan=True)
+        if reduction == "mean" and weights[0] == 0:
+            assert loss.isnan()

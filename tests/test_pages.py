@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import pages
-from tests import ROOT
+from tests import ROOT, modules
 
 pytestmark = pytest.mark.skipif(
     not pages.RESULTS.exists(), reason="benchmarks/results is in a checkout alone"
@@ -32,6 +32,11 @@ def test_tables_are_current(page):
     text = page.read_text()
     assert pages.filled(text) == text
     assert "<!-- table: " in text
+
+
+def test_modules_page_is_current():
+    """It is generated: python -m tests.modules."""
+    assert modules.PATH.read_text() == modules.page()
 
 
 def test_front_page_is_short():

@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import compile_losses
-from compile_losses import backend
+from compile_losses import inductor_passes, options
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -31,8 +31,8 @@ class Found:
 
     def __init__(self, monkeypatch):
         self.rewritten = 0
-        for name in ("rewrite", "rewrite_graph"):
-            monkeypatch.setattr(backend, name, self.counting(getattr(backend, name)))
+        for module, name in ((options, "rewrite"), (inductor_passes, "rewrite_graph")):
+            monkeypatch.setattr(module, name, self.counting(getattr(module, name)))
 
     def counting(self, function):
         def counted(*args, **kwargs):

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.heads import HEADS
 from benchmarks.matrix import Step
-from compile_losses.backend import decide
+from compile_losses.dry_run import decide
 from compile_losses.recognize import rewrite
 from tests.graphs import listing, recorded
 

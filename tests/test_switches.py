@@ -125,9 +125,9 @@ def test_passes(passes, way, counted, monkeypatch):
 
 def test_keys_of_caches(monkeypatch):
     """A graph that was compiled with other switches is another one."""
-    from compile_losses.backend import _InPlacePass, _PlanPass, _RewritePass
+    from compile_losses.inductor_passes import InPlacePass, PlanPass, RewritePass
 
-    passes = [kind(None) for kind in (_RewritePass, _PlanPass, _InPlacePass)]
+    passes = [kind(None) for kind in (RewritePass, PlanPass, InPlacePass)]
     seen = {each.uuid() for each in passes}
     for variable in switches.VARIABLES:
         with monkeypatch.context() as patch:

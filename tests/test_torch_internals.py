@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 from compile_losses import backend, torch_internals
@@ -216,6 +217,24 @@ def schemas():
     assert ops.packet_of(aten.add.Tensor) is aten.add
 
 
+@checks("ops.given_arguments", "ops.named_arguments")
+def arguments_by_name():
+    given = ops.given_arguments(aten.sum.dim_IntList, (1, [0]), {"keepdim": True})
+    assert given == {"self": 1, "dim": [0], "keepdim": True}
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(aten.sum.dim_IntList, (x, [0]), {"keepdim": True})
+    assert ops.named_arguments(node) == {"self": x, "dim": [0], "keepdim": True, "dtype": None}
+
+
+@checks("ops.is_pure", "ops.draws_random_numbers")
+def pure_ops():
+    assert ops.is_pure(aten.add.Tensor)
+    assert not any(map(ops.is_pure, (aten.add_.Tensor, aten.rand_like.default, torch.add)))
+    assert ops.draws_random_numbers(aten.rand_like.default)
+    assert not any(map(ops.draws_random_numbers, (aten.add.Tensor, torch.rand_like)))
+
+
 # eager
 
 
@@ -316,6 +335,20 @@ def storages():
     with tensors.FakeTensorMode():
         a, b = torch.empty(4), torch.empty(4)
         assert tensors.storage_id(a) == tensors.storage_id(a[2:]) != tensors.storage_id(b)
+
+
+@checks("tensors.size_hint")
+def hints():
+    found = []
+
+    def keep(gm, inputs):
+        found.extend(tensors.size_hint(i) for i in inputs if isinstance(i, torch.SymInt))
+        return gm.forward
+
+    torch.compile(torch.sin, backend=keep, dynamic=True)(torch.rand(7))
+    assert found == [7]
+    assert tensors.size_hint(ShapeEnv().create_unbacked_symint()) is None
+    assert tensors.size_hint(3) == 3
 
 
 @checks("tensors.version_of")

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from compile_losses.lower.aliases import graph_outputs, storage_of
 from compile_losses.torch_internals.graphs import EAGER_VALUES
-from compile_losses.torch_internals.ops import OpOverload, schema_of
+from compile_losses.torch_internals.ops import OpOverload, named_arguments, schema_of
 
 aten = torch.ops.aten
 
@@ -44,15 +44,6 @@ def is_elementwise(loss: str) -> bool:
 
 def fused_op(loss: str, part: str) -> OpOverload[..., Any]:
     return getattr(torch.ops.fused, f"{loss}_{part}").default
-
-
-def named_arguments(node: Node) -> dict[str, Any]:
-    """The arguments of a call of an op by the names in its schema; also those that tracing left out
-    because they are the defaults."""
-    schema = schema_of(node.target)
-    names = [argument.name for argument in schema.arguments]
-    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 from torch.fx import Node
 
 from compile_losses.lower.aliases import is_view, storage_of
@@ -24,6 +24,7 @@ from compile_losses.ops.checks import CASTS
 from compile_losses.sites import megabytes
 from compile_losses.torch_internals.inductor import OpTypes
 from compile_losses.torch_internals.ops import OpOverload, schema_of
+from compile_losses.torch_internals.tensors import size_hint
 
 aten = torch.ops.aten
 
@@ -85,9 +86,8 @@ def nbytes_of(value: Any) -> int:
 
 def hint_of(size: Any) -> int:
     """A size, of a symbol its hint: asking for its value would specialise the graph."""
-    if isinstance(size, SymInt):
-        return int(size.node.hint) if size.node.has_hint() else _UNKNOWN_SIZE
-    return int(size)
+    hint = size_hint(size)
+    return _UNKNOWN_SIZE if hint is None else hint
 
 
 def laid_out_alike(left: Tensor, right: Tensor) -> bool:

@@ -19,7 +19,7 @@ from torch.fx import Graph, Node
 
 from compile_losses.lower.aliases import is_view
 from compile_losses.ops.checks import CASTS
-from compile_losses.torch_internals.ops import OpOverload, schema_of
+from compile_losses.torch_internals.ops import is_pure
 
 aten = torch.ops.aten
 
@@ -142,10 +142,7 @@ def later_sources(nodes: Iterable[Node], first: Node) -> list[Node]:
 
 def is_movable(node: Node) -> bool:
     """Whether a call of an op gives the same wherever its arguments are there."""
-    target = node.target
-    if node.op != "call_function" or not isinstance(target, OpOverload):
-        return False
-    return not schema_of(target).is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    return node.op == "call_function" and is_pure(node.target)
 
 
 def emit(factor: Factor, dtype: torch.dtype, like: Tensor, graph: Graph) -> Node:

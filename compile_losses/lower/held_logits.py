@@ -15,9 +15,14 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from compile_losses.lower.calls import fused_call, fused_op, named_arguments
+from compile_losses.lower.calls import fused_call, fused_op
+from compile_losses.lower.row_gradients import values_of
+from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.ops.linear.row_divergences import Pair
+from compile_losses.ops.linear.row_statistics import DIVERGENCE
+from compile_losses.ops.linear_row_statistics import TEACHER, pair_of
 from compile_losses.torch_internals.graphs import EAGER_VALUES
-from compile_losses.torch_internals.ops import schema_of
+from compile_losses.torch_internals.ops import named_arguments, schema_of
 
 aten = torch.ops.aten
 
@@ -44,14 +49,20 @@ def put(backward: Node, gradients: dict[Any, Node]) -> None:
     backward.graph.erase_node(backward)
 
 
-def put_values(node: Node, values: Sequence[Node]) -> None:
-    """Puts values in the place of what a call computes of each row, one or several."""
-    if len(values) == 1:
-        node.replace_all_uses_with(values[0])
-    for item in list(node.users):
-        item.replace_all_uses_with(values[item.args[1]])  # type: ignore[index]
-        node.graph.erase_node(item)
-    node.graph.erase_node(node)
+def put_values(node: Node, values: Sequence[Node | None]) -> None:
+    """Puts values in the place of what a call computes of each row, one or several.
+
+    Args:
+        values: None where nobody reads it.
+    """
+    replaced = {node: values[0]}
+    if len(values) > 1:
+        replaced = {item: values[item.args[1]] for item in node.users}  # type: ignore[index]
+    for old, value in replaced.items():
+        if value is not None:
+            old.replace_all_uses_with(value)
+    for old in {**replaced, node: None}:
+        node.graph.erase_node(old)
 
 
 def grad_outputs_of(backward: Node) -> list[Node | None]:
@@ -111,10 +122,10 @@ class _Losses:
     """Of logits, emitted where the graph inserts.
 
     Attributes:
-        values: the loss of each row, or all that is computed of it.
+        values: the loss of each row, or all that is computed of it; None for what is empty.
     """
 
-    values: list[Node]
+    values: list[Node | None]
 
     def __init__(self, node: Node, logits: Node) -> None:
         raise NotImplementedError
@@ -136,7 +147,8 @@ class _CrossEntropy(_Losses):
         self.options = (reduction, ignore_index, label_smoothing)
         args = (*self.tensors, *self.options, dtype, self.softcap)
         forward = call(fused_op("cross_entropy", "forward"), args, node)
-        *self.values, stats, total_weight = _results(forward, node)
+        loss, stats, total_weight = _results(forward, node)
+        self.values = [loss]
         self.statistics = (stats, total_weight)
 
     def gradient(self, backward: Node) -> Node:
@@ -148,16 +160,30 @@ class _Statistics(_Losses):
     """All statistics of each row of logits."""
 
     def __init__(self, node: Node, logits: Node) -> None:
-        _, _, target, _, *options = leaf_arguments(node)
-        self.logits, self.target, self.options = logits, target, options
-        forward = call(fused_op("row_statistics", "forward"), (logits, target, *options), node)
-        *self.values, self.stats = _results(forward, node)
+        named = named_arguments(node)
+        self.logits, self.target = logits, named["target"]
+        self.options = (named["ignore_index"], named["softcap"])
+        args = (logits, self.target, *self.options)
+        forward = call(fused_op("row_statistics", "forward"), args, node)
+        *values, self.stats = _results(forward, node)
+        self.compared: _Compared | None = None
+        pair = pair_of(named["divergence"], named["beta"], named["temperature"])
+        if pair is not None:
+            teacher = _teacher(node, *(named[name] for name in TEACHER))
+            options = (REDUCTIONS["none"], values_of(node)[DIVERGENCE].dtype)
+            self.compared = _Compared(pair, logits, teacher, *options, node)
+        loss = None if self.compared is None else self.compared.loss
+        self.values = [*values[:DIVERGENCE], loss, *values[DIVERGENCE:]]
 
     def gradient(self, backward: Node) -> Node:
-        args = (self.logits, self.target, self.stats, *self.options)
-        return call(
-            fused_op("row_statistics", "backward"), (*grad_outputs_of(backward), *args), backward
-        )
+        *given, of_divergence = grad_outputs_of(backward)
+        parts = []
+        if any(gradient is not None for gradient in given):
+            args = (*given, self.logits, self.target, self.stats, *self.options)
+            parts.append(call(fused_op("row_statistics", "backward"), args, backward))
+        if self.compared is not None and of_divergence is not None:
+            parts.append(self.compared.gradient(of_divergence, backward))
+        return parts[0] if len(parts) == 1 else call(aten.add.Tensor, tuple(parts), backward)
 
 
 class _Divergence(_Losses):
@@ -165,24 +191,56 @@ class _Divergence(_Losses):
 
     def __init__(self, node: Node, logits: Node) -> None:
         named = named_arguments(node)
-        target, weight, bias = (named[n] for n in ("target", "target_weight", "target_bias"))
-        teacher = target if weight is None else _linear(node, target, weight, bias)
-        self.reverse = bool(named.get("reverse", False))
-        own = (named["beta"],) if "beta" in named else ()
-        self.pair = (teacher, logits) if self.reverse else (logits, teacher)
-        self.options = (named["reduction"], *own, named["temperature"], -1)
-        self.name = name_of(node).removeprefix("linear_")
-        forward = call(
-            fused_op(self.name, "forward"), (*self.pair, *self.options, named["dtype"]), node
+        teacher = _teacher(
+            node, *(named[name] for name in ("target", "target_weight", "target_bias"))
         )
-        *self.values, self.statistics = _results(forward, node)
+        own = (named["beta"],) if "beta" in named else ()
+        pair = Pair(
+            name_of(node).removeprefix("linear_"),
+            bool(named.get("reverse", False)),
+            (*own, named["temperature"]),
+        )
+        options = (named["reduction"], named["dtype"])
+        self.compared = _Compared(pair, logits, teacher, *options, node)
+        self.values = [self.compared.loss]
 
     def gradient(self, backward: Node) -> Node:
-        needs = (not self.reverse, self.reverse)
-        args = (backward.args[0], *self.pair, self.statistics, *self.options, *needs)
-        both = call(fused_op(self.name, "backward"), args, backward)
-        index = int(self.reverse)
+        return self.compared.gradient(backward.args[0], backward)
+
+
+class _Compared:
+    """A divergence of logits from a teacher's, emitted where the graph inserts.
+
+    Attributes:
+        loss: as its reduction says.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        logits: Node,
+        teacher: Node,
+        reduction: int,
+        dtype: torch.dtype,
+        node: Node,
+    ) -> None:
+        self.pair, self.rows = pair, pair.ordered(logits, teacher)
+        self.options = (reduction, *pair.options, -1)
+        forward = call(pair.op("forward"), (*self.rows, *self.options, dtype), node)
+        self.loss, self.statistics = _results(forward, node)
+
+    def gradient(self, grad_output: Any, backward: Node) -> Node:
+        """Of the logits."""
+        needs = (not self.pair.reverse, self.pair.reverse)
+        args = (grad_output, *self.rows, self.statistics, *self.options, *needs)
+        both = call(self.pair.op("backward"), args, backward)
+        index = int(self.pair.reverse)
         return call(operator.getitem, (both, index), backward, both.meta["val"][index])
+
+
+def _teacher(node: Node, target: Node, weight: Node | None, bias: Node | None) -> Node:
+    """A teacher's logits, given or computed."""
+    return target if weight is None else _linear(node, target, weight, bias)
 
 
 _KINDS: dict[str, type[_Losses]] = {

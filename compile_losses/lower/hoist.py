@@ -37,7 +37,7 @@ from compile_losses.lower.aliases import (
     readers_of,
     storage_of,
 )
-from compile_losses.lower.calls import Loss, find_losses, fused_call, fused_op, named_arguments
+from compile_losses.lower.calls import Loss, find_losses, fused_call, fused_op
 from compile_losses.lower.decision import Decision
 from compile_losses.lower.factor import emit, factor_of, move_before
 from compile_losses.ops.checks import REDUCTIONS, same_shape
@@ -48,6 +48,7 @@ from compile_losses.torch_internals.inductor import (
     config,
     get_default_op_list,
 )
+from compile_losses.torch_internals.ops import named_arguments
 
 fused = torch.ops.fused
 

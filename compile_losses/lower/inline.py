@@ -26,7 +26,6 @@ from compile_losses.lower.calls import (
     fused_call,
     fused_op,
     is_elementwise,
-    named_arguments,
 )
 from compile_losses.lower.cost import MATMULS
 from compile_losses.lower.saved import share
@@ -40,7 +39,7 @@ from compile_losses.ops.checks import (
 )
 from compile_losses.torch_internals.graphs import EAGER_VALUES
 from compile_losses.torch_internals.inductor import select_decomp_table
-from compile_losses.torch_internals.ops import schema_of, tree_leaves
+from compile_losses.torch_internals.ops import named_arguments, schema_of, tree_leaves
 
 aten = torch.ops.aten
 

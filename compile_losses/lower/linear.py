@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from compile_losses.lower.aliases import depends_on_tangents
-from compile_losses.lower.calls import fused_call, fused_op, named_arguments, same_arguments
+from compile_losses.lower.calls import fused_call, fused_op, same_arguments
 from compile_losses.lower.cost import Cost, hint_of, nbytes_of
 from compile_losses.lower.decision import Decision
 from compile_losses.lower.factor import emit, factor_of, move_before
@@ -42,6 +42,7 @@ from compile_losses.ops.linear.row_function import encode
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.graphs import EAGER_VALUES, RECOMPUTE
 from compile_losses.torch_internals.inductor import activation_memory_budget
+from compile_losses.torch_internals.ops import named_arguments
 
 aten = torch.ops.aten
 fused = torch.ops.fused
@@ -274,14 +275,21 @@ def _costs(node: Node) -> tuple[Cost, Cost, str]:
     rows = nbytes_of(input) // max(1, hidden * input.element_size())
     classes = row_bytes // weight.element_size()
     of_teacher, computed = 0, False
-    if name_of(node) in _DIVERGENCES:
-        buffers = _chunk_buffers(named, any(needs))
+    teacher, teacher_weight = _teacher_of(node)
+    if teacher is not None:
+        buffers = buffers_of(
+            input.dtype,
+            None if teacher_weight is None else teacher_weight.meta["val"].dtype,
+            by_row=_is_by_row(node),
+            reverse=named.get("reverse", named.get("divergence") == "reverse_kl"),
+            gradient=any(needs),
+        )
         chunk = chunk_rows(
             rows, hidden, classes, weight.dtype, buffers=buffers, sums_weight=needs[1]
         )
         how = Plan(chunk, held=chunk * row_bytes * buffers)
-        computed = named["target_weight"] is not None
-        of_teacher = rows * classes * named["target"].meta["val"].element_size()
+        computed = teacher_weight is not None
+        of_teacher = rows * classes * teacher.meta["val"].element_size()
     elif needs[1] and not _is_by_row(node):
         how = plan(rows, hidden, classes, weight.dtype, needs_input=needs[0])
     else:
@@ -302,13 +310,8 @@ def _costs(node: Node) -> tuple[Cost, Cost, str]:
     return Cost(moved + how.moved, how.held), stock, reason
 
 
-def _chunk_buffers(named: dict[str, Any], gradient: bool) -> int:
-    """How many tensors of a chunk's size a divergence holds at a time."""
-    weight = named["target_weight"]
-    return buffers_of(
-        named["input"].meta["val"].dtype,
-        None if weight is None else weight.meta["val"].dtype,
-        by_row=named["reduction"] == REDUCTIONS["none"],
-        reverse=named.get("reverse", False),
-        gradient=gradient,
-    )
+def _teacher_of(node: Node) -> tuple[Node | None, Node | None]:
+    """A teacher's logits, or the input and the weight of the layer that makes them."""
+    named = named_arguments(node)
+    name = "target" if name_of(node) in _DIVERGENCES else "teacher"
+    return named.get(name), named.get(f"{name}_weight")

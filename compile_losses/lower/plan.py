@@ -29,10 +29,10 @@ from compile_losses.lower.cost import (
     kernel_cost,
     nbytes_of,
 )
+from compile_losses.lower.dead_buffers import is_computed_where_it_stands, overwritable
 from compile_losses.lower.decision import Decision, log
 from compile_losses.lower.elementwise import move_gradients
 from compile_losses.lower.hoist import hoist, overwrites_buffers, refusal, tensors_read
-from compile_losses.lower.in_place import is_computed_where_it_stands, overwritable
 from compile_losses.lower.inline import inline, inline_backward
 from compile_losses.lower.linear import plan_linear, plan_rows
 from compile_losses.lower.slow_paths import is_small, slow_path

@@ -36,6 +36,7 @@ from compile_losses.ops import checks, linear_row_statistics
 from compile_losses.ops.checks import accumulation_type, describe
 from compile_losses.ops.linear.arguments import as_rows, check_linear
 from compile_losses.ops.linear.reference import autocast_layer, autocast_off, under_autocast
+from compile_losses.ops.linear.row_statistics import ARGMAX, ENTROPY, NLL
 from compile_losses.ops.row_statistics import entropy_of
 from compile_losses.ops.softmax_divergence import check_temperature
 from compile_losses.ops.transforms import needs_torch
@@ -92,9 +93,12 @@ def public_kernel(
         # softcap(x) / T is tanh with the height softcap / T of x / T.
         softcap = None if softcap is None else softcap / temperature
     target = index.reshape(-1).clamp(min=_NONE)
-    nll, _, entropy, _, _, argmax = linear_row_statistics.forward(
-        as_rows(input), linear_weight, target, linear_bias, _NONE, softcap
+    statistics = linear_row_statistics.forward(
+        *linear_row_statistics.in_order(
+            as_rows(input), linear_weight, target, linear_bias, _NONE, softcap
+        )
     )
+    nll, entropy, argmax = (statistics[place] for place in (NLL, ENTROPY, ARGMAX))
     return (-nll).view(index.shape), entropy.view(index.shape), argmax.view(index.shape)
 
 

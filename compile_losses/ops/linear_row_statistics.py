@@ -3,13 +3,15 @@
 What losses of tokens and their metrics read of a row of logits are a few numbers
 (:mod:`compile_losses.ops.row_statistics`): the negative log-likelihood of a class, the logsumexp,
 the entropy, the sum, the maximum and where that is. Log-probabilities, PPO's and GRPO's losses with
-an entropy, cross entropies with a z-loss, token accuracy and so on are made of them by row. These
-ops compute all of ``linear(input, linear_weight, linear_bias)``, a chunk of rows at a time:
+an entropy, cross entropies with a z-loss, token accuracy and so on are made of them by row. So are
+sums of a cross entropy and the divergence from a teacher's row, the seventh number. These ops
+compute all of ``linear(input, linear_weight, linear_bias)``, a chunk of rows at a time:
 
-- ``fused::linear_row_statistics_forward``: the statistics, [rows] each.
+- ``fused::linear_row_statistics_forward``: the statistics, [rows] each: nll, logsumexp, entropy,
+  total, divergence, maximum and argmax.
 - ``fused::linear_row_statistics_backward``: the gradients, from the logits computed again.
 - ``fused::linear_row_statistics_rows_with_grad``: both; the row_function makes the gradients of the
-  first four of all six statistics and of what is known
+  first five of all seven statistics and of what is known
   (``compile_losses.ops.linear.row_function``). Not differentiable.
 
 Input is [rows, hidden], linear_weight [classes, hidden], linear_bias [classes], in one floating
@@ -17,14 +19,28 @@ dtype; target, int64 [rows], may be None where no class is picked. Statistics ar
 float64 for float64. A row whose target is ignore_index has a negative log-likelihood of 0. With a
 softcap the logits become ``softcap * tanh(logits / softcap)``, not rounded to their own dtype.
 
+With a divergence there is a teacher: logits of [rows, classes], or with teacher_weight, [classes,
+teacher's hidden], and teacher_bias the input of a linear layer, of which a chunk of logits is
+computed at a time. For p = softmax(logits / temperature) and q that of the teacher's it is, by row:
+
+- ``kl``: KL(q || p).
+- ``reverse_kl``: KL(p || q).
+- ``js``: ``beta KL(q || m) + (1 - beta) KL(p || m)``, m = ``(1 - beta) p + beta q``.
+
+The teacher has no gradient. Without a divergence that statistic is empty.
+
 Raises:
-    RuntimeError: shapes, dtypes or devices that don't go together; a softcap that is not positive.
+    RuntimeError: shapes, dtypes or devices that don't go together; a softcap or a temperature that
+        is not positive; a softcap with a divergence; a beta that is not between 0 and 1; a teacher
+        without a divergence, or a divergence without a teacher.
+    ValueError: an unknown divergence.
     IndexError: on the CPU, a target outside [0, classes) that is not ignore_index. On CUDA the
         kernel stops with a device-side assertion.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,22 +48,48 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import library
-from compile_losses.ops import checks, row_statistics
+from compile_losses.ops import checks, row_statistics, softmax_js_div, softmax_kl_div
 from compile_losses.ops.checks import accumulation_type, describe
 from compile_losses.ops.linear.arguments import check_linear
+from compile_losses.ops.linear.divergence import check_layers
 from compile_losses.ops.linear.leaves import NEEDS, gradients_fake
 from compile_losses.ops.linear.reference import autocast_off
 from compile_losses.ops.linear.row_chunks import Problem, results, results_with_gradients
+from compile_losses.ops.linear.row_divergences import NONE, Pair, TeacherLogits
 from compile_losses.ops.linear.row_function import RowFunction, known_gradients
-from compile_losses.ops.linear.row_statistics import COUNT, DIFFERENTIABLE, RowStatistics
+from compile_losses.ops.linear.row_statistics import (
+    COUNT,
+    DIFFERENTIABLE,
+    DIVERGENCE,
+    NLL,
+    RowStatistics,
+)
+from compile_losses.ops.softmax_divergence import check_temperature
+from compile_losses.ops.softmax_js_div import check as check_beta
 from compile_losses.ops.transforms import double_backward
 
 NAME = "linear_row_statistics"
 ARGUMENTS = (
-    "Tensor input, Tensor linear_weight, Tensor? target, Tensor? linear_bias, "
-    "SymInt ignore_index, float? softcap"
+    "Tensor input, Tensor linear_weight, Tensor? target, Tensor? linear_bias, Tensor? teacher, "
+    "Tensor? teacher_weight, Tensor? teacher_bias, SymInt ignore_index, float? softcap, "
+    "str? divergence, float beta, float temperature"
 )
-_GRADIENTS = "Tensor? grad_nll, Tensor? grad_logsumexp, Tensor? grad_entropy, Tensor? grad_total"
+_COUNT, _TENSORS = ARGUMENTS.count(",") + 1, ARGUMENTS.count("Tensor")
+_GRADIENTS = (
+    "Tensor? grad_nll, Tensor? grad_logsumexp, Tensor? grad_entropy, Tensor? grad_total, "
+    "Tensor? grad_divergence"
+)
+#: The names of the arguments of a teacher.
+TEACHER = ("teacher", "teacher_weight", "teacher_bias")
+#: Which of the arguments have gradients.
+_LAYER = (0, 1, 3)
+
+#: The ops that compute a divergence, and whether their first row is the teacher's.
+DIVERGENCES = {
+    "kl": ("softmax_kl_div", False),
+    "reverse_kl": ("softmax_kl_div", True),
+    "js": ("softmax_js_div", False),
+}
 _STATISTICS = ", ".join(["Tensor"] * COUNT)
 
 forward = library.define(f"{NAME}_forward({ARGUMENTS}) -> ({_STATISTICS})")
@@ -60,13 +102,36 @@ rows_with_grad = library.define(
 )
 
 
+def in_order(
+    input: Any,
+    linear_weight: Any,
+    target: Any,
+    linear_bias: Any,
+    ignore_index: Any,
+    softcap: Any,
+    teacher: tuple[Any, Any, Any] = (None, None, None),
+    divergence: str | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+) -> tuple[Any, ...]:
+    """Those of the ops in their order, without a teacher unless one is given."""
+    tensors = (input, linear_weight, target, linear_bias, *teacher)
+    return *tensors, ignore_index, softcap, divergence, beta, temperature
+
+
 def check(
     input: Tensor,
     linear_weight: Tensor,
     target: Tensor | None,
     linear_bias: Tensor | None,
+    teacher: Tensor | None,
+    teacher_weight: Tensor | None,
+    teacher_bias: Tensor | None,
     ignore_index: int,
     softcap: float | None,
+    divergence: str | None,
+    beta: float,
+    temperature: float,
 ) -> None:
     checks.check_floating(NAME, input=input, linear_weight=linear_weight)
     checks.check_same_device(
@@ -86,14 +151,54 @@ def check(
             f"got {describe(target)}"
         )
     checks.check_softcap(NAME, softcap)
+    if (teacher is None) != (divergence is None):
+        raise RuntimeError(
+            f"{NAME}: expected a teacher and a divergence or neither, "
+            f"got {teacher if teacher is None else describe(teacher)} and {divergence}"
+        )
+    if teacher is None:
+        return
+    if divergence not in DIVERGENCES:
+        expected = ", ".join(DIVERGENCES)
+        raise ValueError(f"{NAME}: expected divergence to be one of {expected}, got {divergence}")
+    if softcap is not None:
+        raise RuntimeError(f"{NAME}: expected no softcap with a divergence, got {softcap}")
+    check_temperature(NAME, temperature)
+    if divergence == "js":
+        check_beta(NAME, beta)
+    of_teacher = (teacher, teacher_weight, teacher_bias)
+    check_layers(NAME, (input, linear_weight, linear_bias), of_teacher, TEACHER)
+
+
+def pair_of(divergence: str | None, beta: float, temperature: float) -> Pair | None:
+    """The op that computes a divergence, with its options."""
+    if divergence is None:
+        return None
+    name, reverse = DIVERGENCES[divergence]
+    return Pair(name, reverse, (*[beta] * (divergence == "js"), temperature))
 
 
 def _problem(arguments: tuple[Any, ...], row_function: RowFunction | None = None) -> Problem:
     check(*arguments)
-    input, linear_weight, target, linear_bias, ignore_index, softcap = arguments
-    dtype = accumulation_type(input.dtype)
-    losses = RowStatistics(input, target, ignore_index, softcap, dtype, row_function)
+    input, linear_weight, target, linear_bias, *of_teacher = arguments[:_TENSORS]
+    ignore_index, softcap, *divergence = arguments[_TENSORS:]
+    teacher = None if of_teacher[0] is None else TeacherLogits(*of_teacher)
+    losses = RowStatistics(
+        input,
+        target,
+        ignore_index,
+        softcap,
+        pair_of(*divergence),
+        teacher,
+        accumulation_type(input.dtype),
+        row_function,
+    )
     return Problem(input, linear_weight, linear_bias, losses)
+
+
+def _missing(input: Any, weight: Any, target: Any, bias: Any, teacher: Any, *_: Any) -> list[int]:
+    """Places of the statistics that nobody asked for, which are empty."""
+    return [NLL] * (target is None) + [DIVERGENCE] * (teacher is None)
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -103,8 +208,8 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _backward(*rest: Any) -> tuple[Tensor, ...]:
     gradients, arguments, needs = [*rest[:DIFFERENTIABLE]], rest[DIFFERENTIABLE:-3], rest[-3:]
-    if arguments[2] is None:  # the gradient of a class that nobody picks is None, or empty
-        gradients[0] = None
+    for place in _missing(*arguments):  # its gradient is None, or empty
+        gradients[place] = None
     with autocast_off(arguments[0]):
         problem = _problem(arguments, known_gradients(gradients, COUNT))
         return results_with_gradients(problem, needs)[COUNT:]
@@ -120,14 +225,13 @@ def _rows_with_grad(*rest: Any) -> tuple[Tensor, ...]:
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     check(*arguments)
-    input, _, target, *_ = arguments
+    input, missing = arguments[0], _missing(*arguments)
 
-    def statistic(dtype: torch.dtype, *, there: bool = True) -> Tensor:
-        return input.new_empty(input.shape[:1] if there else 0, dtype=dtype)
+    def statistic(place: int) -> Tensor:
+        dtype = torch.int64 if place == COUNT - 1 else accumulation_type(input.dtype)
+        return input.new_empty(0 if place in missing else input.shape[:1], dtype=dtype)
 
-    dtype = accumulation_type(input.dtype)
-    nll, *others = (statistic(dtype, there=i > 0 or target is not None) for i in range(COUNT - 1))
-    return nll, *others, statistic(torch.int64)
+    return tuple(map(statistic, range(COUNT)))
 
 
 def _backward_fake(*rest: Any) -> tuple[Tensor, ...]:
@@ -156,19 +260,39 @@ def reference(
     linear_weight: Tensor,
     target: Tensor | None,
     linear_bias: Tensor | None,
+    teacher: Tensor | None,
+    teacher_weight: Tensor | None,
+    teacher_bias: Tensor | None,
     ignore_index: int,
     softcap: float | None,
+    divergence: str | None,
+    beta: float,
+    temperature: float,
 ) -> tuple[Tensor | None, ...]:
     """The differentiable statistics in torch's own ops, over all logits."""
     logits = F.linear(input, linear_weight, linear_bias)
-    return row_statistics.reference(logits, target, ignore_index, softcap)
+    found = row_statistics.reference(logits, target, ignore_index, softcap)
+    pair = pair_of(divergence, beta, temperature)
+    if pair is None or teacher is None:
+        return *found, None
+    if teacher_weight is not None:
+        teacher = F.linear(teacher, teacher_weight, teacher_bias)
+    dtype = accumulation_type(logits.dtype)
+    rows = pair.ordered(logits.to(dtype), teacher.to(dtype))
+    return *found, _REFERENCES[pair.name](*rows, NONE, *pair.options, -1)
+
+
+_REFERENCES: dict[str, Callable[..., Tensor]] = {
+    "softmax_kl_div": softmax_kl_div.reference,
+    "softmax_js_div": softmax_js_div.reference,
+}
 
 
 def _save(ctx: Any, arguments: tuple[Any, ...], *more: Tensor | None) -> None:
     # For outputs without a gradient one would be made as large as a weight.
     ctx.set_materialize_grads(False)
-    *tensors, ctx.ignore_index, ctx.softcap = arguments
-    ctx.save_for_backward(*tensors, *more)
+    ctx.options = arguments[_TENSORS:]
+    ctx.save_for_backward(*arguments[:_TENSORS], *more)
 
 
 def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -179,17 +303,17 @@ def _setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _forward_vjp(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     given = gradients[:DIFFERENTIABLE]
     if all(gradient is None for gradient in given):
-        return (None,) * 6
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-    found = backward(*given, *ctx.saved_tensors, ctx.ignore_index, ctx.softcap, *needs)
+        return (None,) * _COUNT
+    needs = [ctx.needs_input_grad[i] for i in _LAYER]
+    found = backward(*given, *ctx.saved_tensors, *ctx.options, *needs)
     return _in_place_of_arguments(found, needs)
 
 
 def _in_place_of_arguments(gradients: Any, needs: Any) -> tuple[Tensor | None, ...]:
-    input, linear_weight, linear_bias = (
-        gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)
-    )
-    return input, linear_weight, None, linear_bias, None, None
+    found: list[Tensor | None] = [None] * _COUNT
+    for place, gradient, needed in zip(_LAYER, gradients, needs, strict=True):
+        found[place] = gradient if needed else None
+    return tuple(found)
 
 
 library.register_autograd(forward, _forward_vjp, _setup_forward)
@@ -208,19 +332,19 @@ def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 
 def _backward_vjp(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
     """By torch's formulas, for the sum of the statistics times their gradients."""
-    count = DIFFERENTIABLE + 9
+    count = DIFFERENTIABLE + _COUNT + len(_LAYER)
     wanted = [c if needed else None for c, needed in zip(cotangents, ctx.needs, strict=True)]
     if all(cotangent is None for cotangent in wanted):
         return (None,) * count
-    input, linear_weight, target, linear_bias, *gradients = ctx.saved_tensors
+    input, linear_weight, target, linear_bias, *rest = ctx.saved_tensors
+    of_teacher, gradients = rest[: len(TEACHER)], rest[len(TEACHER) :]
     given = [i for i, gradient in enumerate(gradients) if gradient is not None]
     layer = [input, linear_weight] + ([] if linear_bias is None else [linear_bias])
 
     def total(*tensors: Tensor) -> Tensor:
         factors, (input, weight, *bias) = tensors[: len(given)], tensors[len(given) :]
-        found = reference(
-            input, weight, target, bias[0] if bias else None, ctx.ignore_index, ctx.softcap
-        )
+        of_layer = (input, weight, target, bias[0] if bias else None)
+        found = reference(*of_layer, *of_teacher, *ctx.options)
         products = [
             (statistic * factor).sum()
             for statistic, factor in zip((found[i] for i in given), factors, strict=True)
@@ -238,7 +362,8 @@ def _backward_vjp(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, 
     for i, product in zip(given, products, strict=False):
         of_gradients[i] = product
     of_layer = [*products[len(given) :], *[None] * (linear_bias is None)]
-    return *of_gradients, *_in_place_of_arguments(of_layer, (True,) * 3), None, None, None
+    needs = (None,) * len(_LAYER)
+    return *of_gradients, *_in_place_of_arguments(of_layer, (True,) * len(_LAYER)), *needs
 
 
 library.register_autograd(backward, _backward_vjp, _setup_backward)

@@ -20,7 +20,7 @@ from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.returned_logits import Lazily, lazy_outputs
 from compile_losses.recognize.shadow import Shadow, aten
 from compile_losses.switches import is_set
-from compile_losses.torch_internals.tensors import shard_of
+from compile_losses.torch_internals.tensors import shard_of, size_hint
 
 #: Chunks of more than this part of the logits save too little for their launches, unless memory
 #: is preferred. A label shifted away leaves one row less than twice a chunk.
@@ -146,9 +146,7 @@ def check_rows(match: Match, reduction: int, logits: Logits, options: Options) -
 
 def rows_of(tensor: Tensor, columns: int) -> int | None:
     """How many rows of so many columns a tensor has, or had when it was traced."""
-    rows = tensor.numel() // columns if columns else 0
-    hint: int | None = rows if isinstance(rows, int) else rows.node.hint
-    return hint
+    return size_hint(tensor.numel() // columns if columns else 0)
 
 
 def _match(match: Match, logits: Logits, returned: list[LazyOutput]) -> Match:

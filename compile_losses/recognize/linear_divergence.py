@@ -96,11 +96,16 @@ def _has_gradient(argument: Node | Value) -> bool:
 
 def _check(match: Match, logits: Logits) -> None:
     """That a layer makes logits whose rows the op can compare."""
-    if logits.softcap is not None:
-        raise NotAbsorbedError("a soft-cap of its logits, which the op has not")
+    check_layer(logits)
     dim, rank = match.kwargs.get("dim", -1), logits.input.fake.dim()
     if not logits.class_dim == rank - 1 == dim % rank:
         raise NotAbsorbedError("its classes are not the last dimension")
+
+
+def check_layer(logits: Logits) -> None:
+    """That the op can compute a layer."""
+    if logits.softcap is not None:
+        raise NotAbsorbedError("a soft-cap of its logits, which the op has not")
     if are_dtensors(logits.input.fake) or are_dtensors(logits.weight.fake):
         raise NotAbsorbedError("DTensors, which the op does not take")
 
@@ -110,12 +115,12 @@ def _match(match: Match, logits: Logits, of_teacher: Logits | None, reverse: boo
     target = match.args[0 if reverse else 1]
     given: dict[str, Any] = {}
     if of_teacher is not None:
-        target = _detached(of_teacher.input)
-        given["target_weight"] = _detached(of_teacher.weight)
+        target = without_gradient(of_teacher.input)
+        given["target_weight"] = without_gradient(of_teacher.weight)
         if of_teacher.bias is not None:
-            given["target_bias"] = _detached(of_teacher.bias)
+            given["target_bias"] = without_gradient(of_teacher.bias)
     elif _has_gradient(target):
-        target = _detached(target if isinstance(target, Value) else whole(target))
+        target = without_gradient(target if isinstance(target, Value) else whole(target))
     if logits.bias is not None:
         given["linear_bias"] = logits.bias.argument
     if reverse:
@@ -145,7 +150,7 @@ def _absorbed(match: Match, logits: Logits, of_teacher: Logits | None) -> list[s
     return list(dict.fromkeys([layers, *match.absorbed, *logits.absorbed, *more]))
 
 
-def _detached(value: Value) -> Node | Value:
+def without_gradient(value: Value) -> Node | Value:
     """Without its gradient: the original has none there, though the layer's weights may."""
     if not _has_gradient(value.argument):
         return value.argument

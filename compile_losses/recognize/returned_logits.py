@@ -24,7 +24,7 @@ from compile_losses.recognize.values import Value, example
 from compile_losses.sites import megabytes
 from compile_losses.switches import LAZY_LOGITS
 from compile_losses.torch_internals.ops import tree_leaves
-from compile_losses.torch_internals.tensors import FakeTensor
+from compile_losses.torch_internals.tensors import FakeTensor, size_hint
 
 
 @dataclass
@@ -211,5 +211,4 @@ def _steps(head: Node, node: Node, shadow: Shadow) -> tuple[tuple[Step, ...], tu
 
 
 def _hint(size: int | torch.SymInt) -> int:
-    hint: int | None = size if isinstance(size, int) else size.node.hint
-    return hint or 0
+    return size_hint(size) or 0

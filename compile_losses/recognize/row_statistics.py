@@ -1,14 +1,16 @@
 """What is read of each row of a tensor of logits: statistics that one op computes together.
 
 A reader of logits is looked at as an ATen op. It is a cross entropy, which the op computes a
-negative log-likelihood for; or a sum of multiples of the statistics, such as a picked logit, which
-is the logsumexp less the negative log-likelihood; or the maximum, or where that is.
+negative log-likelihood for; or a divergence from the rows of a teacher; or a sum of multiples of
+the statistics, such as a picked logit, which is the logsumexp less the negative log-likelihood; or
+the maximum, or where that is.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -18,6 +20,15 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.ops.linear.row_statistics import (
+    ARGMAX,
+    DIVERGENCE,
+    ENTROPY,
+    LOGSUMEXP,
+    MAXIMUM,
+    NLL,
+    TOTAL,
+)
 from compile_losses.recognize.head import NotAbsorbedError
 from compile_losses.recognize.rows import (
     VIEWS,
@@ -28,25 +39,35 @@ from compile_losses.recognize.rows import (
 )
 from compile_losses.recognize.shadow import RESHAPES, Shadow, aten, same_sizes
 from compile_losses.recognize.values import Value, example, whole
-from compile_losses.torch_internals.ops import OpOverload, packet_of
+from compile_losses.torch_internals.ops import OpOverload, named_arguments, packet_of
 
 #: A view of rows: the op, and its arguments but the first.
 Move: TypeAlias = tuple[OpOverload[..., Any], list[Any]]
 
-#: Places of the statistics among the results of ``fused::linear_row_statistics_forward``.
-NLL, LOGSUMEXP, ENTROPY, TOTAL, MAXIMUM, ARGMAX = range(6)
-DIFFERENTIABLE = {NLL, LOGSUMEXP, ENTROPY, TOTAL}
-
 _CROSS_ENTROPY = torch.ops.fused.cross_entropy.default
-_CROSS_ENTROPY_ARGUMENTS = (
-    ("input", None),
-    ("target", None),
-    ("weight", None),
-    ("reduction", 1),
-    ("ignore_index", -100),
-    ("label_smoothing", 0.0),
-)
+#: Whose target and reduction have the same places in their arguments.
+_DIVERGENCES = {
+    torch.ops.fused.softmax_kl_div.default: "kl",
+    torch.ops.fused.softmax_js_div.default: "js",
+}
 _MAX = (torch.max, aten.max.dim, "max")
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A divergence from a teacher's rows.
+
+    Attributes:
+        kind, beta, temperature: as ``fused::linear_row_statistics_forward`` has them.
+        teacher: the node that holds the teacher's logits.
+        reduction: how the loss of each row is reduced.
+    """
+
+    kind: str
+    beta: float
+    temperature: float
+    teacher: Node
+    reduction: int
 
 
 @dataclass(frozen=True)
@@ -59,6 +80,7 @@ class Reading:
         terms: what each statistic is multiplied by; the sum of all is what the node holds.
         target: the class that is picked of each row, if one is.
         call: for a cross entropy its arguments by name.
+        divergence: for a divergence what it is.
         what: in words.
     """
 
@@ -67,7 +89,13 @@ class Reading:
     terms: dict[int, float] = field(default_factory=dict)
     target: Value | None = None
     call: dict[str, Any] | None = None
+    divergence: Divergence | None = None
     what: str = ""
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether an op of its own computes it."""
+        return self.call is not None or self.divergence is not None
 
     @property
     def weight(self) -> Node | None:
@@ -80,10 +108,16 @@ class Reading:
         return None if self.call is None else self.call["ignore_index"]
 
 
-def reading_of(node: Node, shadow: Shadow) -> Reading | None:
-    """What a node reads of each row of a tensor, None where that is no statistic."""
+def reading_of(node: Node, shadow: Shadow, logits: Container[Node] = ()) -> Reading | None:
+    """What a node reads of each row of a tensor, None where that is no statistic.
+
+    Args:
+        logits: the nodes that may be the logits of a divergence; the others are a teacher's.
+    """
     if node.target is _CROSS_ENTROPY:
         return _cross_entropy(node)
+    if node.target in _DIVERGENCES:
+        return _divergence(node, logits)
     if not isinstance(example(node), Tensor):
         return None
     maximum = _item_of_max(node)
@@ -99,10 +133,7 @@ def reading_of(node: Node, shadow: Shadow) -> Reading | None:
 
 
 def _cross_entropy(node: Node) -> Reading | None:
-    given = zip(_CROSS_ENTROPY_ARGUMENTS, node.args, strict=False)
-    call: dict[str, Any] = dict(_CROSS_ENTROPY_ARGUMENTS)
-    call |= {name: value for (name, _), value in given}
-    call |= dict(node.kwargs)
+    call = named_arguments(node)
     input, target = call["input"], call["target"]
     if not isinstance(input, Node) or not isinstance(target, Node):
         return None
@@ -110,7 +141,27 @@ def _cross_entropy(node: Node) -> Reading | None:
     if classes.is_floating_point() or (call["weight"] is not None and call["label_smoothing"]):
         return None
     dim = 0 if example(input).dim() == 1 else 1
-    return Reading(whole(input), dim, {NLL: 1.0}, whole(target), call, "cross entropy")
+    return Reading(whole(input), dim, {NLL: 1.0}, whole(target), call, what="cross entropy")
+
+
+def _divergence(node: Node, logits: Container[Node]) -> Reading | None:
+    call = named_arguments(node)
+    rows = (call["input"], call["target"])
+    of_student = [place for place, row in enumerate(rows) if row in logits]
+    if len(of_student) != 1 or not all(isinstance(row, Node) for row in rows):
+        return None
+    (place,) = of_student
+    student, teacher = rows[place], rows[1 - place]
+    trained = [bool(getattr(example(row), "requires_grad", False)) for row in (student, teacher)]
+    if example(node).requires_grad and trained != [True, False]:
+        return None
+    kind, beta = _DIVERGENCES[node.target], call.get("beta", 0.5)  # type: ignore[index]
+    if place == 1:  # a mixture has both rows, and a divergence is of the second one from the first
+        kind, beta = ("js", 1 - beta) if kind == "js" else ("reverse_kl", beta)
+    found = Divergence(kind, beta, call["temperature"], teacher, call["reduction"])
+    dim = call["dim"] % example(student).dim()
+    what = "Jensen-Shannon divergence" if kind == "js" else "Kullback-Leibler divergence"
+    return Reading(whole(student), dim, {DIVERGENCE: 1.0}, divergence=found, what=what)
 
 
 def _item_of_max(node: Node) -> Reading | None:
@@ -309,6 +360,8 @@ class Readings:
         result = self._sum_of(reading.terms)
         if reading.call is not None:
             result = self._cross_entropy(reading.call, result)
+        if reading.divergence is not None:
+            result = self._reduced(reading, result)
         result = self.call(aten.to.dtype, result, dtype)
         if moves:
             result = self.call(aten.reshape.default, result, [*base_shape, 1])
@@ -330,6 +383,22 @@ class Readings:
                 term = self.call(aten.mul.Tensor, term, factor)
             total = term if total is None else self.call(aten.add.Tensor, total, term)
         return total
+
+    def _reduced(self, reading: Reading, losses: Any) -> Any:
+        """Of the divergence of each row, as torch reduces that of each class."""
+        assert reading.divergence is not None
+        reduction = reading.divergence.reduction
+        if reduction == REDUCTIONS["none"]:
+            return losses
+        if reduction == REDUCTIONS["sum"]:
+            return self.call(aten.sum.default, losses)
+        mean = self.call(aten.mean.default, losses)
+        sizes = list(reading.logits.fake.shape)
+        classes = sizes.pop(reading.dim)
+        factor = 1 / classes if reduction == REDUCTIONS["mean"] else math.prod(sizes[1:])
+        if not isinstance(factor, int | float):
+            raise NotAbsorbedError("the divisor of its mean is a symbol")
+        return mean if factor == 1 else self.call(aten.mul.Tensor, mean, factor)
 
     def _cross_entropy(self, given: dict[str, Any], losses: Any) -> Any:
         """Of the negative log-likelihood of each row, as torch defines it."""

@@ -30,7 +30,7 @@ from compile_losses.torch_internals.ops import (
     schema_of,
     tree_map_only,
 )
-from compile_losses.torch_internals.tensors import FakeTensor
+from compile_losses.torch_internals.tensors import FakeTensor, size_hint
 
 aten = torch.ops.aten
 
@@ -244,7 +244,8 @@ def equal_sizes(left: Any, right: Any) -> bool:
         return False
     pairs = [pair for pair in zip(left, right, strict=True) if not same_sizes(*zip(pair))]
     symbols = [size for pair in pairs for size in pair if isinstance(size, torch.SymInt)]
-    if any(size.node.hint is None for size in symbols):
+    if any(size_hint(size) is None for size in symbols):
         return False
-    hints = [[getattr(getattr(s, "node", None), "hint", s) for s in pair] for pair in pairs]
-    return all(a == b for a, b in hints) and all(bool(a == b) for a, b in pairs)
+    return all(size_hint(a) == size_hint(b) for a, b in pairs) and all(
+        bool(a == b) for a, b in pairs
+    )

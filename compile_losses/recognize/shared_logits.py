@@ -11,7 +11,7 @@ its layer before.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,15 +23,19 @@ from torch.fx.node import map_arg
 from compile_losses.distributed import are_dtensors
 from compile_losses.lazy import LazyOutput
 from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.ops.linear.row_divergences import buffers
+from compile_losses.ops.linear.row_statistics import DIFFERENTIABLE
+from compile_losses.ops.linear_row_statistics import forward, in_order
 from compile_losses.recognize.guards import changes_grad_mode, mutated, refusal
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
 from compile_losses.recognize.linear import Options, check_gain, check_rows, rows_of
+from compile_losses.recognize.linear_divergence import check_layer, without_gradient
 from compile_losses.recognize.logits import Logits, logits_of
 from compile_losses.recognize.match import Match
 from compile_losses.recognize.probabilities import NOTHING_IGNORED
-from compile_losses.recognize.returned_logits import lazy_outputs
+from compile_losses.recognize.returned_logits import lazy_outputs, readers
 from compile_losses.recognize.row_statistics import (
-    DIFFERENTIABLE,
+    Divergence,
     Move,
     Reading,
     Readings,
@@ -40,11 +44,14 @@ from compile_losses.recognize.row_statistics import (
     reading_of,
 )
 from compile_losses.recognize.shadow import RESHAPES, Shadow, aten, same_sizes
-from compile_losses.recognize.values import Size, Value, emit, example, fake_mode
+from compile_losses.recognize.values import Size, Value, emit, example, fake_mode, whole
 from compile_losses.recognize.verify import verify as compare
 from compile_losses.torch_internals.graphs import EXAMPLE
+from compile_losses.torch_internals.ops import schema_of
 
 _OP = "linear_row_statistics_forward"
+#: The place of ignore_index among its arguments.
+_IGNORED = [a.name for a in schema_of(forward).arguments].index("ignore_index")
 #: How many nodes between a head and what is read of its output are looked at.
 _MOST_NODES = 4096
 #: How many nodes there may be from a reader in a loop to where the loop's results come together.
@@ -162,7 +169,7 @@ def _shared(head: Head, shadow: Shadow) -> Shared | None:
             value = example(user)
             if _is_size(value):
                 continue
-            reading = reading_of(user, shadow)
+            reading = reading_of(user, shadow, seen - set(found.readings))
             if reading is not None:
                 found.readings[user] = reading
             elif (_holds(value, classes) or is_max(user)) and len(found.between) < _MOST_NODES:
@@ -170,7 +177,7 @@ def _shared(head: Head, shadow: Shadow) -> Shared | None:
             else:
                 return None
     # A loss that is alone was declined together with its layer before.
-    alone = len(found.readings) == 1 and all(one.call for one in found.readings.values())
+    alone = len(found.readings) == 1 and all(one.is_loss for one in found.readings.values())
     return found if found.readings and not alone else None
 
 
@@ -192,6 +199,8 @@ class _Taking:
     def __init__(self, shared: Shared, shadow: Shadow, options: Options, *, verify: bool) -> None:
         self.shared, self.shadow, self.options = shared, shadow, options
         self.verify = verify
+        #: The layer of a teacher's logits, where these are computed with the student's.
+        self.of_teacher: Logits | None = None
         #: For each reader what makes its rows of those that the op computes, of this shape.
         self.moves: dict[Node, list[Move]] = {}
         self.base_shape: list[Any] = []
@@ -200,14 +209,16 @@ class _Taking:
         self._join_loops()
         logits = self._logits()
         target, ignore_index = self._target()
-        rows = computed(aten.reshape.default, logits.input, [-1, logits.input.fake.shape[-1]])
-        args = (
-            rows.argument,
+        divergence, teacher, notes = self._teacher(logits)
+        args = in_order(
+            _as_rows(logits.input).argument,
             logits.weight.argument,
             target and computed(aten.reshape.default, target, [-1]).argument,
             logits.bias and logits.bias.argument,
             ignore_index,
             logits.softcap,
+            teacher,
+            *divergence,
         )
         readings = self.shared.readings
         needed = self._needed(args)
@@ -215,12 +226,12 @@ class _Taking:
         base, _ = _flat_rows(logits.input)
         self.base_shape = _sizes_of(base.fake.shape[:-1], needed)
         sizes: dict[Node, list[Any]] = {}
-        check_gain(Match(place, _OP, args), logits, self.options)
+        check_gain(Match(place, _OP, args), logits, self.options, self._buffers(divergence))
         check_rows(Match(place, _OP, args), REDUCTIONS["none"], logits, self.options)
         self._check_closed()
         for reader, reading in readings.items():
             value = example(reader)
-            if value.requires_grad and not set(reading.terms) <= DIFFERENTIABLE:
+            if value.requires_grad and not set(reading.terms) <= set(range(DIFFERENTIABLE)):
                 raise NotAbsorbedError(f"{reader.name} has a gradient that goes to single logits")
             if value.dtype == torch.float64 and logits.input.fake.dtype != torch.float64:
                 raise NotAbsorbedError(f"{reader.name} is computed in float64 of narrower logits")
@@ -237,7 +248,7 @@ class _Taking:
             raise NotAbsorbedError(reason)
         outputs = self.shared.outputs
         returned = lazy_outputs(self.shared.head, outputs, self.shadow, self.options.lazily)
-        return self._replace(place, args, sizes, logits, returned)
+        return self._replace(place, args, sizes, logits, returned, notes)
 
     def _join_loops(self) -> None:
         """Takes the ends of loops for their turns: a stack of what is read of each sample."""
@@ -266,8 +277,8 @@ class _Taking:
     def _logits(self) -> Logits:
         """How the logits are made that all readers read, the classes last in input.
 
-        Rows that are picked a class of are computed, or else the most rows; the others are some of
-        these.
+        Rows that are picked a class of, or compared with a teacher's, are computed, or else the
+        most rows; the others are some of these.
         """
         every: dict[Node, Logits] = {}
         for node, reading in self.shared.readings.items():
@@ -282,7 +293,7 @@ class _Taking:
             logits.class_dim = logits.input.fake.dim() - 1
             every[node] = logits
         readings = self.shared.readings
-        picking = [node for node in every if readings[node].target is not None] or list(every)
+        picking = [node for node in every if _is_of_other_rows(readings[node])] or list(every)
 
         def rows(node: Node) -> int:
             input = every[node].input.fake
@@ -295,8 +306,9 @@ class _Taking:
                 raise NotAbsorbedError(
                     f"{node.name} reads other rows than the rest, or scales them otherwise"
                 )
-            if moves and readings[node].target is not None:
-                raise NotAbsorbedError(f"{node.name} picks classes of some of the rows alone")
+            if moves and _is_of_other_rows(readings[node]):
+                does = "picks classes" if readings[node].divergence is None else "has a teacher"
+                raise NotAbsorbedError(f"{node.name} {does} of some of the rows alone")
             self.moves[node] = moves
         chosen.absorbed = max((one.absorbed for one in every.values()), key=len)
         return chosen
@@ -321,6 +333,69 @@ class _Taking:
             raise NotAbsorbedError("its losses ignore different class indices")
         return target, ignored.pop() if ignored else NOTHING_IGNORED
 
+    def _teacher(
+        self, logits: Logits
+    ) -> tuple[tuple[str | None, float, float], tuple[Any, Any, Any], list[str]]:
+        """The divergence that is read, its teacher's arguments, and what the report should say."""
+        readings = self.shared.readings
+        found = [(node, r, r.divergence) for node, r in readings.items() if r.divergence]
+        if not found:
+            return (None, 0.5, 1.0), (None, None, None), []
+        _, reading, divergence = found[0]
+        if any(not self._is_same(divergence, other) for _, _, other in found[1:]):
+            raise NotAbsorbedError("it has more than one divergence from a teacher")
+        if logits.softcap is not None:
+            raise NotAbsorbedError("a soft-cap of its logits, which a divergence has not")
+        options = (divergence.kind, divergence.beta, divergence.temperature)
+        held = None
+        try:
+            self.of_teacher = self._layer_of(reading, divergence)
+        except NotAbsorbedError as error:
+            held = str(error)
+        if self.of_teacher is None:
+            rows = _as_rows(_classes_last(whole(divergence.teacher), reading.dim))
+            notes = [] if held is None else [f"the teacher's logits are held: {held}"]
+            return options, (without_gradient(rows), None, None), notes
+        of_teacher = self.of_teacher
+        rows = _as_rows(_classes_last(of_teacher.input, of_teacher.class_dim))
+        layer = (rows, of_teacher.weight, of_teacher.bias)
+        input, weight, bias = (part and without_gradient(part) for part in layer)
+        return options, (input, weight, bias), []
+
+    def _is_same(self, one: Divergence, other: Divergence) -> bool:
+        """Whether two divergences are the same but for how they are reduced."""
+        alike = replace(one, teacher=other.teacher, reduction=other.reduction) == other
+        return alike and self.shadow.same(whole(one.teacher), whole(other.teacher))
+
+    def _layer_of(self, reading: Reading, divergence: Divergence) -> Logits | None:
+        """The layer of a teacher's logits that nothing else reads."""
+        found = logits_of(divergence.teacher, self.shadow)
+        if found is not None:
+            nodes = set(_nodes(found))
+            if any(reader not in self.shared.readings for reader in readers(nodes, None)):
+                raise NotAbsorbedError("they have other readers")
+            check_layer(found)
+            if found.copies_weight:
+                raise NotAbsorbedError("its layer's weight would be copied")
+            if found.class_dim != reading.dim:
+                raise NotAbsorbedError("its classes are in another dimension")
+            if found.weight.fake.shape[0] != self.shared.head.weight.fake.shape[0]:
+                raise NotAbsorbedError("it has other classes")
+        return found
+
+    def _buffers(self, divergence: tuple[str | None, float, float]) -> int:
+        """How many tensors of a chunk's size the op holds at a time."""
+        if divergence[0] is None:
+            return 1
+        head, of_teacher = self.shared.head, self.of_teacher
+        return buffers(
+            example(head.node).dtype,
+            None if of_teacher is None else example(of_teacher.head.node).dtype,
+            by_row=True,
+            reverse=divergence[0] == "reverse_kl",
+            gradient=any(example(node).requires_grad for node in self._records()),
+        )
+
     def _flat(self, value: Value) -> Value:
         """Class indices before they were brought into another shape."""
         value = self.shadow.resolve(value)
@@ -337,22 +412,22 @@ class _Taking:
         head = self.shared.head.node
         later = (node for node in needed if not node < head)
         if any(node is head or head in _made_of(node, set(head.all_input_nodes)) for node in later):
-            raise NotAbsorbedError("its classes are picked by what is made of its logits")
+            raise NotAbsorbedError("what its losses read besides is made of its logits")
         return needed
 
     def _place(self, needed: list[Node]) -> Node:
-        """The reader in whose place the op can be: after its arguments, before all results."""
-        readings = self.shared.readings
+        """Where the op can be: after its arguments, before what uses its results."""
+        readings, head = self.shared.readings, self.shared.head.node
         records = self._records()
 
         def records_gradients(place: Node) -> bool:
-            return place in records or any(
-                place < node and not changes_grad_mode(place, node) for node in records
-            )
+            if place in records or (place is head and example(head).requires_grad):
+                return True
+            return any(place < node and not changes_grad_mode(place, node) for node in records)
 
         inside = {*self.shared.between, *readings}
         users = [user for node in readings for user in node.users if user not in inside]
-        for place in sorted(readings):
+        for place in (*sorted(readings), head):
             known = all(node < place for node in needed)
             if known and not any(user < place for user in users) and records_gradients(place):
                 return place
@@ -377,9 +452,11 @@ class _Taking:
         self, reader: Node, reading: Reading, args: tuple[Any, ...], sizes: list[Any]
     ) -> Match:
         """One reader alone, for the guards and for verification."""
+        has_gradient = example(reader).requires_grad
         inputs = set(Match(reader, _OP, args).inputs)
         interior: set[Node] = set()
-        for node in sorted(_made_of(reader, inputs)):
+        detached = _nodes(self.of_teacher) if reading.divergence is not None else []
+        for node in sorted(_made_of(reader, {*inputs, *detached})):
             if any(source in inputs or source in interior for source in node.all_input_nodes):
                 interior.add(node)
 
@@ -393,16 +470,20 @@ class _Taking:
             arguments: list[list[Any]],
             sizes: list[Any],
         ) -> Tensor:
-            made = Readings(_run, statistics, target, linear_weight, args[4], weight)
+            made = Readings(_run, statistics, target, linear_weight, ignored, weight)
             moves = list(zip(ops, arguments, strict=True))
             result: Tensor = made.of(reading, dtype, sizes, base_shape, moves)
-            return result
+            return result if has_gradient else result.detach()
 
+        ignored = args[_IGNORED]
         ops = [op for op, _ in self.moves[reader]]
         arguments = [arguments for _, arguments in self.moves[reader]]
         given = (args[2], args[1], reading.weight, example(reader).dtype)
         steps: Any = [(read, (*given, self.base_shape, arguments, sizes))]
-        return Match(reader, _OP, args, {}, sorted(interior, reverse=True), steps=steps)
+        inside = sorted(interior, reverse=True)
+        if not has_gradient:
+            inside, detached = [], [*inside, *detached]
+        return Match(reader, _OP, args, {}, inside, steps=steps, detached=detached)
 
     def _replace(
         self,
@@ -411,9 +492,10 @@ class _Taking:
         sizes: dict[Node, list[Any]],
         logits: Logits,
         returned: list[LazyOutput],
+        more: list[str],
     ) -> Rewritten:
         readings, graph, meta = self.shared.readings, place.graph, place.meta
-        before = place.prev
+        before, of_teacher, ignored = place.prev, _nodes(self.of_teacher), args[_IGNORED]
         records = any(example(node).requires_grad for node in self._records())
         mode = fake_mode(example(self.shared.head.node))
         assert mode is not None
@@ -430,7 +512,7 @@ class _Taking:
                 node = call(getattr(torch.ops.fused, _OP).default, *given)
                 results = {}
                 for reader, reading in readings.items():
-                    made = Readings(call, node, given[2], given[1], args[4], reading.weight)
+                    made = Readings(call, node, given[2], given[1], ignored, reading.weight)
                     shape = [emit(graph, size, meta) for size in sizes[reader]]
                     value, base = example(reader), [emit(graph, s, meta) for s in self.base_shape]
                     moves = self.moves[reader]
@@ -444,14 +526,30 @@ class _Taking:
             raise
         for reader, result in results.items():
             reader.replace_all_uses_with(result)
-        for old in sorted({*self.shared.between, *readings}, reverse=True):
+        for old in sorted({*self.shared.between, *readings, *of_teacher}, reverse=True):
             if not old.users:
                 graph.erase_node(old)
-        absorbed = " and ".join(["a linear layer", *logits.absorbed])
+        layers = "the linear layers of student and teacher" if of_teacher else "a linear layer"
+        absorbed = " and ".join([layers, *logits.absorbed])
         whats = dict.fromkeys(reading.what for reading in readings.values())
-        notes = [f"absorbed {absorbed}", f"computes of each row: {', '.join(whats)}"]
+        notes = [f"absorbed {absorbed}", f"computes of each row: {', '.join(whats)}", *more]
         notes += ["the logits are returned lazily"] * bool(returned)
         return Rewritten(node, list(readings), notes, returned)
+
+
+def _is_of_other_rows(reading: Reading) -> bool:
+    """Whether something besides the logits has as many rows."""
+    return reading.target is not None or reading.divergence is not None
+
+
+def _nodes(logits: Logits | None) -> list[Node]:
+    """From the last to the layer."""
+    return [] if logits is None else [*reversed(logits.nodes), logits.head.node]
+
+
+def _as_rows(value: Value) -> Value:
+    """[rows, what was the last dimension]."""
+    return computed(aten.reshape.default, value, [-1, value.fake.shape[-1]])
 
 
 def _made_of(node: Node, inputs: set[Node]) -> set[Node]:

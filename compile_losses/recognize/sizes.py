@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compile_losses.torch_internals.tensors import size_hint
+
 _FEW_ELEMENTS = 2**13
 _KEPT = 12
 _SMALL = (13, 17, 11, 19, 7, 23, 5, 29, 3, 31)
@@ -75,9 +77,7 @@ class Sizes:
 
 
 def _hint(size: Any) -> int:
-    if isinstance(size, int):
-        return size
-    hint = size.node.hint
+    hint = size_hint(size)
     if hint is None:
         raise NoSizeError(f"the size {size} is not known")
-    return int(hint)
+    return hint

@@ -21,7 +21,7 @@ from compile_losses.recognize.sizes import NoSizeError, Sizes
 from compile_losses.recognize.values import Size, Value, example
 from compile_losses.switches import is_set
 from compile_losses.torch_internals.eager import no_modes
-from compile_losses.torch_internals.ops import schema_of, tree_leaves, tree_map
+from compile_losses.torch_internals.ops import given_arguments, tree_leaves, tree_map
 
 _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CASTS = {"float", "half", "bfloat16"}
@@ -91,7 +91,8 @@ class _Comparison:
             actual = _with_gradients(self._rewritten(values), wanted)
         except Exception:
             return False
-        return all(_close(a, e) for a, e in zip(actual, expected, strict=True))
+        largest = max((float(e.abs().max()) for e in expected if e.numel()), default=0.0)
+        return all(_close(a, e, largest) for a, e in zip(actual, expected, strict=True))
 
     def _original(self, values: dict[Node, Any]) -> Tensor:
         for node in self.nodes:
@@ -102,6 +103,8 @@ class _Comparison:
             else:
                 assert callable(node.target)
                 values[node] = node.target(*args, **kwargs)
+            if node in self.match.detached:
+                values[node] = values[node].detach()
         result: Tensor = values[self.match.root]
         return result
 
@@ -164,8 +167,7 @@ class _Comparison:
         place = 0 if of_layer else min(logits.dim() - 1, 1)
         classes = self.sizes.of(logits.shape[place])
         target = torch.randint(classes, shape, generator=self.generator)
-        names = [argument.name for argument in schema_of(match.overload).arguments]
-        bound = dict(zip(names, match.args, strict=False)) | match.kwargs
+        bound = given_arguments(match.overload, match.args, match.kwargs)
         ignored = bound.get("ignore_index")
         if bound.get("target") is node and isinstance(ignored, int) and -(2**31) < ignored < 2**7:
             target.view(-1)[::5] = ignored
@@ -193,7 +195,7 @@ def _plain(arguments: Any) -> Any:
 
 def _slice(match: Match) -> tuple[list[Node], list[Node]]:
     """The nodes to evaluate, up to the root and in order, and all that these start from."""
-    inside = {match.root, *match.interior}
+    inside = {match.root, *match.interior, *match.detached}
     starts = {source for node in inside for source in node.all_input_nodes} - inside
     # What the rewrite reads may depend on what the original starts from: softmax(x) beside a
     # log_softmax(x) that stays. Independent numbers would not do for both.
@@ -259,9 +261,16 @@ def _with_gradients(result: Tensor, wanted: list[Tensor]) -> list[Tensor]:
     return [result.detach(), *gradients]
 
 
-def _close(actual: Tensor, expected: Tensor) -> bool:
+def _close(actual: Tensor, expected: Tensor, of_all: float) -> bool:
+    """Whether two results agree.
+
+    Args:
+        of_all: the largest number among all results.
+    """
     if actual.shape != expected.shape or expected.numel() == 0:
         return actual.shape == expected.shape
     largest = float(expected.abs().max())
-    # Gradients of softmaxes of one class alone are what is left of cancelled terms.
-    return torch.allclose(actual, expected, rtol=1e-6, atol=1e-9 * largest + 1e-30)
+    # Gradients of softmaxes of one class alone are what is left of cancelled terms, which may be
+    # as large as the loss.
+    tolerance = max(1e-9 * largest, 1e-12 * of_all) + 1e-30
+    return torch.allclose(actual, expected, rtol=1e-6, atol=tolerance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._prims_common import (
     compute_elementwise_output_strides as compute_elementwise_output_strides,
 )
+from torch.fx import Node
 
 # The reduction that the deprecated size_average and reduce ask for. If its rule changed, a call
 # with these would be rewritten to another reduction than torch's.
@@ -63,6 +65,31 @@ def schema_of(op: Any) -> Any:
     """An overload's schema: names, defaults and aliases of its arguments. Without it no argument of
     a call is known by its name, and no write to one is seen."""
     return op._schema
+
+
+def given_arguments(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a call gives an overload, by the names in its schema."""
+    names = [argument.name for argument in schema_of(op).arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def named_arguments(node: Node) -> dict[str, Any]:
+    """The arguments of a call of an overload by the names in its schema; also those that tracing
+    left out because they are the defaults."""
+    arguments = schema_of(node.target).arguments
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return {**defaults, **given_arguments(node.target, node.args, node.kwargs)}
+
+
+def draws_random_numbers(op: Any) -> bool:
+    """Whether an op's results are others in each call."""
+    return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+
+
+def is_pure(op: Any) -> bool:
+    """Whether an op's results depend on its arguments alone, to which it does not write."""
+    is_op = isinstance(op, OpOverload)
+    return is_op and not schema_of(op).is_mutable and not draws_random_numbers(op)
 
 
 def packet_of(op: Any) -> Any:

@@ -25,6 +25,15 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def size_hint(size: Any) -> int | None:
+    """A size; of a symbol the number that tracing met, if there was one. To ask a symbol for its
+    value instead would make the graph one for that value alone."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return None if hint is None else int(hint)
+
+
 def shard_of(tensor: Any) -> Any:
     """A rank's own part of a DTensor, not differentiably; any other tensor itself. DTensor.to_local
     is differentiable, and would record a node of its own."""

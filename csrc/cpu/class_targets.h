@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "../losses/cross_entropy.h"
 #include "rows.h"
 
 namespace fused::cpu {
@@ -89,7 +90,9 @@ void reduce_losses(const CrossEntropyArgs& args, double weights) {
   const acc_t* losses = static_cast<const acc_t*>(args.row_losses);
   const double sum =
       sum_over_rows(args.rows, [&](int64_t row) { return static_cast<double>(losses[row]); });
-  const acc_t loss = static_cast<acc_t>(args.reduction == Reduction::kMean ? sum / weights : sum);
+  const acc_t loss = static_cast<acc_t>(args.reduction == Reduction::kMean
+                                            ? cross_entropy_mean(sum, weights, args.label_smoothing)
+                                            : sum);
   store(args.loss, args.loss_dtype, 0, 1, 1, &loss);
 }
 

@@ -11,12 +11,6 @@ namespace fused {
 namespace cuda {
 namespace {
 
-void check_cols(const CrossEntropyArgs& args) {
-  if (args.cols > INT32_MAX)
-    throw std::runtime_error("cross_entropy: " + std::to_string(args.cols) +
-                             " classes are more than the CUDA kernels count (2^31 - 1)");
-}
-
 void launch_rows(const CrossEntropyArgs& args, cudaStream_t stream) {
   if (args.softcap > 0) return forward_rows<true>(args, stream);
   forward_rows<false>(args, stream);
@@ -34,20 +28,20 @@ void launch_all(const CrossEntropyArgs& args, cudaStream_t stream) {
 
 void cross_entropy_forward(const CrossEntropyArgs& args, void* stream) {
   using namespace cuda;
-  check_cols(args);
+  check_classes("cross_entropy", args.cols);
   if (args.dtype == DType::kFloat64) return launch_all<double>(args, as_stream(stream));
   launch_all<float>(args, as_stream(stream));
 }
 
 void cross_entropy_parts(const CrossEntropyArgs& args, void* stream) {
   using namespace cuda;
-  check_cols(args);
+  check_classes("cross_entropy", args.cols);
   if (args.rows > 0) launch_rows(args, as_stream(stream));
 }
 
 void cross_entropy_backward(const CrossEntropyArgs& args, void* stream) {
   using namespace cuda;
-  check_cols(args);
+  check_classes("cross_entropy", args.cols);
   if (args.rows == 0 || args.cols == 0) return;
   if (args.softcap > 0) return backward_rows<true>(args, as_stream(stream));
   backward_rows<false>(args, as_stream(stream));

@@ -3,25 +3,17 @@
 #pragma once
 
 #include <cmath>
-#include <cstdio>
 
 #include "../losses/cross_entropy.h"
+#include "class_target.cuh"
 #include "reduce.cuh"
 #include "row_span.cuh"
 #include "softcap.cuh"
 
-extern "C" __device__ void __assert_fail(const char* assertion, const char* file, unsigned int line,
-                                         const char* function) noexcept;
-
 namespace fused::cuda {
 
-// Ends in torch's "device-side assert triggered", with NDEBUG too. Out of line: printf's buffer
-// must not cost the callers registers.
-static __device__ __noinline__ void report_target(const CrossEntropyArgs& args, int64_t row) {
-  printf("target %lld of row %lld is out of bounds for %lld classes\n",
-         static_cast<long long>(args.target[row]), static_cast<long long>(row),
-         static_cast<long long>(args.classes));
-  __assert_fail("a target is out of bounds", __FILE__, __LINE__, __func__);
+__device__ __forceinline__ void report_target(const CrossEntropyArgs& args, int64_t row) {
+  report_target(args.target[row], row, args.classes);
 }
 
 __device__ __forceinline__ bool is_out_of_bounds(const CrossEntropyArgs& args, int64_t row) {

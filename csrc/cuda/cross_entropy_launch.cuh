@@ -6,7 +6,6 @@
 #include "cross_entropy_bulk.cuh"
 #include "cross_entropy_columns.cuh"
 #include "cross_entropy_rows.cuh"
-#include "row_threads.cuh"
 
 namespace fused::cuda {
 
@@ -81,10 +80,6 @@ inline Choice choose_forward(const CrossEntropyArgs& args, const Device& device)
   // Half of a multiprocessor's shared memory, so that two rows are under way.
   const int64_t half = (device.shared_per_multiprocessor / 2 - device.shared_reserved - 512) / 16;
   return {Path::kBlock, std::min(packets, half), row_threads(packets, 4, 64, kLongRowThreads)};
-}
-
-inline unsigned blocks_for(int64_t rows, int64_t rows_per_block) {
-  return static_cast<unsigned>(std::min<int64_t>(divide_up(rows, rows_per_block), INT32_MAX));
 }
 
 template <typename Kernel>
@@ -197,18 +192,8 @@ void launch_backward(const CrossEntropyArgs& args, cudaStream_t stream) {
         <<<blocks_for(args.rows, kColumnRows), dim3(kColumnRows, kColumnLanes), 0, stream>>>(args);
     return check_launch("cross_entropy_columns_gradient_kernel");
   }
-  // Threads along a row: a power of two, for about four packets each. Where that leaves too few
-  // blocks for the device, several blocks share a row.
-  const int64_t packets = args.cols / Packet<scalar_t>::kWidth;
-  int threads = 8;
-  while (threads < kShortRowThreads && threads * kRowUnroll<float> < packets) threads *= 2;
-  const int rows_per_block = kShortRowThreads / threads;
-  const unsigned blocks = blocks_for(args.rows, rows_per_block);
-  const int64_t wanted = divide_up(8 * current_device().multiprocessors, blocks);
-  const int64_t shares = divide_up(packets + 1, int64_t(threads) * kRowUnroll<float>);
-  const dim3 grid(blocks, static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, shares)));
-  cross_entropy_gradient_kernel<scalar_t, kCapped>
-      <<<grid, dim3(threads, rows_per_block), 0, stream>>>(args);
+  const Grid grid = gradient_grid(args.rows, args.cols / Packet<scalar_t>::kWidth);
+  cross_entropy_gradient_kernel<scalar_t, kCapped><<<grid.blocks, grid.threads, 0, stream>>>(args);
   check_launch("cross_entropy_gradient_kernel");
 }
 

@@ -36,9 +36,8 @@ __global__ void __launch_bounds__(kMergeThreads)
 template <typename acc_t>
 void launch_merge(const CrossEntropyArgs& args, cudaStream_t stream) {
   if (args.rows > 0) {
-    const int64_t blocks = std::min<int64_t>(divide_up(args.rows, kMergeThreads), INT32_MAX);
     cross_entropy_merge_kernel<acc_t>
-        <<<static_cast<unsigned>(blocks), kMergeThreads, 0, stream>>>(args);
+        <<<blocks_for(args.rows, kMergeThreads), kMergeThreads, 0, stream>>>(args);
     check_launch("cross_entropy_merge_kernel");
   }
   launch_sums<acc_t>(args, true, stream);

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kWeightThreads)
 template <typename acc_t>
 void weight_backward(const RowPairArgs& args, cudaStream_t stream) {
   const int64_t shares = weight_shares(args.rows, args.cols);  // at most 32768
-  const unsigned blocks = row_pair_blocks(args.cols, kWeightThreads);
+  const unsigned blocks = blocks_for(args.cols, kWeightThreads);
   const CrossEntropyProbabilities<acc_t> loss(args.parameters);
   weight_gradient_kernel<acc_t>
       <<<dim3(blocks, static_cast<unsigned>(shares)), kWeightThreads, 0, stream>>>(args, loss,

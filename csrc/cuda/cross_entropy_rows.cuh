@@ -14,15 +14,13 @@
 
 #include "cross_entropy.cuh"
 #include "launch.cuh"
+#include "row_threads.cuh"
 
 namespace fused::cuda {
 
 constexpr int kShortRowThreads = 256;
 constexpr int kLongRowThreads = 512;    // at most
 constexpr unsigned kLastBlocks = 4096;  // about as many as a device holds together
-// Packets that a thread has in flight; double's exp needs the registers.
-template <typename scalar_t>
-constexpr int kRowUnroll = std::is_same_v<scalar_t, double> ? 1 : 4;
 
 // kLanes lanes a row of at most kLanes * kPackets packets.
 template <typename scalar_t, int kLanes, int kPackets, bool kGradient, bool kCapped,
@@ -171,19 +169,7 @@ __global__ void __launch_bounds__(kLongRowThreads, 2)
     auto softmax = Softmax<acc_t, kSmoothing>::none();
     for (int first = threadIdx.x; first < span.packets; first += kRowUnroll<scalar_t> * threads) {
       Packet<scalar_t> packets[kRowUnroll<scalar_t>];
-      int count = 0;
-#pragma unroll
-      for (int u = 0; u < kRowUnroll<scalar_t>; ++u) {
-        const int index = first + u * threads;
-        if (index >= span.packets) {
-          packets[u] = lowest_packet<scalar_t>();
-          continue;
-        }
-        const scalar_t* place = x + span.col_of_packet(index);
-        packets[u] = kGradient ? Packet<scalar_t>::load_to_l2(place)
-                               : Packet<scalar_t>::load_streaming(place);
-        count = u + 1;
-      }
+      const int count = load_packets<kGradient>(packets, x, span, first, threads);
       if constexpr (kGradient) {
 #pragma unroll
         for (int u = 0; u < kRowUnroll<scalar_t>; ++u) {
@@ -222,17 +208,13 @@ __global__ void __launch_bounds__(kLongRowThreads, 2)
   }
 }
 
-// Backward from the statistics of the forward. blockDim.x threads share a row, blockDim.y rows a
-// block; gridDim.y blocks share a row where rows are few.
+// Backward from the statistics of the forward.
 template <typename scalar_t, bool kCapped>
-__global__ void __launch_bounds__(kShortRowThreads)
+__global__ void __launch_bounds__(kGradientThreads)
     cross_entropy_gradient_kernel(const __grid_constant__ CrossEntropyArgs args) {
   using acc_t = acc_type<scalar_t>;
-  const int stride = blockDim.x * gridDim.y;
-  const int thread = blockIdx.y * blockDim.x + threadIdx.x;
   const acc_t common = common_scale<acc_t>(args);
-  for (int64_t row = blockIdx.x * int64_t(blockDim.y) + threadIdx.y; row < args.rows;
-       row += gridDim.x * int64_t(blockDim.y)) {
+  for_each_gradient_row(args.rows, [&](int64_t row, int thread, int stride) {
     const scalar_t* x =
         static_cast<const scalar_t*>(args.input) + row_offset(args.input_layout, row);
     scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row);
@@ -243,29 +225,8 @@ __global__ void __launch_bounds__(kShortRowThreads)
     const acc_t* stats = static_cast<const acc_t*>(args.stats) + 2 * row;
     const RowGradient<acc_t, kCapped> gradient(args, target, row_scale(args, row, target, common),
                                                stats[0], math::exp(-stats[1]));
-
-    for (int first = thread; first < span.packets; first += kRowUnroll<scalar_t> * stride) {
-      Packet<scalar_t> packets[kRowUnroll<scalar_t>];
-#pragma unroll
-      for (int u = 0; u < kRowUnroll<scalar_t>; ++u) {
-        const int index = first + u * stride;
-        if (index < span.packets)
-          packets[u] = Packet<scalar_t>::load_streaming(x + span.col_of_packet(index));
-      }
-#pragma unroll
-      for (int u = 0; u < kRowUnroll<scalar_t>; ++u) {
-        const int index = first + u * stride;
-        if (index >= span.packets) break;
-        const int col = span.col_of_packet(index);
-        gradient.apply(packets[u], col);
-        store_packet(packets[u], out + col, aligned);
-      }
-    }
-    for (int index = thread; index < span.loose; index += stride) {
-      const int col = span.col_of_loose(index);
-      out[col] = from_acc<scalar_t>(gradient(to_acc<acc_t>(x[col]), col));
-    }
-  }
+    write_gradient(x, out, span, aligned, thread, stride, gradient);
+  });
 }
 
 }  // namespace fused::cuda

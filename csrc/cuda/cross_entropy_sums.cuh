@@ -17,7 +17,9 @@ __device__ __forceinline__ void write_sums(const CrossEntropyArgs& args, bool fi
   *static_cast<acc_t*>(args.total_weight) = static_cast<acc_t>(weights);
   if (finished && args.loss)
     store_as(args.loss, args.loss_dtype, 0,
-             args.reduction == Reduction::kMean ? losses / weights : losses);
+             args.reduction == Reduction::kMean
+                 ? cross_entropy_mean(losses, weights, args.label_smoothing)
+                 : losses);
 }
 
 // Sums of the target weights and, once the row kernel has written them (`finished`), of row_losses;

@@ -78,6 +78,18 @@ void visit(DType dtype, Function&& function) {
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Of a grid whose blocks go on to the rows of a next round where there are more.
+inline unsigned blocks_for(int64_t rows, int64_t rows_per_block) {
+  return static_cast<unsigned>(std::min<int64_t>(divide_up(rows, rows_per_block), INT32_MAX));
+}
+
+// Throws where a row has more classes than the kernels count.
+inline void check_classes(const char* op, int64_t classes) {
+  if (classes > INT32_MAX)
+    throw std::runtime_error(std::string(op) + ": " + std::to_string(classes) +
+                             " classes are more than the CUDA kernels count (2^31 - 1)");
+}
+
 inline cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
 
 // In a kernel that launch_behind's kernel follows: that one may be launched once every block has

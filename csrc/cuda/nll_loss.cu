@@ -52,27 +52,18 @@ __global__ void __launch_bounds__(kNllThreads)
   }
 }
 
-unsigned blocks_for(int64_t rows) {
-  return static_cast<unsigned>(std::min<int64_t>(divide_up(rows, kNllThreads), INT32_MAX));
-}
-
-void check_cols(const CrossEntropyArgs& args) {
-  if (args.cols > INT32_MAX)
-    throw std::runtime_error("nll_loss: " + std::to_string(args.cols) +
-                             " classes are more than the CUDA kernels count (2^31 - 1)");
-}
-
 }  // namespace
 }  // namespace cuda
 
 void nll_loss_forward(const CrossEntropyArgs& args, void* stream_pointer) {
   using namespace cuda;
-  check_cols(args);
+  check_classes("nll_loss", args.cols);
   const cudaStream_t stream = as_stream(stream_pointer);
   visit(args.dtype, [&](auto* type) {
     using scalar_t = std::remove_pointer_t<decltype(type)>;
     if (args.rows > 0) {
-      nll_loss_kernel<scalar_t><<<blocks_for(args.rows), kNllThreads, 0, stream>>>(args);
+      nll_loss_kernel<scalar_t>
+          <<<blocks_for(args.rows, kNllThreads), kNllThreads, 0, stream>>>(args);
       check_launch("nll_loss_kernel");
     }
     launch_sums<acc_type<scalar_t>>(args, true, stream);
@@ -81,12 +72,12 @@ void nll_loss_forward(const CrossEntropyArgs& args, void* stream_pointer) {
 
 void nll_loss_backward(const CrossEntropyArgs& args, void* stream) {
   using namespace cuda;
-  check_cols(args);
+  check_classes("nll_loss", args.cols);
   if (args.rows == 0 || args.cols == 0) return;
   visit(args.dtype, [&](auto* type) {
     using scalar_t = std::remove_pointer_t<decltype(type)>;
     nll_loss_gradient_kernel<scalar_t>
-        <<<blocks_for(args.rows), kNllThreads, 0, as_stream(stream)>>>(args);
+        <<<blocks_for(args.rows, kNllThreads), kNllThreads, 0, as_stream(stream)>>>(args);
     check_launch("nll_loss_gradient_kernel");
   });
 }

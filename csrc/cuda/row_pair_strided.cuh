@@ -96,10 +96,6 @@ __global__ void __launch_bounds__(kStridedRows* kStridedLanes)
   }
 }
 
-inline unsigned row_pair_blocks(int64_t rows, int64_t rows_per_block) {
-  return static_cast<unsigned>(std::min<int64_t>(divide_up(rows, rows_per_block), INT32_MAX));
-}
-
 // How many threads share a row: lanes of a warp where it is short and rows are many, since what is
 // done once a row costs a warp the same for one row as for many. A lane then reads about 8 packets,
 // but 4 of the shortest rows.
@@ -127,7 +123,7 @@ void launch_dense_rows(const RowPairArgs& args, const Loss& loss, cudaStream_t s
     kernel = threads < kWarp ? row_pair_kernel<Loss, input_t, target_t, RowPairShare::kLanes, kPass>
                              : row_pair_kernel<Loss, input_t, target_t, RowPairShare::kWarp, kPass>;
   }
-  kernel<<<row_pair_blocks(args.rows, block / threads), block, 0, stream>>>(args, loss, threads);
+  kernel<<<blocks_for(args.rows, block / threads), block, 0, stream>>>(args, loss, threads);
   check_launch("row_pair_kernel");
 }
 
@@ -154,8 +150,8 @@ template <template <typename> class Loss, typename acc_t, bool kForward>
 void launch_strided_rows(const RowPairArgs& args, cudaStream_t stream) {
   const Loss<acc_t> loss(args.parameters);
   row_pair_strided_kernel<Loss<acc_t>, acc_t, kForward>
-      <<<row_pair_blocks(args.rows, kStridedRows), dim3(kStridedRows, kStridedLanes), 0, stream>>>(
-          args, loss);
+      <<<blocks_for(args.rows, kStridedRows), dim3(kStridedRows, kStridedLanes), 0, stream>>>(args,
+                                                                                              loss);
   check_launch("row_pair_strided_kernel");
 }
 

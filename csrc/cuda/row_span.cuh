@@ -57,6 +57,32 @@ __device__ __forceinline__ Packet<scalar_t> lowest_packet() {
   return packet;
 }
 
+// Packets that a thread has in flight; double's exp needs the registers.
+template <typename scalar_t>
+constexpr int kRowUnroll = std::is_same_v<scalar_t, double> ? 1 : 4;
+
+// The packets first, first + stride, ... of a row; -inf for those beyond its end. Returns how many
+// are not.
+template <bool kToL2, typename scalar_t, int kPackets>
+__device__ __forceinline__ int load_packets(Packet<scalar_t> (&packets)[kPackets],
+                                            const scalar_t* row, const RowSpan<scalar_t>& span,
+                                            int first, int stride) {
+  int count = 0;
+#pragma unroll
+  for (int u = 0; u < kPackets; ++u) {
+    const int index = first + u * stride;
+    if (index >= span.packets) {
+      packets[u] = lowest_packet<scalar_t>();
+      continue;
+    }
+    const scalar_t* place = row + span.col_of_packet(index);
+    packets[u] =
+        kToL2 ? Packet<scalar_t>::load_to_l2(place) : Packet<scalar_t>::load_streaming(place);
+    count = u + 1;
+  }
+  return count;
+}
+
 // `aligned`: whether the destination, like the source, starts on a 16-byte boundary.
 template <typename scalar_t>
 __device__ __forceinline__ void store_packet(const Packet<scalar_t>& packet, scalar_t* destination,
@@ -69,6 +95,37 @@ __device__ __forceinline__ void store_packet(const Packet<scalar_t>& packet, sca
 template <typename scalar_t>
 __device__ __forceinline__ bool is_aligned(const scalar_t* data) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0;
+}
+
+// Writes the gradient of a row of logits, of which this is one of `stride` threads. `out` may be
+// the row itself: each thread writes what it has read.
+//   gradient.apply(packet, col)   replaces a packet whose first logit is class col;
+//   gradient(logit, col)          of one logit.
+template <typename scalar_t, typename Gradient>
+__device__ __forceinline__ void write_gradient(const scalar_t* row, scalar_t* out,
+                                               const RowSpan<scalar_t>& span, bool aligned,
+                                               int thread, int stride, const Gradient& gradient) {
+  for (int first = thread; first < span.packets; first += kRowUnroll<scalar_t> * stride) {
+    Packet<scalar_t> packets[kRowUnroll<scalar_t>];
+#pragma unroll
+    for (int u = 0; u < kRowUnroll<scalar_t>; ++u) {
+      const int index = first + u * stride;
+      if (index < span.packets)
+        packets[u] = Packet<scalar_t>::load_streaming(row + span.col_of_packet(index));
+    }
+#pragma unroll
+    for (int u = 0; u < kRowUnroll<scalar_t>; ++u) {
+      const int index = first + u * stride;
+      if (index >= span.packets) break;
+      const int col = span.col_of_packet(index);
+      gradient.apply(packets[u], col);
+      store_packet(packets[u], out + col, aligned);
+    }
+  }
+  for (int index = thread; index < span.loose; index += stride) {
+    const int col = span.col_of_loose(index);
+    out[col] = from_acc<scalar_t>(gradient(to_acc<acc_type<scalar_t>>(row[col]), col));
+  }
 }
 
 }  // namespace fused::cuda

@@ -9,16 +9,13 @@
 // In place: grad_input may be the buffer of input. Each thread writes only logits that it alone
 // reads, after it has read them.
 #include <climits>
-#include <cstdio>
 
 #include "../kernels.h"
 #include "../losses/row_statistics.h"
+#include "class_target.cuh"
 #include "row_span.cuh"
 #include "row_threads.cuh"
 #include "softcap.cuh"
-
-extern "C" __device__ void __assert_fail(const char* assertion, const char* file, unsigned int line,
-                                         const char* function) noexcept;
 
 namespace fused {
 namespace cuda {
@@ -28,18 +25,6 @@ constexpr int kBlockThreads = 512;   // at most, of a row's block
 constexpr int kWarpsThreads = 256;   // of a block whose warps have a row each
 constexpr int64_t kWarpCols = 1024;  // of a warp's row, at most
 constexpr int kNoClass = INT_MAX;
-// Packets that a thread has in flight; double's exp needs the registers.
-template <typename scalar_t>
-constexpr int kUnroll = std::is_same_v<scalar_t, double> ? 1 : 4;
-
-// Ends in torch's "device-side assert triggered", with NDEBUG too. Out of line: printf's buffer
-// must not cost the callers registers.
-__device__ __noinline__ void report_target(int64_t target, int64_t row, int64_t classes) {
-  printf("target %lld of row %lld is out of bounds for %lld classes\n",
-         static_cast<long long>(target), static_cast<long long>(row),
-         static_cast<long long>(classes));
-  __assert_fail("a target is out of bounds", __FILE__, __LINE__, __func__);
-}
 
 // -1: none, ignored, or out of bounds, which one thread of a row reports.
 __device__ __forceinline__ int target_of(const RowStatisticsArgs& args, int64_t row, bool reports) {
@@ -190,19 +175,9 @@ __global__ void __launch_bounds__(kBlock ? kBlockThreads : kWarpsThreads, kBlock
     auto scan = WarpScan<acc_t>::none();
 #pragma unroll 1
     for (int first = lane; first - lane % kWarp < span.packets;
-         first += kUnroll<scalar_t> * lanes) {
-      Packet<scalar_t> packets[kUnroll<scalar_t>];
-      int count = 0;
-#pragma unroll
-      for (int u = 0; u < kUnroll<scalar_t>; ++u) {
-        const int index = first + u * lanes;
-        if (index >= span.packets) {
-          packets[u] = lowest_packet<scalar_t>();
-          continue;
-        }
-        packets[u] = Packet<scalar_t>::load_streaming(x + span.col_of_packet(index));
-        count = u + 1;
-      }
+         first += kRowUnroll<scalar_t> * lanes) {
+      Packet<scalar_t> packets[kRowUnroll<scalar_t>];
+      const int count = load_packets<false>(packets, x, span, first, lanes);
       scan.add(packets, count, span.col_of_packet(first), lanes * Packet<scalar_t>::kWidth, cap);
     }
     if (lane - lane % kWarp < span.loose) {
@@ -246,6 +221,15 @@ struct Gradient {
     const acc_t gradient = softmax ? by_logits(capped.logit) : by_logits.of_total;
     return (col == target ? gradient - picked : gradient) * capped.slope;
   }
+
+  template <typename scalar_t>
+  __device__ __forceinline__ void apply(Packet<scalar_t>& packet, int col) const {
+    acc_t values[Packet<scalar_t>::kWidth];
+#pragma unroll
+    for (int j = 0; j < Packet<scalar_t>::kWidth; ++j)
+      values[j] = (*this)(packet.template get<acc_t>(j), col + j);
+    packet.set(values);
+  }
 };
 
 template <typename acc_t, bool kCapped>
@@ -260,58 +244,17 @@ __device__ __forceinline__ Gradient<acc_t, kCapped> row_gradient(const RowStatis
   return {Softcap<acc_t, kCapped>(args.softcap), by_logits, has_softmax(args), grad_nll, target};
 }
 
-// blockDim.x threads share a row, blockDim.y rows a block; gridDim.y blocks share a row where rows
-// are few.
 template <typename scalar_t, bool kCapped>
-__global__ void __launch_bounds__(kWarpsThreads)
+__global__ void __launch_bounds__(kGradientThreads)
     row_statistics_gradient_kernel(const __grid_constant__ RowStatisticsArgs args) {
-  using acc_t = acc_type<scalar_t>;
-  constexpr int kWidth = Packet<scalar_t>::kWidth;
-  const int stride = blockDim.x * gridDim.y;
-  const int thread = blockIdx.y * blockDim.x + threadIdx.x;
-  for (int64_t row = blockIdx.x * int64_t(blockDim.y) + threadIdx.y; row < args.rows;
-       row += gridDim.x * int64_t(blockDim.y)) {
+  for_each_gradient_row(args.rows, [&](int64_t row, int thread, int stride) {
     const scalar_t* x = static_cast<const scalar_t*>(args.input) + row * args.row_stride;
     scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row * args.grad_row_stride;
     const RowSpan<scalar_t> span(x, args.cols);
     const bool aligned = is_aligned(out + span.head);
-    const auto gradient = row_gradient<acc_t, kCapped>(args, row, thread == 0);
-    for (int first = thread; first < span.packets; first += kUnroll<scalar_t> * stride) {
-      Packet<scalar_t> packets[kUnroll<scalar_t>];
-#pragma unroll
-      for (int u = 0; u < kUnroll<scalar_t>; ++u) {
-        const int index = first + u * stride;
-        if (index < span.packets)
-          packets[u] = Packet<scalar_t>::load_streaming(x + span.col_of_packet(index));
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll<scalar_t>; ++u) {
-        const int index = first + u * stride;
-        if (index >= span.packets) break;
-        const int col = span.col_of_packet(index);
-        acc_t values[kWidth];
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j)
-          values[j] = gradient(packets[u].template get<acc_t>(j), col + j);
-        packets[u].set(values);
-        store_packet(packets[u], out + col, aligned);
-      }
-    }
-    for (int index = thread; index < span.loose; index += stride) {
-      const int col = span.col_of_loose(index);
-      out[col] = from_acc<scalar_t>(gradient(to_acc<acc_t>(x[col]), col));
-    }
-  }
-}
-
-void check_cols(const RowStatisticsArgs& args) {
-  if (args.cols > INT32_MAX)
-    throw std::runtime_error("row_statistics: " + std::to_string(args.cols) +
-                             " classes are more than the CUDA kernels count (2^31 - 1)");
-}
-
-unsigned blocks_for(int64_t rows, int64_t rows_per_block) {
-  return static_cast<unsigned>(std::min<int64_t>(divide_up(rows, rows_per_block), INT32_MAX));
+    const auto gradient = row_gradient<acc_type<scalar_t>, kCapped>(args, row, thread == 0);
+    write_gradient(x, out, span, aligned, thread, stride, gradient);
+  });
 }
 
 template <typename scalar_t, bool kCapped>
@@ -331,18 +274,8 @@ void launch_forward(const RowStatisticsArgs& args, cudaStream_t stream) {
 
 template <typename scalar_t, bool kCapped>
 void launch_backward(const RowStatisticsArgs& args, cudaStream_t stream) {
-  // Threads along a row: a power of two, for about four packets each. Where that leaves too few
-  // blocks for the device, several blocks share a row.
-  const int64_t packets = args.cols / Packet<scalar_t>::kWidth;
-  int threads = 8;
-  while (threads < kWarpsThreads && threads * kUnroll<float> < packets) threads *= 2;
-  const int rows_per_block = kWarpsThreads / threads;
-  const unsigned blocks = blocks_for(args.rows, rows_per_block);
-  const int64_t wanted = divide_up(8 * current_device().multiprocessors, blocks);
-  const int64_t shares = divide_up(packets + 1, int64_t(threads) * kUnroll<float>);
-  const dim3 grid(blocks, static_cast<unsigned>(std::clamp<int64_t>(wanted, 1, shares)));
-  row_statistics_gradient_kernel<scalar_t, kCapped>
-      <<<grid, dim3(threads, rows_per_block), 0, stream>>>(args);
+  const Grid grid = gradient_grid(args.rows, args.cols / Packet<scalar_t>::kWidth);
+  row_statistics_gradient_kernel<scalar_t, kCapped><<<grid.blocks, grid.threads, 0, stream>>>(args);
   check_launch("row_statistics_gradient_kernel");
 }
 
@@ -351,7 +284,7 @@ void launch_backward(const RowStatisticsArgs& args, cudaStream_t stream) {
 
 void row_statistics_forward(const RowStatisticsArgs& args, void* stream) {
   using namespace cuda;
-  check_cols(args);
+  check_classes("row_statistics", args.cols);
   if (args.rows == 0) return;
   visit(args.dtype, [&](auto* type) {
     using scalar_t = std::remove_pointer_t<decltype(type)>;
@@ -362,7 +295,7 @@ void row_statistics_forward(const RowStatisticsArgs& args, void* stream) {
 
 void row_statistics_backward(const RowStatisticsArgs& args, void* stream) {
   using namespace cuda;
-  check_cols(args);
+  check_classes("row_statistics", args.cols);
   if (args.rows == 0) return;
   visit(args.dtype, [&](auto* type) {
     using scalar_t = std::remove_pointer_t<decltype(type)>;

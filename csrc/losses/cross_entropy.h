@@ -31,6 +31,13 @@ struct CrossEntropyRow {
   }
 };
 
+// The mean of rows whose losses add up to `losses`, over the total weight of their targets. With
+// smoothing torch adds the means of two terms: where the total weight is 0, that of the targets is
+// 0/0, and their sum nan.
+FUSED_HOST_DEVICE double cross_entropy_mean(double losses, double weights, double smoothing) {
+  return smoothing > 0 && weights == 0 ? math::kNan<double> : losses / weights;
+}
+
 // What a shard of a row's classes knows of it: the largest logit, the sum of the exponentials
 // relative to it, the target's logit or 0 where the target is in another shard, and with smoothing
 // sum_c w[c] (largest - x[c]). The sum and not its logarithm: it merges without another rounding.

@@ -66,9 +66,9 @@ A call counts in every row whose option it uses.
   `backward` before.
 - Infinite class weights with label smoothing or class probabilities, and infinite class
   probabilities, give nan with ours where torch's loss is infinite in some cases.
-- With label smoothing, a mean over targets whose class weights add up to 0 is infinite with ours,
-  where torch adds 0 / 0 to it: nan. What is below the smallest normal number of float32 is such a
-  sum, too.
+- With label smoothing, a mean over targets whose class weights cancel, so that they add up to 0, is
+  nan with ours, where torch's may be infinite. Where they add up to less than the smallest normal
+  number of float32, a gradient may be infinite with ours that is nan with torch.
 - Binary cross entropy that is written out, and `multilabel_soft_margin_loss`, are nan as
   `binary_cross_entropy_with_logits` where a logit is -inf and its target positive; torch's own are
   infinite there. Their gradients are the same.

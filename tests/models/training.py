@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import compile_losses
-from compile_losses import backend, recognize
+from compile_losses import options, recognize
 from compile_losses.report import Report
 from tests.graphs import interpreted
 
@@ -43,7 +43,7 @@ def reported() -> Iterator[Report]:
         report.graphs += 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "rewrite", rewrite)
+        patch.setattr(options, "rewrite", rewrite)
         yield report
     report.graph_breaks = [
         reason for reason, count in counters["graph_break"].items() if count > breaks.get(reason, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,13 @@ from compile_losses.torch_internals.inductor import (
     config,
     get_default_op_list,
 )
-from compile_losses.torch_internals.ops import OpOverload, has_kernel, key_of_device, schema_of
+from compile_losses.torch_internals.ops import (
+    OpOverload,
+    draws_random_numbers,
+    has_kernel,
+    key_of_device,
+    schema_of,
+)
 
 aten = torch.ops.aten
 
@@ -57,7 +62,8 @@ def refusal(part: Part, losses: Iterable[Node], overwrites: bool) -> str | None:
     if activation_memory_budget() < 1:
         return "with an activation memory budget, for which the forward may run twice"
     cone = cone_of(part.operands)
-    if any(map(_is_random, cone - cone_of(forward_outputs(part.tangent.graph)))):
+    backward = cone - cone_of(forward_outputs(part.tangent.graph))
+    if any(draws_random_numbers(node.target) for node in backward):
         return "random numbers are drawn in the backward"
     if _is_written(part.tangent.graph, cone):
         return "an operand is changed in place"
@@ -88,11 +94,6 @@ def refusal_to_share(moved: Part, whole: Part) -> str | None:
     if 2 * shared > written:
         return "another gradient, which is computed in what reads it, reads the same operands"
     return None
-
-
-def _is_random(node: Node) -> bool:
-    target: Any = node.target
-    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _is_written(graph: Graph, cone: set[Node]) -> bool:

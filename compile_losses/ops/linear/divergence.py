@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -92,38 +92,61 @@ class _Arguments:
 
     def check(self, name: str) -> None:
         student = (self.input, self.linear_weight, self.linear_bias)
-        teacher = (self.target, self.target_weight, self.target_bias)
-        given = zip(_STUDENT + _TEACHER, student + teacher, strict=True)
-        named = {key: tensor for key, tensor in given if tensor is not None}
-        for key, tensor in named.items():
-            if tensor.layout != torch.strided:
-                raise NotImplementedError(
-                    f"{name}: expected {key} to be dense, got {checks.describe(tensor)}"
-                )
-        checks.check_floating(name, **named)
-        checks.check_same_device(name, **named)
-        check_linear(name, _STUDENT, *student)
-        if self.target_weight is not None:
-            check_linear(name, _TEACHER, self.target, self.target_weight, self.target_bias)
-        elif self.target_bias is not None:
-            raise RuntimeError(f"{name}: expected target_bias only with target_weight")
-        for key in ("linear_weight", "target_weight"):
-            if key in named and named[key].dim() != 2:
-                raise RuntimeError(
-                    f"{name}: expected {key} of shape [classes, hidden], "
-                    f"got {list(named[key].shape)}"
-                )
-        classes = self.linear_weight.shape[0]
-        expected = torch.Size((*self.input.shape[:-1], classes))
-        of_teacher = self.target.shape
-        if self.target_weight is not None:
-            of_teacher = torch.Size((*self.target.shape[:-1], self.target_weight.shape[0]))
-        if not checks.same_shape(of_teacher, expected):
-            raise RuntimeError(
-                f"{name}: expected the teacher's logits to have the shape of the student's "
-                f"{list(expected)}, got {list(of_teacher)}"
-            )
+        check_layers(name, student, (self.target, self.target_weight, self.target_bias))
         check_temperature(name, self.temperature)
+
+
+Layer: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+
+
+def check_layers(
+    name: str,
+    student: Layer,
+    teacher: tuple[Tensor, Tensor | None, Tensor | None],
+    names: tuple[str, str, str] = _TEACHER,
+) -> None:
+    """That two layers, or a layer and logits, make rows of the same classes.
+
+    Args:
+        student: input, weight and bias.
+        teacher: logits, None and None, or input, weight and bias.
+        names: of the teacher's arguments.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices that don't go together.
+        NotImplementedError: tensors that are not dense, or not floating point.
+    """
+    given = zip(_STUDENT + names, student + teacher, strict=True)
+    named = {key: tensor for key, tensor in given if tensor is not None}
+    for key, tensor in named.items():
+        if tensor.layout != torch.strided:
+            raise NotImplementedError(
+                f"{name}: expected {key} to be dense, got {checks.describe(tensor)}"
+            )
+    checks.check_floating(name, **named)
+    checks.check_same_device(name, **named)
+    check_linear(name, _STUDENT, *student)
+    target, target_weight, target_bias = teacher
+    _, of_weight, of_bias = names
+    if target_weight is not None:
+        check_linear(name, names, target, target_weight, target_bias)
+    elif target_bias is not None:
+        raise RuntimeError(f"{name}: expected {of_bias} only with {of_weight}")
+    for key in ("linear_weight", of_weight):
+        if key in named and named[key].dim() != 2:
+            raise RuntimeError(
+                f"{name}: expected {key} of shape [classes, hidden], got {list(named[key].shape)}"
+            )
+    input, linear_weight, _ = student
+    expected = torch.Size((*input.shape[:-1], linear_weight.shape[0]))
+    of_teacher = target.shape
+    if target_weight is not None:
+        of_teacher = torch.Size((*target.shape[:-1], target_weight.shape[0]))
+    if not checks.same_shape(of_teacher, expected):
+        raise RuntimeError(
+            f"{name}: expected the teacher's logits to have the shape of the student's "
+            f"{list(expected)}, got {list(of_teacher)}"
+        )
 
 
 def declare(

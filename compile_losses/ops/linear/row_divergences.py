@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.products import write_logits
 from compile_losses.ops.linear.row_function import RowFunction
+
+T = TypeVar("T")
 
 NONE, SUM = (REDUCTIONS[name] for name in ("none", "sum"))
 
@@ -27,6 +29,11 @@ class TeacherLogits:
     def __init__(self, target: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
         self.target, self.weight, self.bias = target, weight, bias
         self.buffer: Tensor | None = None
+
+    @property
+    def computed(self) -> torch.dtype | None:
+        """The dtype of the logits where they are computed, None where they are given."""
+        return None if self.weight is None else self.weight.dtype
 
     def __call__(self, rows: slice) -> Tensor:
         target = self.target[rows]
@@ -57,7 +64,8 @@ class Pair:
         op: Callable[..., Any] = getattr(torch.ops.fused, f"{self.name}_{part}").default
         return op
 
-    def ordered(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    def ordered(self, student: T, teacher: T) -> tuple[T, T]:
+        """As the op takes them."""
         return (teacher, student) if self.reverse else (student, teacher)
 
     def forward(
@@ -134,9 +142,12 @@ class RowDivergences:
 
     def buffers(self, *, gradient: bool) -> int:
         """How many tensors of a chunk's size there are at a time, the logits included."""
-        teacher = None if self.teacher.weight is None else self.teacher.weight.dtype
         return buffers(
-            self.logits, teacher, by_row=self.by_row, reverse=self.pair.reverse, gradient=gradient
+            self.logits,
+            self.teacher.computed,
+            by_row=self.by_row,
+            reverse=self.pair.reverse,
+            gradient=gradient,
         )
 
     def add(self, rows: slice, logits: Tensor) -> None:

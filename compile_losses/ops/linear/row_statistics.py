@@ -6,57 +6,88 @@ import torch
 from torch import Tensor
 
 from compile_losses.ops import row_statistics
+from compile_losses.ops.linear.row_divergences import NONE, Pair, TeacherLogits, buffers
 from compile_losses.ops.linear.row_function import RowFunction
 
-#: How many statistics there are, and how many of these, the first ones, have gradients.
-COUNT, DIFFERENTIABLE = 6, 4
+#: Places of the statistics; the first ones have gradients.
+NLL, LOGSUMEXP, ENTROPY, TOTAL, DIVERGENCE, MAXIMUM, ARGMAX = range(7)
+COUNT, DIFFERENTIABLE = ARGMAX + 1, DIVERGENCE + 1
 
 
 class RowStatistics:
     """What :mod:`compile_losses.ops.row_statistics` computes of each row of logits.
 
-    The gradient is that for what the function makes of the statistics, a gradient for each of the
-    first four or None; without a function there is no gradient.
+    With a pair, the divergence of each row from the teacher's is one of them. The gradient is that
+    for what the function makes of the statistics, a gradient for each of the first five or None;
+    without a function there is no gradient.
     """
 
     by_row = True
 
     def __init__(
         self,
-        like: Tensor,  # on the device
+        like: Tensor,  # on the device, of the logits' dtype
         target: Tensor | None,  # int64 [rows]
         ignore_index: int,
         softcap: float | None,
+        pair: Pair | None,
+        teacher: TeacherLogits | None,  # given with a pair
         dtype: torch.dtype,  # that sums are made in, and of the statistics
         row_function: RowFunction | None,
     ) -> None:
         self.target, self.ignore_index, self.softcap = target, ignore_index, softcap
-        self.dtype, self.row_function = dtype, row_function
-        nothing = [like.new_empty(0, dtype=dtype)] * (COUNT - 1)
+        self.pair, self.teacher = pair, teacher
+        self.logits, self.dtype, self.row_function = like.dtype, dtype, row_function
+        self.nothing = like.new_empty(0, dtype=dtype)
+        nothing = [self.nothing] * (COUNT - 1)
         self.chunks: list[tuple[Tensor, ...]] = [(*nothing, like.new_empty(0, dtype=torch.int64))]
 
     def buffers(self, *, gradient: bool) -> int:
         """How many tensors of a chunk's size there are at a time, the logits included."""
-        return 1
+        if self.pair is None or self.teacher is None:
+            return 1
+        of_teacher, reverse = self.teacher.computed, self.pair.reverse
+        return buffers(self.logits, of_teacher, by_row=True, reverse=reverse, gradient=gradient)
 
-    def add(self, rows: slice, logits: Tensor) -> Tensor:
-        """Computes the statistics of some rows; returns what their gradient is made of."""
-        *found, stats = row_statistics.forward(logits, *self._options(rows))
-        self.chunks.append(tuple(found))
-        return stats
+    def add(self, rows: slice, logits: Tensor) -> None:
+        """Computes the statistics of some rows."""
+        self._computed(rows, logits)
 
     def gradient(self, rows: slice, logits: Tensor) -> Tensor:
         """The same, and the gradient of the logits before the soft-cap, which lies over them."""
-        stats = self.add(rows, logits)
+        stats, taught = self._computed(rows, logits)
         assert self.row_function is not None
+        *given, of_divergence = self.row_function(rows, self.chunks[-1])
+        added = None
+        if taught is not None and of_divergence is not None:
+            assert self.pair is not None
+            teacher, saved = taught
+            added = self.pair.gradient(of_divergence, logits, teacher, saved, NONE)
         target, *options = self._options(rows)
-        gradients = self.row_function(rows, self.chunks[-1])
-        row_statistics.backward_(*gradients, logits, target, stats, *options)
+        row_statistics.backward_(*given, logits, target, stats, *options)
+        if added is not None:
+            logits += added
         return logits
 
     def results(self) -> tuple[Tensor, ...]:
         """The statistics of all rows so far."""
         return tuple(torch.cat(parts) for parts in zip(*self.chunks, strict=True))
+
+    def _computed(self, rows: slice, logits: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Computes the statistics of some rows.
+
+        Returns:
+            what their gradient is made of; with a pair the teacher's logits, and what the
+            divergence's is made of.
+        """
+        *found, stats = row_statistics.forward(logits, *self._options(rows))
+        divergence, taught = self.nothing, None
+        if self.pair is not None and self.teacher is not None:
+            teacher = self.teacher(rows)
+            divergence, saved = self.pair.forward(logits, teacher, NONE, self.dtype)
+            taught = (teacher, saved)
+        self.chunks.append((*found[:DIVERGENCE], divergence, *found[DIVERGENCE:]))
+        return stats, taught
 
     def _options(self, rows: slice) -> tuple[Tensor | None, int, float | None]:
         target = None if self.target is None else self.target[rows]

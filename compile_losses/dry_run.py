@@ -1,0 +1,63 @@
+"""Compiles a graph up to the last of our passes, to know what the passes decide about it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from torch.fx import Graph, GraphModule
+
+from compile_losses.inductor_passes import SLOTS, InPlacePass, PlanPass, users_passes
+from compile_losses.lower import Decision
+from compile_losses.options import Settings
+from compile_losses.torch_internals.inductor import (
+    JOINT,
+    POST_GRAD,
+    compile_fx,
+    without_autograd_cache,
+)
+
+
+class _Stop(BaseException):
+    """Ends a compilation of which only the graphs were wanted."""
+
+
+class _LastPass(InPlacePass):
+    def __call__(self, graph: Graph) -> None:
+        super().__call__(graph)
+        raise _Stop
+
+
+def decide(
+    gm: GraphModule, example_inputs: list[Any], settings: Settings | None = None
+) -> list[Decision]:
+    """What the passes on AOTAutograd's graphs decide about a rewritten Dynamo graph.
+
+    Compiles a copy of it with Inductor up to those passes: no code is generated, nothing comes from
+    a cache or goes into one, and ``gm`` stays as it is. Only inside a Dynamo backend.
+    """
+    decisions: list[Decision] = []
+    settings = settings or Settings.of(None, None)
+    given: dict[str, Any] = {} if settings.inductor is None else settings.inductor.config
+    passes = {slot: users_passes(slot, given) for slot in SLOTS}
+    passes[JOINT] = planning = PlanPass(passes[JOINT], decisions)
+    planning.set_options(settings)
+    passes[POST_GRAD] = _LastPass(passes[POST_GRAD], decisions)
+
+    def without_code(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(_Stop):
+            compile_fx.compile_fx_inner(*args, **kwargs)
+        return lambda *_: None  # the compiled function, which nobody calls
+
+    graph = Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    copy = GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    with without_autograd_cache():
+        compile_fx.compile_fx(
+            copy,
+            example_inputs,
+            inner_compile=without_code,
+            config_patches={**given, "force_disable_caches": True, **passes},
+        )
+    return decisions

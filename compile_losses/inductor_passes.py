@@ -1,0 +1,258 @@
+"""The passes that are put into Inductor's slots. The only module that reads or sets the slots.
+
+A pass in a slot keeps what it found there, and runs it after itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from compile_losses import switches
+from compile_losses.library import fingerprint, loaded
+from compile_losses.lower import Decision, donated_buffers, in_place, lower_or_leave, plan
+from compile_losses.lower.decision import log
+from compile_losses.options import Settings
+from compile_losses.recognize import rewrite_graph
+from compile_losses.recognize.linear import prefer_memory_by_default
+from compile_losses.report import Report
+from compile_losses.torch_internals.inductor import (
+    JOINT,
+    POST_GRAD,
+    PRE_GRAD,
+    CustomGraphPass,
+    config,
+    inside_post_grad_passes,
+    inside_pre_grad_passes,
+)
+
+fused = torch.ops.fused
+
+
+class Pass(CustomGraphPass):
+    """A pass of ours before a pass of the user's, in one of Inductor's slots.
+
+    The uuid enters the keys of Inductor's and AOTAutograd's caches, which know neither our
+    autograd formulas nor our kernels.
+    """
+
+    def __init__(self, previous: Any, *, strict: bool | None = None) -> None:
+        self.previous = _as_tuple(previous)
+        self.replaced = previous
+        self.strict = strict
+        #: How many calls of enable() this pass is there for; 0 for the backend's own.
+        self.calls = 0
+
+    def run(self, graph: Graph) -> None:
+        """What the pass itself does; the base class only identifies the package."""
+
+    def __call__(self, graph: Graph) -> None:
+        self.run(graph)
+        for other in self.previous:
+            other(graph)
+
+    def uuid(self) -> Any:
+        ids = [getattr(other, "uuid", lambda: None)() for other in self.previous]
+        if None in ids:  # as without us: an unidentified pass switches the caches off
+            return None
+        environment = switches.environment()
+        return (type(self).__name__, fingerprint(), loaded(), *environment, *_rank(), *ids)
+
+
+def _rank() -> tuple[int, ...]:
+    """Graphs of DTensors hold which shard a rank has; the keys of torch's caches do not."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return ()
+    return (distributed.get_rank(),)
+
+
+class RewritePass(Pass):
+    #: What enable() was told of lazy logits; None is the environment's.
+    lazy_logits: bool | None = None
+
+    def run(self, graph: Graph) -> None:
+        # What is written to around such a graph only the graph around it tells; which comes later.
+        if inside_pre_grad_passes() or not switches.runs(switches.REWRITE):
+            return
+        module = graph.owning_module
+        if module is not None and "compile_losses" in module.meta:
+            return  # as what is compiled around Inductor has rewritten it
+        report = rewrite_graph(graph, strict=self.strict, lowers=switches.runs(switches.PLAN))
+        if module is not None:
+            module.meta["compile_losses"] = report
+            log_and_count(module)
+
+
+def log_and_count(gm: GraphModule) -> None:
+    """Logs a line, and counts, what became of the losses of a graph, if they were looked for."""
+    report: Report | None = gm.meta.get("compile_losses")
+    if report is None:
+        return
+    log.info("%s", report.summary)
+    for site in report.losses:
+        switches.counters()[site.status][site.op] += 1
+
+
+class LoweringPass(Pass):
+    """A pass on AOTAutograd's graphs; ``decisions`` collects what it decided, if anyone asks."""
+
+    #: Its name for COMPILE_LOSSES_PASSES.
+    name = ""
+
+    def __init__(
+        self, previous: Any, decisions: list[Decision] | None = None, *, strict: bool | None = None
+    ) -> None:
+        super().__init__(previous, strict=strict)
+        self.decisions = decisions
+
+    def lower(self, graph: Graph) -> list[Decision]:
+        raise NotImplementedError
+
+    def run(self, graph: Graph) -> None:
+        if not switches.runs(self.name):
+            return
+        found = lower_or_leave(self.lower, graph, strict=self.strict)
+        if self.decisions is not None:
+            self.decisions += found
+        else:
+            switches.counters()["plan"].update(decision.choice for decision in found)
+
+
+class PlanPass(LoweringPass):
+    name = switches.PLAN
+    #: The backend's option of that name; None is the environment's.
+    prefer_memory: bool | None = None
+    #: The losses that the backend's options leave; None are the environment's.
+    losses: frozenset[str] | None = None
+
+    def set_options(self, settings: Settings) -> None:
+        self.prefer_memory, self.losses = settings.prefer_memory, settings.losses
+
+    def lower(self, graph: Graph) -> list[Decision]:
+        decisions = plan(
+            graph, prefer_memory=self._prefers_memory(), elementwise=self._takes_elementwise()
+        )
+        if self.calls:
+            note_backward(graph)
+        return decisions
+
+    def _prefers_memory(self) -> bool:
+        return prefer_memory_by_default() if self.prefer_memory is None else self.prefer_memory
+
+    def _takes_elementwise(self) -> bool:
+        losses = switches.chosen() if self.losses is None else self.losses
+        return switches.ELEMENTWISE in losses
+
+    def uuid(self) -> Any:
+        own = super().uuid()
+        return own and (*own, self._prefers_memory(), self._takes_elementwise())
+
+
+class InPlacePass(LoweringPass):
+    name = switches.IN_PLACE
+
+    def lower(self, graph: Graph) -> list[Decision]:
+        _note_compiled(graph)
+        # The numbers of donated buffers are those of the outermost graph's inputs.
+        inside = inside_post_grad_passes()
+        return in_place(graph, () if inside else donated_buffers())
+
+    def uuid(self) -> Any:
+        own = super().uuid()
+        return own and (*own, donated_buffers())  # what it overwrites depends on that
+
+
+def _as_tuple(passes: Any) -> tuple[Callable[[Graph], Any], ...]:
+    if passes is None:
+        return ()
+    return tuple(passes) if isinstance(passes, list | tuple) else (passes,)
+
+
+#: The slots of AOTAutograd's graphs, and the passes that go there.
+LOWERING: dict[str, type[LoweringPass]] = {
+    JOINT: PlanPass,
+    POST_GRAD: InPlacePass,
+}
+SLOTS: dict[str, type[Pass]] = {PRE_GRAD: RewritePass, **LOWERING}
+
+
+def users_passes(slot: str, options: Mapping[str, Any] | None = None) -> Any:
+    """What is in a slot but for a pass of ours.
+
+    Args:
+        options: of Inductor, for one compilation; where they leave the slot out, its configuration
+            says what is there.
+    """
+    current = {**(options or {})}.get(slot, getattr(config, slot))
+    return current.replaced if isinstance(current, Pass) else current
+
+
+def install() -> RewritePass:
+    """Puts the passes into all slots, for one more call of ``enable``; returns the first."""
+    for slot, kind in SLOTS.items():
+        current = getattr(config, slot)
+        if not isinstance(current, Pass):
+            current = kind(current)
+            setattr(config, slot, current)
+        current.calls += 1
+    first = installed_rewrite()
+    assert first is not None
+    return first
+
+
+def take_out() -> None:
+    """Puts back what was in the slots; in the last of them, once no backward is to come."""
+    for slot in SLOTS:
+        if slot != POST_GRAD:
+            setattr(config, slot, users_passes(slot))
+    _leave()
+
+
+def installed_rewrite() -> RewritePass | None:
+    """The first pass, if ``enable`` has put it into its slot."""
+    first = getattr(config, PRE_GRAD)
+    return first if isinstance(first, RewritePass) else None
+
+
+class _Backward:
+    """Lives, in the meta of nodes, as long as a backward may still be compiled."""
+
+
+#: Those planned by passes that ``enable`` has put into the slots.
+_to_come: WeakSet[_Backward] = WeakSet()
+
+
+def note_backward(graph: Graph) -> None:
+    """Notes that a backward is yet to be compiled, if a joint graph scales gradients in it."""
+    scales = [node for node in graph.nodes if node.target is fused.scale.default]
+    if scales:
+        backward = _Backward()
+        weakref.finalize(backward, _leave)  # the last of its callbacks: the set forgets it before
+        _to_come.add(backward)
+        for scale in scales:
+            scale.meta["compile_losses_backward"] = backward
+
+
+def _note_compiled(graph: Graph) -> None:
+    backwards = {node.meta.get("compile_losses_backward") for node in graph.nodes} - {None}
+    if backwards:
+        _to_come.difference_update(backwards)
+        _leave()
+
+
+def _leave() -> None:
+    """Takes the last pass out of its slot, if it was left for backwards and none is to come.
+
+    May be called at any time, when a backward is garbage: also while a compilation has a pass of
+    its own in the slot, which stays.
+    """
+    current = getattr(config, POST_GRAD)
+    left = isinstance(current, Pass) and current.calls > 0
+    if left and installed_rewrite() is None and not _to_come:
+        setattr(config, POST_GRAD, users_passes(POST_GRAD))

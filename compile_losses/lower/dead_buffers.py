@@ -1,0 +1,165 @@
+"""Which buffers a call may overwrite: what nobody reads, returns or saves after it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch.fx import Node
+
+from compile_losses.lower.aliases import depends_on, graph_outputs, storage_of
+from compile_losses.lower.calls import fused_call
+from compile_losses.lower.cost import MATMULS, hint_of
+from compile_losses.lower.factor import is_movable
+from compile_losses.ops.checks import CASTS
+from compile_losses.torch_internals.inductor import config, donated_inputs
+from compile_losses.torch_internals.ops import tree_leaves
+
+aten = torch.ops.aten
+
+#: Views of a buffer in which no element occurs twice. A slice is what is left of a product
+#: whose rows Inductor has padded.
+ROW_VIEWS = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+    aten.slice.Tensor,
+    aten.alias.default,
+    aten.detach.default,
+)
+_VIEWS = (*ROW_VIEWS, aten.permute.default, aten.transpose.int, aten.t.default)
+
+#: What is made of logits for metrics.
+_REDUCTIONS = (
+    aten.argmax.default,
+    aten.argmin.default,
+    aten.amax.default,
+    aten.amin.default,
+    aten.max.dim,
+    aten.min.dim,
+    aten.topk.default,
+)
+
+
+def overwritable(
+    input: Node,
+    readers: set[Node],
+    donated: Collection[int] = (),
+    earlier: Callable[[Node], bool] = lambda node: False,
+) -> str | None:
+    """Why ``readers``, the last ones to read it, may not overwrite the buffer that ``input`` lies
+    in; None where they may.
+
+    Args:
+        donated: the places of the graph's inputs that it may overwrite.
+        earlier: whether another reader comes before them, or can.
+    """
+    producer = _producer(input)
+    if producer.op == "placeholder":
+        placeholders = producer.graph.find_nodes(op="placeholder")
+        if placeholders.index(producer) not in donated:
+            return "input is an input of the graph, too"
+        if [storage_of(n) for n in placeholders].count(storage_of(producer)) > 1:
+            return "two inputs of the graph share its memory"
+    # A product is an extern kernel's, and surely a buffer of its own. What Inductor generates it
+    # may hand over as a copy, which would be overwritten in vain.
+    elif producer.target not in MATMULS:
+        return f"{producer.name} is not a matrix product"
+    if storage_of(input) != storage_of(producer):  # Inductor reshapes what has gaps by a copy
+        return f"input is a copy of {producer.name}"
+    if storage_of(producer) in map(storage_of, graph_outputs(producer.graph)):
+        return "input is returned, or saved for the backward"
+    for user in readers_of_buffer(input):
+        if user not in readers and not earlier(user):
+            return f"{user.name} reads input, too"
+    seen = set(_with_views(producer))
+    if any(seen.intersection(reader.all_input_nodes) - {input} for reader in readers):
+        return "input is read through two views"
+    return None
+
+
+def readers_of_buffer(input: Node) -> list[Node]:
+    """What reads the buffer that ``input`` lies in, through whatever view."""
+    views = _with_views(_producer(input))
+    return [user for view in views for user in view.users if user.target not in _VIEWS]
+
+
+def _producer(input: Node) -> Node:
+    while input.target in _VIEWS:
+        input = input.args[0]  # type: ignore[assignment]
+    return input
+
+
+def _with_views(producer: Node) -> list[Node]:
+    """A buffer and the views of it."""
+    found = [producer]
+    for each in found:
+        found += (user for user in each.users if user.target in _VIEWS)
+    return found
+
+
+def can_go_before(node: Node) -> Callable[[Node], bool]:
+    """Whether a reader is before a call, or could be, with all that it is computed from."""
+    later = depends_on(node)
+    nodes = list(node.graph.nodes)
+    order = {each: index for index, each in enumerate(nodes)}
+
+    def answer(reader: Node) -> bool:
+        if reader in later or not is_computed_where_it_stands(reader):
+            return False
+        return not any(map(_has_effects, nodes[order[node] + 1 : order[reader] + 1]))
+
+    return answer
+
+
+def is_computed_where_it_stands(node: Node) -> bool:
+    """Whether Inductor has read a call's arguments before it goes on to the next call.
+
+    Ops of elements it may compute where their result is read, and then with what was written to
+    their arguments in between. So it does with reductions of few numbers, which it unrolls.
+    """
+    if node.target in CASTS:
+        return bool(node.users) and all(map(is_computed_where_it_stands, node.users))
+    if fused_call(node) is not None:
+        return True
+    if node.target not in _REDUCTIONS:
+        return False
+    source = node.all_input_nodes[0].meta["val"]
+    kept = tree_leaves(node.meta["val"])[0]
+    return hint_of(source.numel()) > config.unroll_reductions_threshold * hint_of(kept.numel())
+
+
+def _has_effects(node: Node) -> bool:
+    """Whether it matters what comes before a call, and what after it."""
+    return node.target is not operator.getitem and not is_movable(node)
+
+
+def gradient_overwritable(
+    gradient: Node, placeholders: Sequence[Node], *, owned: bool
+) -> str | None:
+    """Why a saved gradient may not be overwritten by its only reader; None where it may.
+
+    Args:
+        owned: whether AOTAutograd has donated it, or ``hoist`` has said that it may be overwritten
+            unless it is retained.
+    """
+    if gradient.op != "placeholder":
+        return "the gradient is not saved by the forward"
+    if len(gradient.users) != 1:
+        return "the gradient is read again"
+    shared = [storage_of(n) for n in placeholders].count(storage_of(gradient)) > 1
+    if shared or not owned:
+        return "the gradient is not the backward's own"
+    return None
+
+
+def donated_buffers() -> tuple[int, ...]:
+    """The placeholders of the backward being compiled that AOTAutograd gives to it for good.
+
+    Which they are depends on whether the first backward retains its graph, and is in no key of
+    torch's caches: a pass that asks has them in its ``uuid``.
+    """
+    return donated_inputs()

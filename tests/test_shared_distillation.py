@@ -1,0 +1,459 @@
+"""Logits of a head that a divergence from a teacher shares with other losses: one op for all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.library import opcheck
+
+import compile_losses
+from compile_losses.explanation import explain_call
+from compile_losses.ops.linear.row_function import Operand, encode
+from compile_losses.ops.linear_row_statistics import in_order
+from tests.accuracy import assert_accurate
+from tests.linear_problems import largest_allocation
+from tests.test_row_gradients import IN_THE_FORWARD, LOGITS, SCALED
+
+fused = torch.ops.fused
+OP = "linear_row_statistics"
+ROWS, HIDDEN, OF_TEACHER, CLASSES = (4, 18), 8, 12, 37
+BOTH, STUDENT = "absorbed the linear layers of student and teacher", "absorbed a linear layer"
+
+
+def problem(dtype=torch.float64, *, frozen=False, rows=ROWS, device="cpu"):
+    """Hidden states and weight of a student and of a teacher, which is not frozen, and labels of
+    which some are ignored."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    h, w, t, tw = draw(*rows, HIDDEN), draw(CLASSES, HIDDEN), draw(*rows, OF_TEACHER), None
+    tw = draw(CLASSES, OF_TEACHER).requires_grad_()
+    labels = torch.randint(CLASSES, rows, generator=generator).to(device)
+    labels[:, ::7] = -100
+    return h.requires_grad_(), w.requires_grad_(not frozen), t, tw, labels
+
+
+def taught(t, tw):
+    with torch.no_grad():
+        return F.linear(t, tw)
+
+
+def soft(student, teacher, temperature=2.0, reduction="batchmean"):
+    """Of Hinton et al., 2015."""
+    log_p, q = F.log_softmax(student / temperature, -1), F.softmax(teacher / temperature, -1)
+    return F.kl_div(log_p, q, reduction=reduction) * temperature**2
+
+
+def hard(student, labels, **options):
+    return F.cross_entropy(student.view(-1, student.shape[-1]), labels.reshape(-1), **options)
+
+
+def hard_and_soft(h, w, t, tw, labels):
+    """As of transformers' examples of distillation."""
+    student = F.linear(h, w)
+    return 0.3 * hard(student, labels) + 0.7 * soft(student, taught(t, tw))
+
+
+def of_given_logits(h, w, t, tw, labels):
+    """Of a teacher whose logits another loss reads, too."""
+    student, teacher = F.linear(h, w), taught(t, tw)
+    return hard(student, labels) + soft(student, teacher), hard(teacher, labels)
+
+
+def distil_bert(h, w, t, tw, labels):
+    """All tokens in one dimension, with the labels' cross entropy of the same rows."""
+    student, teacher = F.linear(h, w).view(-1, CLASSES), taught(t, tw).view(-1, CLASSES)
+    return 5 * soft(student, teacher) + 2 * F.cross_entropy(student, labels.view(-1))
+
+
+def of_shifted_logits(h, w, t, tw, labels):
+    student, teacher = (x[:, :-1].contiguous() for x in (F.linear(h, w), taught(t, tw)))
+    return hard(student, labels[:, 1:]) + soft(student, teacher, 1.0)
+
+
+def minitron(h, w, t, tw, labels):
+    """The reverse divergence of masked tokens, with a metric beside it."""
+    student, teacher = F.linear(h, w), taught(t, tw)
+    log_p, log_q = F.log_softmax(student, -1), F.log_softmax(teacher, -1)
+    each = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+    mask = (labels != -100).to(each.dtype)
+    with torch.no_grad():
+        hits = (student.argmax(-1) == labels).to(each.dtype).sum()
+    return (each * mask).sum() / mask.sum() + 0.5 * hard(student, labels), hits
+
+
+def jensen_shannon(h, w, t, tw, labels, beta=0.3):
+    """TRL's GKD, with a bonus for entropy."""
+    student, teacher = F.linear(h, w), taught(t, tw)
+    log_p, log_q = F.log_softmax(student, -1), F.log_softmax(teacher, -1)
+    beta = torch.tensor(beta, dtype=log_p.dtype)
+    mixed = torch.stack([log_p + torch.log(1 - beta), log_q + torch.log(beta)])
+    log_m = torch.logsumexp(mixed, dim=0)
+    of_teacher = F.kl_div(log_m, log_q, reduction="none", log_target=True)
+    of_student = F.kl_div(log_m, log_p, reduction="none", log_target=True)
+    each = beta * of_teacher + (1 - beta) * of_student
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return each.sum() / each.size(0) - 0.01 * entropy.mean()
+
+
+def mean_over_classes(h, w, t, tw, labels):
+    student = F.linear(h, w)
+    z_loss = torch.logsumexp(student, -1).square().mean()
+    return soft(student, taught(t, tw), 0.5, "mean") + 1e-2 * z_loss
+
+
+def classes_in_the_middle(h, w, t, tw, labels):
+    student, teacher = (x.transpose(1, 2) for x in (F.linear(h, w), taught(t, tw)))
+    divergence = F.kl_div(student.log_softmax(1), teacher.softmax(1), reduction="sum")
+    return divergence + F.cross_entropy(student, labels, label_smoothing=0.1)
+
+
+def scaled_and_biased(h, w, t, tw, labels):
+    bias, of_teacher = w.sum(1), tw.sum(1)
+    student, teacher = F.linear(h, w, bias) * 0.5, taught(t, tw) * 2 + of_teacher.detach()
+    return hard(student, labels, reduction="sum") + soft(student, teacher)
+
+
+FORMS = {
+    f.__name__: f
+    for f in (
+        hard_and_soft, of_given_logits, distil_bert, of_shifted_logits, minitron, jensen_shannon,
+        mean_over_classes, classes_in_the_middle, scaled_and_biased,
+    )
+}  # fmt: skip
+
+
+def outcome(function, inputs):
+    """What a step returns, and the gradients of hidden states and weight."""
+    results = function(*inputs)
+    results = results if isinstance(results, tuple) else (results,)
+    leaves = [t for t in inputs[:2] if t.requires_grad]
+    return [*(r.detach() for r in results), *torch.autograd.grad(results[0], leaves)]
+
+
+def sites_of(function, inputs, **options):
+    report = explain_call(function, tuple(inputs), options=options)
+    return [site for site in report.losses if site.op == OP]
+
+
+def check(function, inputs, **options):
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="compile_losses", options=options)
+    expected = outcome(function, inputs)
+    torch.testing.assert_close(outcome(compiled, inputs), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.usefixtures("no_code", "chunks")
+class TestRecognition:
+    @pytest.mark.parametrize("name", FORMS)
+    def test_gradients_in_the_forward(self, name):
+        inputs = problem()
+        check(FORMS[name], inputs)
+        (site,) = sites_of(FORMS[name], inputs)
+        assert site.plan[0] == IN_THE_FORWARD
+        assert site.reason.startswith(STUDENT if name == "of_given_logits" else BOTH)
+
+    @pytest.mark.parametrize("name", FORMS)
+    def test_verified(self, name):
+        check(FORMS[name], problem(), verify=True)
+        (site,) = sites_of(FORMS[name], problem(), verify=True)
+        assert "not verified" not in site.notes
+
+    @pytest.mark.parametrize("name", ["hard_and_soft", "minitron"])
+    def test_frozen_heads(self, name):
+        inputs = problem(frozen=True)
+        check(FORMS[name], inputs)
+        (site,) = sites_of(FORMS[name], inputs)
+        assert site.plan[0] in (IN_THE_FORWARD, SCALED)
+
+    @pytest.mark.parametrize("name", ["hard_and_soft", "minitron", "jensen_shannon"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_accuracy(self, name, dtype):
+        function, inputs = FORMS[name], problem(dtype)
+        wide = [t.detach().double() if t.is_floating_point() else t for t in inputs]
+        wide[:2] = [t.requires_grad_() for t in wide[:2]]
+        ours = outcome(torch.compile(function, backend="compile_losses"), inputs)
+        for result, eager, exact in zip(
+            ours, outcome(function, inputs), outcome(function, wide), strict=True
+        ):
+            assert_accurate(result, eager, exact)
+
+    def test_the_reason_why_a_teacher_is_held(self):
+        (site,) = sites_of(of_given_logits, problem())
+        assert "the teacher's logits are held: they have other readers" in site.reason
+
+    def test_without_gradients(self):
+        inputs = [t.detach() for t in problem()]
+        compiled = torch.compile(minitron, backend="compile_losses")
+        torch.testing.assert_close(compiled(*inputs), minitron(*inputs))
+
+    @pytest.mark.parametrize("name", ["hard_and_soft", "minitron"])
+    def test_two_symbols(self, name):
+        compiled = torch.compile(FORMS[name], backend="compile_losses", dynamic=True)
+        for rows in ((4, 18), (5, 25)):
+            inputs = problem(rows=rows)
+            torch.testing.assert_close(outcome(compiled, inputs), outcome(FORMS[name], inputs))
+
+    def test_gradients_of_other_rows(self):
+        """Not by row: the logits are taken back, and the divergence is one of them."""
+
+        def step(h, w, t, tw, labels):
+            student = F.linear(h, w)
+            log_p, log_q = F.log_softmax(student, -1), F.log_softmax(taught(t, tw), -1)
+            each = (log_q.exp() * (log_q - log_p)).sum(-1)
+            entropy = -(log_p.exp() * log_p).sum(-1)
+            return (each - each.mean()).square().mean() + hard(student, labels) + entropy.mean()
+
+        inputs = problem()
+        check(step, inputs)
+        (site,) = sites_of(step, inputs)
+        assert site.plan[0] == LOGITS
+
+    def test_a_divergence_beside_what_needs_no_class(self):
+        """Only the divergence has a gradient; and no statistic of the logits has."""
+
+        def step(h, w, t, tw, labels):
+            student = F.linear(h, w)
+            with torch.no_grad():
+                entropy = torch.distributions.Categorical(
+                    logits=student, validate_args=False
+                ).entropy()
+            return soft(student, taught(t, tw)), entropy.mean()
+
+        check(step, problem())
+        assert len(sites_of(step, problem())) == 1
+
+    def test_no_logits_are_held(self):
+        """Of 8000 classes a chunk of 16 rows at a time of student and teacher, and the gradient of
+        a chunk, where the logits of all are 144 rows."""
+        generator = torch.Generator().manual_seed(0)
+        h, t = (torch.randn(8, 18, 8, generator=generator) for _ in range(2))
+        w, tw = (torch.randn(8000, 8, generator=generator) for _ in range(2))
+        labels = torch.randint(8000, (8, 18), generator=generator)
+        h.requires_grad_(), w.requires_grad_()
+
+        def loss(h, w, t, tw, labels):
+            student = F.linear(h, w)
+            return hard(student, labels) + soft(student, taught(t, tw))
+
+        compiled = torch.compile(loss, backend="compile_losses")
+
+        def train():
+            compiled(h, w, t, tw, labels).backward()
+
+        train()
+        assert largest_allocation(train) < 2 * 16 * 8000 * 4
+
+
+def a_trained_teacher(h, w, t, tw, labels):
+    student = F.linear(h, w)
+    return hard(student, labels) + soft(student, F.linear(t, tw))
+
+
+def itself(h, w, t, tw, labels):
+    student = F.linear(h, w)
+    return hard(student, labels) + soft(student, student.detach() * 2)
+
+
+def two_teachers(h, w, t, tw, labels):
+    student = F.linear(h, w)
+    return soft(student, taught(t, tw)) + soft(student, taught(t.flip(0), tw))
+
+
+def a_soft_cap(h, w, t, tw, labels):
+    student = 5 * torch.tanh(F.linear(h, w) / 5)
+    return hard(student, labels) + soft(student, taught(t, tw))
+
+
+def some_rows(h, w, t, tw, labels):
+    student = F.linear(h, w)
+    of_some = soft(student[:, :9], taught(t, tw)[:, :9])
+    return hard(student, labels) + of_some
+
+
+def written_teacher(h, w, t, tw, labels):
+    student, t = F.linear(h, w), t * 1
+    teacher = taught(t, tw)
+    divergence = soft(student, teacher)
+    t.add_(1)
+    return hard(student, labels) + divergence + soft(student, taught(t, tw))
+
+
+def a_detached_student(h, w, t, tw, labels):
+    student = F.linear(h, w)
+    return hard(student, labels) + soft(student.detach(), taught(t, tw))
+
+
+NEAR_MISSES = (
+    a_trained_teacher, itself, two_teachers, a_soft_cap, some_rows, written_teacher,
+    a_detached_student,
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_code", "chunks")
+@pytest.mark.parametrize("function", NEAR_MISSES, ids=lambda f: f.__name__)
+def test_near_misses(function):
+    """Left as they are, or right."""
+    check(function, problem())
+
+
+@pytest.mark.usefixtures("no_code", "chunks")
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (two_teachers, "more than one divergence from a teacher"),
+        (a_soft_cap, "a soft-cap of its logits"),
+        (some_rows, "has a teacher of some of the rows alone"),
+        (itself, "is made of its logits"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_reasons(function, reason):
+    reasons = [site.reason for site in compile_losses.explain(function, *problem()).losses]
+    assert any(reason in found for found in reasons), reasons
+
+
+class Distilled(nn.Module):
+    """A student that computes its own losses, with Inductor's code."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(16, 64), nn.Linear(16, 64)
+
+    def forward(self, x, labels):
+        student = self.student(x)
+        with torch.no_grad():
+            teacher = self.teacher(x)
+        return F.cross_entropy(student, labels) + soft(student, teacher)
+
+
+@pytest.mark.usefixtures("chunks")
+def test_inductor():
+    torch.manual_seed(0)
+    model, x, labels = Distilled(), torch.randn(300, 16), torch.randint(64, (300,))
+    expected = model(x, labels)
+    gradients = torch.autograd.grad(expected, [*model.student.parameters()])
+    (site,) = [s for s in compile_losses.explain(model, x, labels).losses if s.op == OP]
+    assert site.reason.startswith(BOTH)
+    loss = torch.compile(model, backend="compile_losses")(x, labels)
+    torch.testing.assert_close(loss, expected)
+    found = torch.autograd.grad(loss, [*model.student.parameters()])
+    torch.testing.assert_close(found, gradients)
+
+
+# The ops.
+
+KINDS = ("kl", "reverse_kl", "js")
+
+
+def arguments(kind, device, dtype=torch.float64, *, layer=True, with_target=True):
+    h, w, t, tw, labels = problem(dtype, device=device)
+    bias = torch.linspace(-1, 1, CLASSES, dtype=dtype, device=device).requires_grad_()
+    t, tw = t.flatten(0, 1), tw.detach()
+    teacher = (t, tw, bias.detach().flip(0)) if layer else (t @ tw.t(), None, None)
+    given = (
+        h.detach().flatten(0, 1).requires_grad_(),
+        w,
+        labels.flatten() if with_target else None,
+    )
+    return in_order(*given, bias, -100, None, teacher, kind, 0.3, 1.7)
+
+
+def torchs(given):
+    """The statistics of each row with gradients, in torch's own ops."""
+    h, w, labels, b, t, tw, tb, _, _, kind, beta, temperature = given
+    logits, teacher = F.linear(h, w, b), t if tw is None else F.linear(t, tw, tb)
+    log_p, log_q = (F.log_softmax(x / temperature, -1) for x in (logits, teacher))
+    if kind == "reverse_kl":
+        log_p, log_q = log_q, log_p
+    divergence = F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
+    if kind == "js":
+        log_m = ((1 - beta) * log_p.exp() + beta * log_q.exp()).log()
+        of_teacher, of_student = (
+            F.kl_div(log_m, x, reduction="none", log_target=True).sum(-1) for x in (log_q, log_p)
+        )
+        divergence = beta * of_teacher + (1 - beta) * of_student
+    probabilities = logits.softmax(-1)
+    entropy = torch.logsumexp(logits, -1) - (probabilities * logits).sum(-1)
+    nll = F.cross_entropy(logits, labels, reduction="none")
+    return nll, torch.logsumexp(logits, -1), entropy, logits.sum(-1), divergence
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("layer", [True, False], ids=["layer", "logits"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics_and_gradients(kind, layer, device):
+    given = arguments(kind, device, layer=layer)
+    found, expected = fused.linear_row_statistics_forward(*given), torchs(given)
+    torch.testing.assert_close(found[:5], expected)
+    factors = [torch.rand_like(each) for each in expected]
+    leaves = (given[0], given[1], given[3])
+    gradients = torch.autograd.grad(expected, leaves, factors, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(found[:5], leaves, factors), gradients)
+    # As the passes call it: a function of all statistics.
+    mul = torch.ops.aten.mul.Tensor
+    text = encode([(mul, (Operand(4), Operand(0)), {})], [8, None, None, None, 7])
+    detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in given]
+    needs = (True, True, True)
+    both = fused.linear_row_statistics_rows_with_grad(*detached, *needs, text, [factors[0]])
+    product = (expected[4] * expected[0]).detach()
+    gradients = torch.autograd.grad((expected[0], expected[4]), leaves, (product, factors[0]))
+    torch.testing.assert_close(both[7:], gradients)
+    torch.testing.assert_close(both[:5], tuple(each.detach() for each in expected))
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("kind", KINDS)
+def test_opcheck(kind, device):
+    each = torch.rand(ROWS[0] * ROWS[1], device=device)
+    for layer, with_target in ((True, True), (False, False)):
+        given = arguments(kind, device, torch.float32, layer=layer, with_target=with_target)
+        opcheck(fused.linear_row_statistics_forward.default, given)
+        gradients = (each if with_target else None, None, each, None, each)
+        for needs in ((True, True, True), (True, False, False)):
+            opcheck(fused.linear_row_statistics_backward.default, (*gradients, *given, *needs))
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradcheck(kind, device):
+    given = arguments(kind, device)
+    few = [t[:3] if isinstance(t, torch.Tensor) and len(t) == 72 else t for t in given]
+    few = [t.detach().requires_grad_(i in (0, 1, 3)) if isinstance(t, torch.Tensor)
+           and t.is_floating_point() else t for i, t in enumerate(few)]  # fmt: skip
+
+    def function(h, w, b):
+        changed = [h, w, few[2], b, *few[4:]]
+        return fused.linear_row_statistics_forward(*changed)[:5]
+
+    leaves = (few[0], few[1], few[3])
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({4: None, 5: None, 6: None}, RuntimeError, "a teacher and a divergence or neither, got"),
+        ({9: None}, RuntimeError, "a teacher and a divergence or neither, got torch.float64"),
+        ({9: "hellinger"}, ValueError, "one of kl, reverse_kl, js, got hellinger"),
+        ({8: 3.0}, RuntimeError, "no softcap with a divergence, got 3.0"),
+        ({11: 0.0}, RuntimeError, "temperature to be positive, got 0.0"),
+        ({9: "js", 10: 1.0}, RuntimeError, "beta to be between 0 and 1, without these, got 1.0"),
+        ({5: torch.zeros(5, OF_TEACHER).double(), 6: None}, RuntimeError,
+         r"\[72, 37\], got \[72, 5\]"),
+        ({4: torch.zeros(3, OF_TEACHER).double()}, RuntimeError, r"\[72, 37\], got \[3, 37\]"),
+        ({4: torch.zeros(72, 37).double(), 5: None}, RuntimeError,
+         "teacher_bias only with teacher_weight"),
+        ({6: torch.zeros(3).double()}, RuntimeError, r"teacher_bias shape \(37,\), got \(3,\)"),
+        ({4: torch.zeros(72, OF_TEACHER).long()}, NotImplementedError, "teacher"),
+    ],
+)  # fmt: skip
+def test_errors(change, error, message):
+    given = [change.get(i, value) for i, value in enumerate(arguments("kl", "cpu"))]
+    with pytest.raises(error, match=message):
+        fused.linear_row_statistics_forward(*given)
