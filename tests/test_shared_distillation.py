@@ -138,12 +138,23 @@ def sharpened(h, w, t, tw, labels):
     return F.cross_entropy((F.linear(h, w) / 0.5).flatten(0, 1), q.flatten(0, 1), reduction="sum")
 
 
+def soft_caps(h, w, t, tw, labels):
+    """As of a student and a teacher of Gemma 2."""
+    student, teacher = (c * torch.tanh(x / c) for c, x in ((5, F.linear(h, w)), (7, taught(t, tw))))
+    return hard(student, labels) + soft(student, teacher)
+
+
+def a_soft_cap(h, w, t, tw, labels):
+    """A divergence alone."""
+    return soft(5 * torch.tanh(F.linear(h, w) / 5), taught(t, tw))
+
+
 FORMS = {
     f.__name__: f
     for f in (
         hard_and_soft, of_given_logits, distil_bert, of_shifted_logits, minitron, jensen_shannon,
         mean_over_classes, classes_in_the_middle, scaled_and_biased, soft_targets,
-        soft_targets_by_hand, sharpened,
+        soft_targets_by_hand, sharpened, soft_caps, a_soft_cap,
     )
 }  # fmt: skip
 
@@ -191,7 +202,7 @@ class TestRecognition:
         (site,) = sites_of(FORMS[name], inputs)
         assert site.plan[0] in (IN_THE_FORWARD, SCALED)
 
-    @pytest.mark.parametrize("name", ["hard_and_soft", "minitron", "jensen_shannon"])
+    @pytest.mark.parametrize("name", ["hard_and_soft", "minitron", "jensen_shannon", "soft_caps"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_accuracy(self, name, dtype):
         function, inputs = FORMS[name], problem(dtype)
@@ -228,6 +239,18 @@ class TestRecognition:
             each = (log_q.exp() * (log_q - log_p)).sum(-1)
             entropy = -(log_p.exp() * log_p).sum(-1)
             return (each - each.mean()).square().mean() + hard(student, labels) + entropy.mean()
+
+        inputs = problem()
+        check(step, inputs)
+        (site,) = sites_of(step, inputs)
+        assert site.plan[0] == LOGITS
+
+    def test_soft_caps_of_other_rows(self):
+        def step(h, w, t, tw, labels):
+            student, teacher = (5 * torch.tanh(x / 5) for x in (F.linear(h, w), taught(t, tw)))
+            log_p, log_q = F.log_softmax(student / 2, -1), F.log_softmax(teacher / 2, -1)
+            each = F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
+            return (each - each.mean()).square().mean() + hard(student, labels)
 
         inputs = problem()
         check(step, inputs)
@@ -299,11 +322,6 @@ def two_teachers(h, w, t, tw, labels):
     return soft(student, taught(t, tw)) + soft(student, taught(t.flip(0), tw))
 
 
-def a_soft_cap(h, w, t, tw, labels):
-    student = 5 * torch.tanh(F.linear(h, w) / 5)
-    return hard(student, labels) + soft(student, taught(t, tw))
-
-
 def some_rows(h, w, t, tw, labels):
     student = F.linear(h, w)
     of_some = soft(student[:, :9], taught(t, tw)[:, :9])
@@ -330,14 +348,20 @@ def trained_targets(h, w, t, tw, labels):
     return F.cross_entropy(student, q)
 
 
+def a_soft_cap_of_a_temperature_of_1(h, w, t, tw, labels):
+    """The factor of the soft-cap is taken for a temperature, which cross entropy has not."""
+    student, teacher = (5 * torch.tanh(x / 5) for x in (F.linear(h, w), taught(t, tw)))
+    return hard(student, labels) + soft(student, teacher, 1.0)
+
+
 def a_detached_student(h, w, t, tw, labels):
     student = F.linear(h, w)
     return hard(student, labels) + soft(student.detach(), taught(t, tw))
 
 
 NEAR_MISSES = (
-    a_trained_teacher, itself, two_teachers, a_soft_cap, some_rows, written_teacher,
-    a_detached_student, targets_of_another_kind, trained_targets,
+    a_trained_teacher, itself, two_teachers, some_rows, written_teacher,
+    a_soft_cap_of_a_temperature_of_1, a_detached_student, targets_of_another_kind, trained_targets,
 )  # fmt: skip
 
 
@@ -353,7 +377,6 @@ def test_near_misses(function):
     ("function", "reason"),
     [
         (two_teachers, "more than one divergence from a teacher"),
-        (a_soft_cap, "a soft-cap of its logits"),
         (some_rows, "has a teacher of some of the rows alone"),
         (itself, "is made of its logits"),
     ],
@@ -397,7 +420,7 @@ def test_inductor():
 KINDS = ("kl", "reverse_kl", "js", "cross_entropy")
 
 
-def arguments(kind, device, dtype=torch.float64, *, layer=True, with_target=True):
+def arguments(kind, device, dtype=torch.float64, *, layer=True, with_target=True, softcap=None):
     h, w, t, tw, labels = problem(dtype, device=device)
     bias = torch.linspace(-1, 1, CLASSES, dtype=dtype, device=device).requires_grad_()
     t, tw = t.flatten(0, 1), tw.detach()
@@ -408,13 +431,16 @@ def arguments(kind, device, dtype=torch.float64, *, layer=True, with_target=True
         labels.flatten() if with_target else None,
     )
     temperature = 1.0 if kind == "cross_entropy" else 1.7
-    return in_order(*given, bias, -100, None, teacher, kind, 0.3, temperature)
+    options = (teacher, kind, 0.3, temperature, softcap if layer else None)
+    return in_order(*given, bias, -100, softcap, *options)
 
 
 def torchs(given):
     """The statistics of each row with gradients, in torch's own ops."""
-    h, w, labels, b, t, tw, tb, _, _, kind, beta, temperature = given
+    h, w, labels, b, t, tw, tb, _, softcap, kind, beta, temperature, of_teacher = given
     logits, teacher = F.linear(h, w, b), t if tw is None else F.linear(t, tw, tb)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    teacher = teacher if of_teacher is None else of_teacher * torch.tanh(teacher / of_teacher)
     log_p, log_q = (F.log_softmax(x / temperature, -1) for x in (logits, teacher))
     if kind == "reverse_kl":
         log_p, log_q = log_q, log_p
@@ -434,10 +460,11 @@ def torchs(given):
 
 
 @pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("layer", [True, False], ids=["layer", "logits"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_statistics_and_gradients(kind, layer, device):
-    given = arguments(kind, device, layer=layer)
+def test_statistics_and_gradients(kind, layer, softcap, device):
+    given = arguments(kind, device, layer=layer, softcap=softcap)
     found, expected = fused.linear_row_statistics_forward(*given), torchs(given)
     torch.testing.assert_close(found[:5], expected)
     factors = [torch.rand_like(each) for each in expected]
@@ -492,7 +519,9 @@ def test_gradcheck(kind, device):
         ({9: None}, RuntimeError, "a teacher and a divergence or neither, got torch.float64"),
         ({9: "hellinger"}, ValueError, "kl, cross_entropy, reverse_kl, js, got hellinger"),
         ({9: "cross_entropy"}, RuntimeError, "a temperature of 1 with cross_entropy, got 1.7"),
-        ({8: 3.0}, RuntimeError, "no softcap with a divergence, got 3.0"),
+        ({12: -3.0}, RuntimeError, "softcap to be positive, got -3.0"),
+        ({4: torch.zeros(72, 37).double(), 5: None, 6: None, 12: 3.0}, RuntimeError,
+         "teacher_softcap only with teacher_weight"),
         ({11: 0.0}, RuntimeError, "temperature to be positive, got 0.0"),
         ({9: "js", 10: 1.0}, RuntimeError, "beta to be between 0 and 1, without these, got 1.0"),
         ({5: torch.zeros(5, OF_TEACHER).double(), 6: None}, RuntimeError,

@@ -169,9 +169,11 @@ class _Statistics(_Losses):
         self.compared: _Compared | None = None
         pair = pair_of(named["divergence"], named["beta"], named["temperature"])
         if pair is not None:
-            teacher = _teacher(node, *(named[name] for name in TEACHER))
+            layer, softcap = (named[name] for name in TEACHER), named["teacher_softcap"]
+            student, self.tanh = _capped(node, logits, named["softcap"])
+            teacher, _ = _capped(node, _teacher(node, *layer), softcap)
             options = (REDUCTIONS["none"], values_of(node)[DIVERGENCE].dtype)
-            self.compared = _Compared(pair, logits, teacher, *options, node)
+            self.compared = _Compared(pair, student, teacher, *options, node)
         loss = None if self.compared is None else self.compared.loss
         if loss is not None and named["divergence"] == "cross_entropy":
             args = (teacher, None, named["ignore_index"], None)
@@ -186,7 +188,11 @@ class _Statistics(_Losses):
             args = (*given, self.logits, self.target, self.stats, *self.options)
             parts.append(call(fused_op("row_statistics", "backward"), args, backward))
         if self.compared is not None and of_divergence is not None:
-            parts.append(self.compared.gradient(of_divergence, backward))
+            of_student = self.compared.gradient(of_divergence, backward)
+            if self.tanh is not None:
+                args = (of_student, self.tanh)
+                of_student = call(aten.tanh_backward.default, args, backward)
+            parts.append(of_student)
         return parts[0] if len(parts) == 1 else call(aten.add.Tensor, tuple(parts), backward)
 
 
@@ -240,6 +246,14 @@ class _Compared:
         both = call(self.pair.op("backward"), args, backward)
         index = int(self.pair.reverse)
         return call(operator.getitem, (both, index), backward, both.meta["val"][index])
+
+
+def _capped(node: Node, logits: Node, softcap: float | None) -> tuple[Node, Node | None]:
+    """Logits with a soft-cap, and the tanh that is in it."""
+    if softcap is None:
+        return logits, None
+    tanh = call(aten.tanh.default, (call(aten.div.Tensor, (logits, softcap), node),), node)
+    return call(aten.mul.Tensor, (tanh, softcap), node), tanh
 
 
 def _teacher(node: Node, target: Node, weight: Node | None, bias: Node | None) -> Node:

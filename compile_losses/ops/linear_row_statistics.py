@@ -21,7 +21,8 @@ softcap the logits become ``softcap * tanh(logits / softcap)``, not rounded to t
 
 With a divergence there is a teacher: logits of [rows, classes], or with teacher_weight, [classes,
 teacher's hidden], and teacher_bias the input of a linear layer, of which a chunk of logits is
-computed at a time. For p = softmax(logits / temperature) and q that of the teacher's it is, by row:
+computed at a time, with a soft-cap of its own. For p = softmax(logits / temperature) and q that of
+the teacher's it is, by row:
 
 - ``kl``: KL(q || p).
 - ``reverse_kl``: KL(p || q).
@@ -33,8 +34,8 @@ The teacher has no gradient. Without a divergence that statistic is empty.
 
 Raises:
     RuntimeError: shapes, dtypes or devices that don't go together; a softcap or a temperature that
-        is not positive; a softcap with a divergence; a beta that is not between 0 and 1; a teacher
-        without a divergence, or a divergence without a teacher.
+        is not positive; a beta that is not between 0 and 1; a teacher without a divergence, or a
+        divergence without a teacher; a teacher's bias or soft-cap without its weight.
     ValueError: an unknown divergence.
     IndexError: on the CPU, a target outside [0, classes) that is not ignore_index. On CUDA the
         kernel stops with a device-side assertion.
@@ -74,7 +75,7 @@ NAME = "linear_row_statistics"
 ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor? target, Tensor? linear_bias, Tensor? teacher, "
     "Tensor? teacher_weight, Tensor? teacher_bias, SymInt ignore_index, float? softcap, "
-    "str? divergence, float beta, float temperature"
+    "str? divergence, float beta, float temperature, float? teacher_softcap"
 )
 _COUNT, _TENSORS = ARGUMENTS.count(",") + 1, ARGUMENTS.count("Tensor")
 _GRADIENTS = (
@@ -116,10 +117,12 @@ def in_order(
     divergence: str | None = None,
     beta: float = 0.5,
     temperature: float = 1.0,
+    teacher_softcap: float | None = None,
 ) -> tuple[Any, ...]:
     """Those of the ops in their order, without a teacher unless one is given."""
     tensors = (input, linear_weight, target, linear_bias, *teacher)
-    return *tensors, ignore_index, softcap, divergence, beta, temperature
+    options = (ignore_index, softcap, divergence, beta, temperature, teacher_softcap)
+    return *tensors, *options
 
 
 def check(
@@ -135,6 +138,7 @@ def check(
     divergence: str | None,
     beta: float,
     temperature: float,
+    teacher_softcap: float | None,
 ) -> None:
     checks.check_floating(NAME, input=input, linear_weight=linear_weight)
     checks.check_same_device(
@@ -164,8 +168,9 @@ def check(
     if divergence not in DIVERGENCES:
         expected = ", ".join(DIVERGENCES)
         raise ValueError(f"{NAME}: expected divergence to be one of {expected}, got {divergence}")
-    if softcap is not None:
-        raise RuntimeError(f"{NAME}: expected no softcap with a divergence, got {softcap}")
+    checks.check_softcap(NAME, teacher_softcap)
+    if teacher_softcap is not None and teacher_weight is None:
+        raise RuntimeError(f"{NAME}: expected teacher_softcap only with teacher_weight")
     check_temperature(NAME, temperature)
     if divergence == "cross_entropy" and temperature != 1:
         raise RuntimeError(
@@ -188,8 +193,11 @@ def pair_of(divergence: str | None, beta: float, temperature: float) -> Pair | N
 def _problem(arguments: tuple[Any, ...], row_function: RowFunction | None = None) -> Problem:
     check(*arguments)
     input, linear_weight, target, linear_bias, *of_teacher = arguments[:_TENSORS]
-    ignore_index, softcap, *divergence = arguments[_TENSORS:]
-    teacher = None if of_teacher[0] is None else TeacherLogits(*of_teacher)
+    ignore_index, softcap, *divergence, teacher_softcap = arguments[_TENSORS:]
+    teacher = None
+    if of_teacher[0] is not None:
+        logits, weight, bias = of_teacher
+        teacher = TeacherLogits(logits, weight, bias, teacher_softcap)
     losses = RowStatistics(
         input,
         target,
@@ -276,6 +284,7 @@ def reference(
     divergence: str | None,
     beta: float,
     temperature: float,
+    teacher_softcap: float | None,
 ) -> tuple[Tensor | None, ...]:
     """The differentiable statistics in torch's own ops, over all logits."""
     logits = F.linear(input, linear_weight, linear_bias)
@@ -286,10 +295,12 @@ def reference(
     if teacher_weight is not None:
         teacher = F.linear(teacher, teacher_weight, teacher_bias)
     dtype = accumulation_type(logits.dtype)
-    rows = pair.ordered(logits.to(dtype), teacher.to(dtype))
+    caps = zip((logits, teacher), (softcap, teacher_softcap), strict=True)
+    student, teacher = (row_statistics.capped(rows.to(dtype), cap) for rows, cap in caps)
+    rows = pair.ordered(student, teacher)
     each = _REFERENCES[pair.name](*rows, NONE, *pair.options, -1)
     if divergence == "cross_entropy":
-        each = each + row_statistics.entropy_of(teacher.to(dtype))
+        each = each + row_statistics.entropy_of(teacher)
     return *found, each
 
 

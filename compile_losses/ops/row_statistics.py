@@ -58,11 +58,15 @@ def reference(
     input: Tensor, target: Tensor | None, ignore_index: int, softcap: float | None
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
     """The differentiable statistics, in torch's own ops."""
-    z = input if softcap is None else softcap * torch.tanh(input / softcap)
+    z = capped(input, softcap)
     nll = None
     if target is not None:
         nll = F.cross_entropy(z, target, ignore_index=ignore_index, reduction="none")
     return nll, torch.logsumexp(z, -1), entropy_of(z), z.sum(-1)
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def entropy_of(logits: Tensor) -> Tensor:

@@ -96,16 +96,15 @@ def _has_gradient(argument: Node | Value) -> bool:
 
 def _check(match: Match, logits: Logits) -> None:
     """That a layer makes logits whose rows the op can compare."""
-    check_layer(logits)
+    if logits.softcap is not None:
+        raise NotAbsorbedError("a soft-cap of its logits, which the op has not")
+    check_no_dtensors(logits)
     dim, rank = match.kwargs.get("dim", -1), logits.input.fake.dim()
     if not logits.class_dim == rank - 1 == dim % rank:
         raise NotAbsorbedError("its classes are not the last dimension")
 
 
-def check_layer(logits: Logits) -> None:
-    """That the op can compute a layer."""
-    if logits.softcap is not None:
-        raise NotAbsorbedError("a soft-cap of its logits, which the op has not")
+def check_no_dtensors(logits: Logits) -> None:
     if are_dtensors(logits.input.fake) or are_dtensors(logits.weight.fake):
         raise NotAbsorbedError("DTensors, which the op does not take")
 

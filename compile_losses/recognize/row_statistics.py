@@ -95,12 +95,6 @@ class Reading:
     what: str = ""
 
     @property
-    def is_taken(self) -> bool:
-        """Whether an op of its own computes it together with its layer."""
-        is_divergence = self.divergence is not None and self.divergence.kind != "cross_entropy"
-        return self.call is not None or is_divergence
-
-    @property
     def weight(self) -> Node | None:
         """The weight of each class."""
         return None if self.call is None else self.call["weight"]

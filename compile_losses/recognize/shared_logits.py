@@ -29,7 +29,7 @@ from compile_losses.ops.linear_row_statistics import forward, in_order
 from compile_losses.recognize.guards import changes_grad_mode, mutated, refusal
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
 from compile_losses.recognize.linear import Options, check_gain, check_rows, rows_of
-from compile_losses.recognize.linear_divergence import check_layer, without_gradient
+from compile_losses.recognize.linear_divergence import check_no_dtensors, without_gradient
 from compile_losses.recognize.logits import Logits, logits_of
 from compile_losses.recognize.match import Match
 from compile_losses.recognize.probabilities import NOTHING_IGNORED
@@ -182,10 +182,26 @@ def _shared(head: Head, shadow: Shadow) -> Shared | Kept | None:
                 needs = needs or user
     if needs is not None:
         return Kept(list(found.readings), f"{needs.name} needs the logits")
-    # A loss that is alone was declined together with its layer before.
-    # A cross entropy with a teacher's probabilities was not.
-    alone = len(found.readings) == 1 and all(one.is_taken for one in found.readings.values())
-    return found if found.readings and not alone else None
+    return None if _is_declined(found, shadow) else found
+
+
+def _is_declined(found: Shared, shadow: Shadow) -> bool:
+    """Whether there is nothing, or one loss that was declined together with its layer before.
+
+    A divergence of logits with a soft-cap was declined for that.
+    """
+    if len(found.readings) != 1:
+        return not found.readings
+    (reading,) = found.readings.values()
+    if reading.divergence is None:
+        return reading.call is not None
+    if reading.divergence.kind == "cross_entropy":
+        return False
+    try:
+        logits = logits_of(reading.logits.argument, shadow)
+    except NotAbsorbedError:
+        return True
+    return logits is None or logits.softcap is None
 
 
 def _holds(value: Any, classes: Any) -> bool:
@@ -233,7 +249,9 @@ class _Taking:
         base, _ = _flat_rows(logits.input)
         self.base_shape = _sizes_of(base.fake.shape[:-1], needed)
         sizes: dict[Node, list[Any]] = {}
-        check_gain(Match(place, _OP, args), logits, self.options, self._buffers(divergence))
+        check_gain(
+            Match(place, _OP, args), logits, self.options, self._buffers(divergence, logits.softcap)
+        )
         check_rows(Match(place, _OP, args), REDUCTIONS["none"], logits, self.options)
         self._check_closed()
         for reader, reading in readings.items():
@@ -340,19 +358,15 @@ class _Taking:
             raise NotAbsorbedError("its losses ignore different class indices")
         return target, ignored.pop() if ignored else NOTHING_IGNORED
 
-    def _teacher(
-        self, logits: Logits
-    ) -> tuple[tuple[str | None, float, float], tuple[Any, Any, Any], list[str]]:
+    def _teacher(self, logits: Logits) -> tuple[tuple[Any, ...], tuple[Any, Any, Any], list[str]]:
         """The divergence that is read, its teacher's arguments, and what the report should say."""
         readings = self.shared.readings
         found = [(node, r, r.divergence) for node, r in readings.items() if r.divergence]
         if not found:
-            return (None, 0.5, 1.0), (None, None, None), []
+            return (None, 0.5, 1.0, None), (None, None, None), []
         _, reading, divergence = found[0]
         if any(not self._is_same(divergence, other) for _, _, other in found[1:]):
             raise NotAbsorbedError("it has more than one divergence from a teacher")
-        if logits.softcap is not None:
-            raise NotAbsorbedError("a soft-cap of its logits, which a divergence has not")
         options = (divergence.kind, divergence.beta, divergence.temperature)
         held = None
         try:
@@ -362,12 +376,12 @@ class _Taking:
         if self.of_teacher is None:
             rows = _as_rows(_classes_last(divergence.teacher, reading.dim))
             notes = [] if held is None else [f"the teacher's logits are held: {held}"]
-            return options, (without_gradient(rows), None, None), notes
+            return (*options, None), (without_gradient(rows), None, None), notes
         of_teacher = self.of_teacher
         rows = _as_rows(_classes_last(of_teacher.input, of_teacher.class_dim))
         layer = (rows, of_teacher.weight, of_teacher.bias)
         input, weight, bias = (part and without_gradient(part) for part in layer)
-        return options, (input, weight, bias), []
+        return (*options, of_teacher.softcap), (input, weight, bias), []
 
     def _is_same(self, one: Divergence, other: Divergence) -> bool:
         """Whether two divergences are the same but for how they are reduced."""
@@ -381,7 +395,7 @@ class _Taking:
             nodes = set(_nodes(found))
             if not self._only_readings(nodes, divergence):
                 raise NotAbsorbedError("they have other readers")
-            check_layer(found)
+            check_no_dtensors(found)
             if found.copies_weight:
                 raise NotAbsorbedError("its layer's weight would be copied")
             if found.class_dim != reading.dim:
@@ -408,12 +422,12 @@ class _Taking:
                 waiting.append(reader)
         return True
 
-    def _buffers(self, divergence: tuple[str | None, float, float]) -> int:
+    def _buffers(self, divergence: tuple[Any, ...], softcap: float | None) -> int:
         """How many tensors of a chunk's size the op holds at a time."""
         if divergence[0] is None:
             return 1
         head, of_teacher = self.shared.head, self.of_teacher
-        return buffers(
+        return (softcap is not None) + buffers(
             example(head.node).dtype,
             None if of_teacher is None else example(of_teacher.head.node).dtype,
             by_row=True,

@@ -24,10 +24,17 @@ class TeacherLogits:
     Args:
         target: [rows, classes], or with a weight the layer's input, [rows, hidden].
         weight: [classes, hidden].
+        softcap: what the layer's output z becomes ``softcap * tanh(z / softcap)`` with.
     """
 
-    def __init__(self, target: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
-        self.target, self.weight, self.bias = target, weight, bias
+    def __init__(
+        self,
+        target: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        softcap: float | None = None,
+    ) -> None:
+        self.target, self.weight, self.bias, self.softcap = target, weight, bias, softcap
         self.buffer: Tensor | None = None
 
     @property
@@ -43,6 +50,8 @@ class TeacherLogits:
             self.buffer = target.new_empty((len(target), len(self.weight)))
         logits = self.buffer[: len(target)]
         write_logits(target, self.weight, self.bias, logits)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits
 
 

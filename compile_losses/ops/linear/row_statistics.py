@@ -48,7 +48,8 @@ class RowStatistics:
         if self.pair is None or self.teacher is None:
             return 1
         of_teacher, reverse = self.teacher.computed, self.pair.reverse
-        return buffers(self.logits, of_teacher, by_row=True, reverse=reverse, gradient=gradient)
+        count = buffers(self.logits, of_teacher, by_row=True, reverse=reverse, gradient=gradient)
+        return count + (self.softcap is not None)
 
     def add(self, rows: slice, logits: Tensor) -> None:
         """Computes the statistics of some rows."""
@@ -56,14 +57,18 @@ class RowStatistics:
 
     def gradient(self, rows: slice, logits: Tensor) -> Tensor:
         """The same, and the gradient of the logits before the soft-cap, which lies over them."""
-        stats, taught = self._computed(rows, logits)
+        stats, compared = self._computed(rows, logits)
         assert self.row_function is not None
         *given, of_divergence = self.row_function(rows, self.chunks[-1])
         added = None
-        if taught is not None and of_divergence is not None:
+        if compared is not None and of_divergence is not None:
             assert self.pair is not None
-            teacher, saved = taught
-            added = self.pair.gradient(of_divergence, logits, teacher, saved, NONE)
+            student, teacher, saved = compared
+            added = self.pair.gradient(of_divergence, student, teacher, saved, NONE)
+            if self.softcap is not None:
+                tanh = torch.div(logits, self.softcap, out=student).tanh_()
+                torch.ops.aten.tanh_backward.grad_input(added, tanh, grad_input=added)
+            del compared, student, teacher
         target, *options = self._options(rows)
         row_statistics.backward_(*given, logits, target, stats, *options)
         if added is not None:
@@ -74,24 +79,28 @@ class RowStatistics:
         """The statistics of all rows so far."""
         return tuple(torch.cat(parts) for parts in zip(*self.chunks, strict=True))
 
-    def _computed(self, rows: slice, logits: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    def _computed(
+        self, rows: slice, logits: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
         """Computes the statistics of some rows.
 
         Returns:
-            what their gradient is made of; with a pair the teacher's logits, and what the
-            divergence's is made of.
+            what their gradient is made of; with a pair also the logits that it compares, the
+            student's and the teacher's, and what the divergence's gradient is made of.
         """
         *found, stats = row_statistics.forward(logits, *self._options(rows))
-        divergence, taught = self.nothing, None
+        divergence, compared = self.nothing, None
         if self.pair is not None and self.teacher is not None:
-            teacher = self.teacher(rows)
-            divergence, saved = self.pair.forward(logits, teacher, NONE, self.dtype)
-            taught = (teacher, saved)
+            student, teacher = logits, self.teacher(rows)
+            if self.softcap is not None:
+                student = (logits / self.softcap).tanh_().mul_(self.softcap)
+            divergence, saved = self.pair.forward(student, teacher, NONE, self.dtype)
+            compared = (student, teacher, saved)
             if self.with_entropy:
                 of_teacher = row_statistics.forward(teacher, None, -1, None)
                 divergence = divergence + of_teacher[ENTROPY].to(self.dtype)
         self.chunks.append((*found[:DIVERGENCE], divergence, *found[DIVERGENCE:]))
-        return stats, taught
+        return stats, compared
 
     def _options(self, rows: slice) -> tuple[Tensor | None, int, float | None]:
         target = None if self.target is None else self.target[rows]
