@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import subprocess
 import sys
@@ -75,28 +76,54 @@ def test_diffusers_unet(reports):
     assert found == {"mse_loss"}
 
 
+def tensor_parallel(ranks, tensor, steps):
+    """The losses that it prints: of the first step, and of each twentieth after it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    script = [str(EXAMPLES / "tensor_parallel.py"), f"--steps={steps}", f"--tensor={tensor}"]
+    result = subprocess.run(
+        [*command, f"--nproc-per-node={ranks}", *script],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+    )
+    return [float(line.split()[-1]) for line in result.stdout.splitlines() if "loss" in line]
+
+
 @pytest.mark.slow
 def test_tensor_parallel():
     """Two ranks that share the model train as one rank alone, and as two with half a batch each."""
-
-    def losses(ranks, tensor):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        script = [str(EXAMPLES / "tensor_parallel.py"), "--steps", "21", "--tensor", str(tensor)]
-        result = subprocess.run(
-            [*command, f"--nproc-per-node={ranks}", *script],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=300,
-        )
-        return [float(line.split()[-1]) for line in result.stdout.splitlines() if "loss" in line]
-
-    alone = losses(1, 1)
+    alone = tensor_parallel(1, 1, 21)
     assert len(alone) == 2
     assert alone[1] < alone[0] - 1
     for tensor in (1, 2):
-        together = losses(2, tensor)
+        together = tensor_parallel(2, tensor, 21)
         assert together == pytest.approx(alone, abs=2e-3)
+
+
+def test_first_steps_of_tensor_parallel():
+    """The untrained model's loss, of two ranks that share it."""
+    (loss,) = tensor_parallel(2, 2, 2)
+    assert 4 < loss < 8  # of 256 bytes that are equally likely: 5.5
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "op"),
+    [
+        ("bf16_checkpointing", "torch", "cross_entropy"),
+        ("hugging_face_trainer", "transformers", "cross_entropy"),
+        ("lightning_module", "lightning", "cross_entropy"),
+        ("trl_grpo", "trl", "linear_row_statistics"),
+    ],
+)
+def test_first_steps(name, library, op, reports, monkeypatch):
+    """Those that take long to learn something."""
+    pytest.importorskip(library, reason="pip install .[models]")
+    if op.startswith("linear"):  # with the head, as at the size of a real one
+        monkeypatch.setattr(chunk_size, "LEAST_ROWS", 8)
+        monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+    found = run(name, reports, lambda figures: all(map(math.isfinite, figures)), steps=5)
+    assert found == {op}
 
 
 @pytest.mark.slow
