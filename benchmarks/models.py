@@ -18,7 +18,7 @@ from torch import Generator, Tensor, nn
 
 from benchmarks.unet import UNet
 from compile_losses.demo.data import BYTES, text, windows
-from compile_losses.demo.models import GPT
+from compile_losses.demo.language_models import GPT
 
 Batch = tuple[Tensor, ...]
 TEMPERATURE, NOISE_STEPS, MASKED_SHARE = 2.0, 1000, 0.15

@@ -3,7 +3,10 @@ Python runs, and the site has all of them."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 
@@ -22,6 +25,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *D
 #: Those that only bring a page from elsewhere into the site.
 INCLUDES = [page for page in DOCS if page.read_text().startswith("```{include} ")]
 _CODE = re.compile(r"```.*?```", re.DOTALL)
+_SHELL = re.compile(r"^```(?:\w*sh)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_SPAN = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
@@ -102,6 +107,56 @@ def test_explained_example(tmp_path, monkeypatch, capsys):
     for line in ("1 graph, 3 losses, 2 rewritten", "model.py:16", "model.py:17", "model.py:18"):
         assert line in told
         assert line in text
+
+
+def commands():
+    """The commands of all pages, in blocks and in lines of text."""
+    pages = [*PAGES, ROOT / "examples" / "README.md"]
+    found = {}
+    for path in pages:
+        text = path.read_text()
+        lines = [line for block in _SHELL.findall(text) for line in block.splitlines()]
+        lines += _SPAN.findall(_CODE.sub("", text))
+        for line in lines:
+            line = re.sub(r"\s+#.*", "", line).removeprefix("$ ").strip()
+            if re.match(r"(make|pip|python|torchrun) ", line):
+                found[line] = None
+    return list(found)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands(command, monkeypatch, capsys):
+    """What they name is there: targets and variables of make, modules, scripts, options, extras."""
+    program, *words = shlex.split(command.replace("[--", "--").replace("\\|", "|"))
+    if program == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        for word in words:
+            name = word.split("=")[0]
+            there = rf"^{name} \?=|\$\({name}\)" if "=" in word else rf"^([\w -]* )?{name}( [\w -]*)?:"
+            assert re.search(there, makefile, re.M), word
+        return
+    options = [word.rstrip("]") for word in words if word.startswith("--")]
+    scripts = [word for word in words if word.endswith(".py")]
+    if program == "pip":
+        extras = re.findall(r"compile_losses\[(\w+)\]", command)
+        project = (ROOT / "pyproject.toml").read_text()
+        _, _, declared = project.partition("[project.optional-dependencies]")
+        assert set(extras) <= set(re.findall(r"^(\w+) = \[", declared, re.M))
+    elif scripts:
+        source = "".join((ROOT / script).read_text() for script in scripts)
+        own = [option for option in options if option != "--nproc-per-node"]
+        assert all(f'"{option}"' in source for option in own)
+    else:
+        _, module, *rest = words[words.index("-m") :]
+        assert importlib.util.find_spec(module), module
+        if module in ("benchmarks", "compile_losses"):
+            subcommand = [word for word in rest[:1] if not word.startswith("-")]
+            monkeypatch.setattr(sys, "argv", [module, *subcommand, "--help"])
+            with pytest.raises(SystemExit) as ended:
+                importlib.import_module(f"{module}.__main__").main()
+            assert ended.value.code == 0
+            told = capsys.readouterr().out
+            assert all(option in told for option in options)
 
 
 def test_navigation_of_the_site():
