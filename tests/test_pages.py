@@ -132,7 +132,9 @@ def test_commands(command, monkeypatch, capsys):
         makefile = (ROOT / "Makefile").read_text()
         for word in words:
             name = word.split("=")[0]
-            there = rf"^{name} \?=|\$\({name}\)" if "=" in word else rf"^([\w -]* )?{name}( [\w -]*)?:"
+            there = (
+                rf"^{name} \?=|\$\({name}\)" if "=" in word else rf"^([\w -]* )?{name}( [\w -]*)?:"
+            )
             assert re.search(there, makefile, re.M), word
         return
     options = [word.rstrip("]") for word in words if word.startswith("--")]

@@ -392,6 +392,8 @@ class _Taking:
         """The layer of a teacher's logits that nothing else reads."""
         found = logits_of(divergence.teacher.argument, self.shadow)
         if found is not None:
+            if found.head.node is self.shared.head.node:
+                raise NotAbsorbedError("they are its own")
             nodes = set(_nodes(found))
             if not self._only_readings(nodes, divergence):
                 raise NotAbsorbedError("they have other readers")
