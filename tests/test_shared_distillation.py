@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,15 +11,16 @@ from torch import nn
 from torch.library import opcheck
 
 import compile_losses
-from compile_losses.explanation import explain_call
 from compile_losses.ops.linear.row_function import Operand, encode
 from compile_losses.ops.linear_row_statistics import in_order
 from tests.accuracy import assert_accurate
 from tests.linear_problems import largest_allocation
 from tests.test_row_gradients import IN_THE_FORWARD, LOGITS, SCALED
+from tests.test_shared_logits import OP, sites_of
+from tests.test_shared_logits import check as check_outcome
+from tests.test_shared_logits import outcome as outcome_of
 
 fused = torch.ops.fused
-OP = "linear_row_statistics"
 ROWS, HIDDEN, OF_TEACHER, CLASSES = (4, 18), 8, 12, 37
 BOTH, STUDENT = "absorbed the linear layers of student and teacher", "absorbed a linear layer"
 
@@ -159,24 +162,9 @@ FORMS = {
 }  # fmt: skip
 
 
-def outcome(function, inputs):
-    """What a step returns, and the gradients of hidden states and weight."""
-    results = function(*inputs)
-    results = results if isinstance(results, tuple) else (results,)
-    leaves = [t for t in inputs[:2] if t.requires_grad]
-    return [*(r.detach() for r in results), *torch.autograd.grad(results[0], leaves)]
-
-
-def sites_of(function, inputs, **options):
-    report = explain_call(function, tuple(inputs), options=options)
-    return [site for site in report.losses if site.op == OP]
-
-
-def check(function, inputs, **options):
-    torch._dynamo.reset()
-    compiled = torch.compile(function, backend="compile_losses", options=options)
-    expected = outcome(function, inputs)
-    torch.testing.assert_close(outcome(compiled, inputs), expected, rtol=1e-12, atol=1e-12)
+#: The teacher's weight has gradients that nothing asks for.
+outcome = partial(outcome_of, trained=2)
+check = partial(check_outcome, trained=2, tolerance=1e-12)
 
 
 @pytest.mark.usefixtures("no_code", "chunks")

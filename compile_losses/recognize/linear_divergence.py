@@ -21,7 +21,7 @@ from compile_losses.recognize.logits import Logits, find_logits
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.returned_logits import lazy_outputs
 from compile_losses.recognize.shadow import Shadow, aten
-from compile_losses.recognize.values import Value, sources, whole
+from compile_losses.recognize.values import Value, has_gradient, whole
 
 
 def take_divergence(match: Match, shadow: Shadow, options: Options) -> Match | None:
@@ -32,7 +32,7 @@ def take_divergence(match: Match, shadow: Shadow, options: Options) -> Match | N
     if logits is None:
         return None
     _check(match, logits)
-    if _is_trained(match) and _has_gradient(match.args[teacher]):
+    if _is_trained(match) and has_gradient(match.args[teacher]):
         raise NotAbsorbedError("both rows of logits need a gradient, and the op gives one")
     if reverse and match.op != "softmax_kl_div":
         raise NotAbsorbedError("only its second row of logits needs a gradient")
@@ -81,17 +81,12 @@ def _check_gain(
 
 def _is_reverse(match: Match) -> bool:
     """Whether the student's logits are the second argument: where only that has a gradient."""
-    first, second = map(_has_gradient, match.args[:2])
+    first, second = map(has_gradient, match.args[:2])
     return _is_trained(match) and second and not first
 
 
 def _is_trained(match: Match) -> bool:
     return bool(example(match.root).requires_grad)
-
-
-def _has_gradient(argument: Node | Value) -> bool:
-    """Whether a tensor has one where the rewrite reads or computes it."""
-    return any(getattr(example(node), "requires_grad", False) for node in sources((argument,)))
 
 
 def _check(match: Match, logits: Logits) -> None:
@@ -118,7 +113,7 @@ def _match(match: Match, logits: Logits, of_teacher: Logits | None, reverse: boo
         given["target_weight"] = without_gradient(of_teacher.weight)
         if of_teacher.bias is not None:
             given["target_bias"] = without_gradient(of_teacher.bias)
-    elif _has_gradient(target):
+    elif has_gradient(target):
         target = without_gradient(target if isinstance(target, Value) else whole(target))
     if logits.bias is not None:
         given["linear_bias"] = logits.bias.argument
@@ -130,17 +125,12 @@ def _match(match: Match, logits: Logits, of_teacher: Logits | None, reverse: boo
         f"linear_{match.op}",
         (logits.input.argument, logits.weight.argument, target, match.args[2]),
         {**given, **options, "dtype": _loss_dtype(match)},
-        list(dict.fromkeys([*match.interior, *_nodes(logits)])),
+        list(dict.fromkeys([*match.interior, *logits.way])),
         _absorbed(match, logits, of_teacher),
         match.steps,
         match.notes,
-        detached=[] if of_teacher is None else _nodes(of_teacher),
+        detached=[] if of_teacher is None else of_teacher.way,
     )
-
-
-def _nodes(logits: Logits) -> list[Node]:
-    """From the last to the layer."""
-    return [*reversed(logits.nodes), logits.head.node]
 
 
 def _absorbed(match: Match, logits: Logits, of_teacher: Logits | None) -> list[str]:
@@ -151,7 +141,7 @@ def _absorbed(match: Match, logits: Logits, of_teacher: Logits | None) -> list[s
 
 def without_gradient(value: Value) -> Node | Value:
     """Without its gradient: the original has none there, though the layer's weights may."""
-    if not _has_gradient(value.argument):
+    if not has_gradient(value.argument):
         return value.argument
     return computed(aten.detach.default, value).argument
 

@@ -82,6 +82,11 @@ class Logits:
     absorbed: list[str] = field(default_factory=list)
     outputs: list[Node] = field(default_factory=list)
 
+    @property
+    def way(self) -> list[Node]:
+        """From the logits back to the layer."""
+        return [*reversed(self.nodes), self.head.node]
+
 
 def find_logits(match: Match, shadow: Shadow, place: int = 0) -> Logits | None:
     """The linear layer behind a match's argument and the way from it, None where there is none.

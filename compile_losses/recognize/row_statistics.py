@@ -38,7 +38,7 @@ from compile_losses.recognize.rows import (
     target_of_index,
 )
 from compile_losses.recognize.shadow import RESHAPES, Shadow, aten, same_sizes
-from compile_losses.recognize.values import Value, example, whole
+from compile_losses.recognize.values import Value, example, has_gradient, whole
 from compile_losses.torch_internals.ops import OpOverload, named_arguments, packet_of
 
 #: A view of rows: the op, and its arguments but the first.
@@ -146,7 +146,7 @@ def _cross_entropy(node: Node, shadow: Shadow, logits: Container[Node]) -> Readi
 def _soft_targets(call: dict[str, Any], dim: int, shadow: Shadow) -> Reading | None:
     """A cross entropy whose target is the softmax of a teacher's logits."""
     input, target = whole(call["input"]), whole(call["target"])
-    if call["weight"] is not None or call["label_smoothing"] or _has_gradient(target):
+    if call["weight"] is not None or call["label_smoothing"] or has_gradient(target):
         return None
     found = _softmax_of(target, shadow, logarithm=False)
     if found is None or found[1] != dim:
@@ -159,10 +159,6 @@ def _soft_targets(call: dict[str, Any], dim: int, shadow: Shadow) -> Reading | N
     return Reading(input, dim, {DIVERGENCE: 1.0}, divergence=divergence, what=what)
 
 
-def _has_gradient(value: Value) -> bool:
-    return bool(getattr(example(value.node), "requires_grad", False))
-
-
 def _divergence(node: Node, logits: Container[Node]) -> Reading | None:
     call = named_arguments(node)
     rows = (call["input"], call["target"])
@@ -171,8 +167,8 @@ def _divergence(node: Node, logits: Container[Node]) -> Reading | None:
         return None
     (place,) = of_student
     student, teacher = rows[place], rows[1 - place]
-    trained = [bool(getattr(example(row), "requires_grad", False)) for row in (student, teacher)]
-    if example(node).requires_grad and trained != [True, False]:
+    trained = has_gradient(student) and not has_gradient(teacher)
+    if example(node).requires_grad and not trained:
         return None
     kind, beta = _DIVERGENCES[node.target], call.get("beta", 0.5)  # type: ignore[index]
     if place == 1:  # a mixture has both rows, and a divergence is of the second one from the first

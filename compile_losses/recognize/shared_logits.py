@@ -361,11 +361,11 @@ class _Taking:
     def _teacher(self, logits: Logits) -> tuple[tuple[Any, ...], tuple[Any, Any, Any], list[str]]:
         """The divergence that is read, its teacher's arguments, and what the report should say."""
         readings = self.shared.readings
-        found = [(node, r, r.divergence) for node, r in readings.items() if r.divergence]
+        found = [(r, r.divergence) for r in readings.values() if r.divergence is not None]
         if not found:
             return (None, 0.5, 1.0, None), (None, None, None), []
-        _, reading, divergence = found[0]
-        if any(not self._is_same(divergence, other) for _, _, other in found[1:]):
+        reading, divergence = found[0]
+        if any(not self._is_same(divergence, other) for _, other in found[1:]):
             raise NotAbsorbedError("it has more than one divergence from a teacher")
         options = (divergence.kind, divergence.beta, divergence.temperature)
         held = None
@@ -383,6 +383,11 @@ class _Taking:
         input, weight, bias = (part and without_gradient(part) for part in layer)
         return (*options, of_teacher.softcap), (input, weight, bias), []
 
+    @property
+    def _way_of_teacher(self) -> list[Node]:
+        """What makes a teacher's logits that nothing else reads."""
+        return [] if self.of_teacher is None else self.of_teacher.way
+
     def _is_same(self, one: Divergence, other: Divergence) -> bool:
         """Whether two divergences are the same but for how they are reduced."""
         alike = replace(one, teacher=other.teacher, reduction=other.reduction) == other
@@ -394,8 +399,7 @@ class _Taking:
         if found is not None:
             if found.head.node is self.shared.head.node:
                 raise NotAbsorbedError("they are its own")
-            nodes = set(_nodes(found))
-            if not self._only_readings(nodes, divergence):
+            if not self._only_readings(set(found.way), divergence):
                 raise NotAbsorbedError("they have other readers")
             check_no_dtensors(found)
             if found.copies_weight:
@@ -496,7 +500,7 @@ class _Taking:
         has_gradient = example(reader).requires_grad
         inputs = set(Match(reader, _OP, args).inputs)
         interior: set[Node] = set()
-        detached = _nodes(self.of_teacher) if reading.divergence is not None else []
+        detached = self._way_of_teacher if reading.divergence is not None else []
         starts = {*inputs, *detached}
         for node in sorted(_made_of(reader, starts)):
             if any(source in starts or source in interior for source in node.all_input_nodes):
@@ -537,7 +541,7 @@ class _Taking:
         more: list[str],
     ) -> Rewritten:
         readings, graph, meta = self.shared.readings, place.graph, place.meta
-        before, of_teacher, ignored = place.prev, _nodes(self.of_teacher), args[_IGNORED]
+        before, of_teacher, ignored = place.prev, self._way_of_teacher, args[_IGNORED]
         records = any(example(node).requires_grad for node in self._records())
         mode = fake_mode(example(self.shared.head.node))
         assert mode is not None
@@ -582,11 +586,6 @@ class _Taking:
 def _is_of_other_rows(reading: Reading) -> bool:
     """Whether something besides the logits has as many rows."""
     return reading.target is not None or reading.divergence is not None
-
-
-def _nodes(logits: Logits | None) -> list[Node]:
-    """From the last to the layer."""
-    return [] if logits is None else [*reversed(logits.nodes), logits.head.node]
 
 
 def _as_rows(value: Value) -> Value:

@@ -119,3 +119,8 @@ def emit(graph: Graph, argument: Any, meta: dict[str, Any]) -> Any:
         return argument.node if isinstance(argument, Value) else argument
     node.meta = {**meta, EXAMPLE: example(argument)}
     return node
+
+
+def has_gradient(argument: Node | Value) -> bool:
+    """Whether a tensor has one where the rewrite reads or computes it."""
+    return any(getattr(example(node), "requires_grad", False) for node in sources((argument,)))
