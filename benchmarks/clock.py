@@ -7,6 +7,7 @@ in the cache: neither from the call before nor, in measure.py, from another cont
 Of a long step a sample is the mean of several calls after several untimed ones, since a GPU's clock
 and power depend on what ran in the milliseconds before: right after a lighter step, the same step
 was up to 15% faster on an H100. In each turn the steps come in another order, drawn at random.
+Where nvidia-ml-py is installed, the clock and the power after each sample are kept.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 
 Call = Callable[[], object]
 NextCall = Callable[[], Call]
+Reading = tuple[float, float]  # a device's clock in MHz, and its power in W
 FEWEST_ROUNDS, MOST_ROUNDS, WARM_UP = 7, 200, 2
 #: A step that takes so many milliseconds on a GPU is long. The untimed and the timed calls of its
 #: samples; those of others, and on a CPU, have 1 and 1.
@@ -37,9 +39,11 @@ class Clock(ABC):
 
     Attributes:
         warm_up_ms: of samples of each step that don't count.
+        readings: of each step of the last ``time_in_turns``, one after each of its samples.
     """
 
     warm_up_ms = 0.0
+    readings: Sequence[Sequence[Reading]] = ()
 
     def __init__(self, device: torch.device, cache_bytes: int, buffer_numel: int) -> None:
         self.device = device
@@ -65,6 +69,23 @@ class Clock(ABC):
     def peak_mib(self, call: Call) -> float | None:
         """The most memory in use during ``call`` above what was in use before, in MiB."""
         return None
+
+    def reading(self) -> Reading | None:
+        """The device's clock and power now; None where nothing tells them."""
+        return None
+
+    def conditions(self, *steps: int) -> dict[str, str]:
+        """The median clock and power of the last ``time_in_turns``, as columns of a CSV file.
+
+        Args:
+            steps: their indices; all of them if none is named.
+        """
+        chosen = [self.readings[step] for step in steps] if steps else self.readings
+        readings = [reading for each in chosen for reading in each]
+        if not readings:
+            return {"clock_mhz": "", "power_w": ""}
+        clock, power = (statistics.median(column) for column in zip(*readings, strict=True))
+        return {"clock_mhz": f"{clock:.0f}", "power_w": f"{power:.0f}"}
 
 
 def _map_large_buffers_anew() -> None:
@@ -160,6 +181,13 @@ class CudaClock(Clock):
     def calls_of(self, sample_ms: float) -> tuple[int, int]:
         return LONG_CALLS if sample_ms >= LONG_MS else (1, 1)
 
+    def reading(self) -> Reading | None:
+        """By nvidia-ml-py, where it is installed."""
+        try:
+            return float(torch.cuda.clock_rate()), torch.cuda.power_draw() / 1e3
+        except (ImportError, RuntimeError):
+            return None
+
     def next_lead_ms(self, lead_ms: float, sample_ms: float) -> float:
         short = sample_ms < lead_ms  # another kernel of a longer step hides that the host was late
         return min(2 * lead_ms, self.LONGEST_LEAD_MS) if self.late and short else lead_ms
@@ -220,6 +248,7 @@ def time_in_turns(
             run()()
         samplers.append(Sampler(run, clock, slowest))
     times: list[list[float]] = [[] for _ in runs]
+    clock.readings = readings = [list[Reading]() for _ in runs]
     spent = -clock.warm_up_ms * len(runs)
     order = list(range(len(runs)))
     random = Random(0)  # of several ranks, each draws the same
@@ -233,6 +262,8 @@ def time_in_turns(
             sample = samplers[index].sample()
             if counts:
                 times[index].append(sample)
+                reading = clock.reading()
+                readings[index] += [reading] if reading else []
             spent += sum(samplers[index].calls) * sample
     return times
 

@@ -161,6 +161,8 @@ class Row:
     device: str
     torch: str
     commit: str
+    clock_mhz: str = ""
+    power_w: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -301,6 +303,7 @@ def figures(runs: list[Run], clock: Clock, budget_s: float, bandwidth: Bandwidth
         "of_floor": f"{ours / floor:.2f}",
         "stock_peak_mib": f"{peaks[0]:.2f}",
         "ours_peak_mib": f"{peaks[1]:.2f}",
+        **clock.conditions(),
     }
 
 

@@ -63,6 +63,8 @@ class Row:
     torch: str
     contender_version: str
     commit: str
+    clock_mhz: str = ""
+    power_w: str = ""
 
     @property
     def problem(self) -> tuple[str, ...]:
@@ -181,9 +183,10 @@ def measured(
     gradients = list(gradients)
     ready = {name: partial(problem.next_call, step) for name, step in steps.items()}
     times = dict(zip(ready, time_in_turns(list(ready.values()), clock, budget_s), strict=True))
-    for name, samples in times.items():
+    for index, (name, samples) in enumerate(times.items()):
         peak = peak_beside(ready[name], gradients, clock)
-        rows[name] = rows[name].timed(samples, peak, times.get("inductor"))
+        row = rows[name].timed(samples, peak, times.get("inductor"))
+        rows[name] = replace(row, **clock.conditions(index))
     return list(rows.values())
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import report
-from benchmarks.clock import Call, Clock, peak_mib, ratio_of, time_in_turns
+from benchmarks.clock import Call, Clock, peak_mib, range_of, ratio_of, time_in_turns
 from benchmarks.heads import HEADS, LOSSES, Shape
 from benchmarks.options import DTYPES, add_options, provenance
 from benchmarks.workers import Worker, all_figures
@@ -37,7 +37,10 @@ SLACK_MIB = 1 / 16
 
 @dataclass(frozen=True)
 class Row:
-    """A cell's figures: medians, and the median of ours over stock's in neighbouring samples."""
+    """A cell's figures: medians, and those of ours over stock's in neighbouring samples.
+
+    ``ratio`` is the median of these ratios and ``range`` what most of them are within.
+    """
 
     loss: str
     head: str
@@ -53,6 +56,9 @@ class Row:
     device: str
     torch: str
     commit: str
+    range: str = ""
+    clock_mhz: str = ""
+    power_w: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -167,6 +173,8 @@ def measure(
         "stock_peak_mib": f"{peaks[0]:.2f}",
         "ours_peak_mib": f"{peaks[1]:.2f}",
         "plan": plan,
+        "range": range_of(*times),
+        **clock.conditions(),
     }
 
 

@@ -62,6 +62,8 @@ class Row:
     library: str
     contender_version: str
     commit: str
+    clock_mhz: str = ""
+    power_w: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -191,11 +193,12 @@ def measure(
     if runs:
         measured = time_in_turns([run.next_call for run in runs.values()], clock, budget_s)
         times = dict(zip(runs, measured, strict=True))
-    for contender, run in runs.items():
+    for index, (contender, run) in enumerate(runs.items()):
         curve = curves[contender]
         row = rows[contender]
         row["ms"] = f"{statistics.median(times[contender]):.4g}"
         row["peak_mib"] = f"{peak_mib(run.next_call, clock):.1f}"
+        row |= clock.conditions(index)
         row["curve_steps"], row["noise"] = str(steps), noise
         row["first_loss"], row["last_loss"] = f"{curve[0]:.6g}", f"{curve[-1]:.6g}"
         if contender != "stock" and "stock" in runs:

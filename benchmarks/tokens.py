@@ -149,6 +149,8 @@ class Row:
     torch: str
     contender_version: str
     commit: str
+    clock_mhz: str = ""
+    power_w: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -300,7 +302,8 @@ def measure(
     found = {name: {"reason": reasons[name]} for name in names}
     ready = {name: partial(problem.next_call, step) for name, step in steps.items()}
     times = dict(zip(ready, time_in_turns(list(ready.values()), clock, budget_s), strict=True))
-    for name, samples in times.items():
+    for index, (name, samples) in enumerate(times.items()):
+        found[name] |= clock.conditions(index)
         if "stock" in times:
             found[name]["ratio"] = f"{ratio_of(times['stock'], samples):.3f}"
             found[name]["range"] = range_of(times["stock"], samples)

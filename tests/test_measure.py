@@ -92,6 +92,25 @@ def test_samples_of_long_steps() -> None:
     assert set(turns) == {("first", "second"), ("second", "first")}
 
 
+def test_conditions() -> None:
+    """Medians of what the device told after each sample, of one step or of all; or nothing."""
+    clock = NoClock(torch.device("cpu"), cache_bytes=1, buffer_numel=1)
+    runs = [lambda: lambda: None] * 2
+    time_in_turns(runs, clock, 0.0)
+    assert clock.conditions() == clock.conditions(1) == {"clock_mhz": "", "power_w": ""}
+    told = iter((1000.0 + i, 100.0 + i) for i in range(2 * FEWEST_ROUNDS))
+    clock.reading = lambda: next(told)  # type: ignore[method-assign]
+    time_in_turns(runs, clock, 0.0)
+    assert [len(readings) for readings in clock.readings] == [FEWEST_ROUNDS] * 2
+    middle = FEWEST_ROUNDS - 0.5
+    assert clock.conditions() == {
+        "clock_mhz": f"{1000 + middle:.0f}",
+        "power_w": f"{100 + middle:.0f}",
+    }
+    first, second = (float(clock.conditions(step)["clock_mhz"]) for step in (0, 1))
+    assert {first, second} <= set(range(1000, 1000 + 2 * FEWEST_ROUNDS))
+
+
 def test_range() -> None:
     stock = [1.0] * 20
     ours = [*(0.9 + i / 100 for i in range(18)), 0.1, 9.0]
