@@ -123,10 +123,14 @@ docs: $(STAMP)  ## build/site: the pages of docs/ and the API; a warning or a br
 		docs build/site
 	@echo "build/site/index.html"
 
-cuda-check:  ## compile every CUDA source, if there is an nvcc; needs neither torch nor a GPU
+# The capabilities that `make cuda-check` compiles for: the newest that has paths of its own, and an
+# older one, which takes the other paths.
+ARCHS ?= 9.0 8.0
+cuda-check:  ## compile every CUDA source, if there is an nvcc, for ARCHS="9.0 8.0"; needs no GPU
 	@if command -v $(NVCC) > /dev/null; then \
 		printf '%s\n' $(CUDA_FILES) | xargs -P "$$(getconf _NPROCESSORS_ONLN)" -I {} \
-			sh -c 'echo "$(NVCC) {}"; exec $(NVCC) -std=c++20 -O3 -arch=sm_90 -c -o /dev/null {}'; \
+			sh -c 'echo "$(NVCC) {}"; exec $(NVCC) -std=c++20 -O3 -c -o /dev/null {} \
+				$(foreach arch,$(subst .,,$(ARCHS)),-gencode arch=compute_$(arch),code=sm_$(arch))'; \
 	else echo "cuda-check: skipped, there is no $(NVCC) on the PATH"; fi
 
 sdist: $(STAMP)  ## dist/*.tar.gz

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from benchmarks.images import Detector, VariationalAutoencoder
 from benchmarks.unet import UNet
 from compile_losses.demo.data import BYTES, text, windows
 from compile_losses.demo.language_models import GPT
@@ -72,7 +73,7 @@ class Task:
     """A kind of training.
 
     Attributes:
-        op: what its loss must become.
+        op: what its loss must become; "" where it has no op.
         library: the package that the model comes from; torch's own ops where it is "torch".
         curve: how many steps of the loss curves are compared.
     """
@@ -214,6 +215,32 @@ def _diffusers_unet(size: Size) -> nn.Module:
     )
 
 
+def _autoencoder(size: Size, dtype: torch.dtype) -> Setup:
+    model = VariationalAutoencoder(size.classes, size.width, size.layers).to(dtype)
+
+    def batch(generator: Generator) -> Batch:
+        on = {"generator": generator, "device": generator.device}
+        shape, half = (size.batch, size.classes), size.length // 2
+        coarse = torch.randn(*shape, 8, 8, **on)
+        images = F.interpolate(coarse, size=(size.length, size.length), mode="bilinear")
+        return images.to(dtype), torch.randn(*shape, half, half, **on)
+
+    return Setup(model, model, batch)
+
+
+def _detector(size: Size, dtype: torch.dtype) -> Setup:
+    model = Detector(3, size.width, size.layers, size.classes).to(dtype)
+
+    def batch(generator: Generator) -> Batch:
+        on = {"generator": generator, "device": generator.device}
+        side = size.length // 8
+        images = torch.randn(size.batch, 3, size.length, size.length, **on)
+        boxes = torch.rand(size.batch, model.BOXES * size.classes, side, side, **on) < 1e-3
+        return images.to(dtype), boxes.to(dtype)
+
+    return Setup(model, model, batch)
+
+
 _SMALL = Size(batch=17, length=128, width=32, layers=1, classes=50_304)
 _IMAGES = Size(batch=64, length=128, width=64, layers=2, classes=3)
 _SMALL_IMAGES = Size(batch=8, length=16, width=16, layers=1, classes=3)
@@ -246,6 +273,8 @@ TASKS = {
     "diffusers_unet": Task(
         "mse_loss", "diffusers", _denoising(_diffusers_unet), _IMAGES, _SMALL_IMAGES
     ),
+    "vae": Task("", "torch", _autoencoder, Size(64, 256, 64, 1, 8), Size(8, 16, 16, 1, 3)),
+    "detector": Task("", "torch", _detector, Size(16, 512, 256, 4, 80), Size(2, 32, 16, 1, 5)),
     "distillation": Task(
         "linear_softmax_kl_div", "torch", _distillation, Size(8, 1024, 768, 2, 32_000), _SMALL
     ),

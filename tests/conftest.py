@@ -14,8 +14,8 @@ import torch
 import torch._dynamo.guards
 
 from compile_losses import functional, library
-from compile_losses.lower import slow_paths
 from tests.conformance import ledger
+from tests.constants import set_constants
 from tests.graphs import interpreted, recorded
 from tests.linear_problems import blocks, chunks, either_way, exact_plan  # noqa: F401
 
@@ -125,8 +125,7 @@ def no_code(monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture(autouse=True)
 def no_loss_is_small(monkeypatch: pytest.MonkeyPatch):
     """Tests of a few numbers are to compile what many would."""
-    for name in ("SMALL", "SMALL_AND_SIMPLE"):
-        monkeypatch.setattr(slow_paths, name, 0)
+    set_constants(monkeypatch, small_bytes=0, small_simple_bytes=0)
 
 
 @pytest.fixture(autouse=True)

@@ -7,12 +7,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import compile_losses.ops  # noqa: F401
-from compile_losses.ops.linear import block_layout, chunk_size, row_chunks
+from compile_losses.ops.linear import block_layout, row_chunks
 from compile_losses.ops.linear.block_layout import smallest_scratch
 from compile_losses.ops.linear.chunk_size import Plan
 from compile_losses.ops.linear.reference import reference
 from compile_losses.ops.linear.row_function import known_gradients
 from tests.accuracy import assert_accurate
+from tests.constants import set_constants
 
 op = torch.ops.fused.linear_cross_entropy
 ROWS, HIDDEN, CLASSES = 90, 24, 37
@@ -23,8 +24,7 @@ def chunks(monkeypatch):
     """Sets how many rows of logits are held at a time."""
 
     def set_rows(rows):
-        monkeypatch.setattr(chunk_size, "LEAST_ROWS", rows)
-        monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+        set_constants(monkeypatch, least_rows=rows, logits_bytes=1)
         monkeypatch.setattr("compile_losses.ops.linear.products.BLOCK_BYTES", 1000)
 
     set_rows(16)

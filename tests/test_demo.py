@@ -12,9 +12,9 @@ from compile_losses.demo import data, gains, problems
 from compile_losses.demo.data import Case
 from compile_losses.demo.language_models import GPT, next_token_loss
 from compile_losses.demo.train import Result, Run, peak_memory
-from compile_losses.ops.linear import chunk_size
 from compile_losses.report import Report
 from compile_losses.sites import Site
+from tests.constants import set_constants
 
 MIB = 1 << 20
 SITE = Site(
@@ -61,8 +61,7 @@ def test_problems():
 
 def test_loss_outside_of_the_model(monkeypatch, capsys):
     """Both are graphs, between which the logits are lazy."""
-    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 8)
-    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+    set_constants(monkeypatch, least_rows=8, logits_bytes=1)
     case = Case(
         "returned logits",
         "",

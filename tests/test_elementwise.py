@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import compile_losses
 from benchmarks.elementwise import LOSSES
 from compile_losses.backend import compile_losses as backend
-from compile_losses.lower.elementwise import move, refuse, rows
+from compile_losses.lower.elementwise import move
 from tests.accuracy import SIMILAR, assert_accurate, similar
+from tests.constants import set_constants
 
 MOVED = "fused.keep_gradient"
 
@@ -23,10 +24,14 @@ MOVED = "fused.keep_gradient"
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch):
     """On every device, whether it pays there or not."""
-    monkeypatch.setattr(refuse, "SMALL", 0)
-    monkeypatch.setattr(refuse, "ON_CPU", True)
-    for name, value in (("ROW", 64), ("SHORTEST", 2), ("MANY", 2)):
-        monkeypatch.setattr(rows, name, value)
+    set_constants(
+        monkeypatch,
+        moves_gradients=True,
+        least_gradient_bytes=0,
+        longest_row=64,
+        shortest_row=2,
+        many_rows=2,
+    )
 
 
 @pytest.fixture
@@ -407,7 +412,7 @@ def test_a_model(graphs, no_code):
 
 def test_small_gradients_stay_behind(graphs, no_code, monkeypatch):
     """Of several of one loss."""
-    monkeypatch.setattr(refuse, "SMALL", 4000)
+    set_constants(monkeypatch, least_gradient_bytes=4000)
     x, t = pair(32, 48)
     biases = [torch.randn(7, requires_grad=True) for _ in range(3)]
 

@@ -13,8 +13,8 @@ from torch._inductor.utils import fresh_cache
 
 import compile_losses
 from compile_losses import inductor_passes, recognize
-from compile_losses.ops.linear import chunk_size
 from tests import ROOT
+from tests.constants import set_constants
 
 EXAMPLES = ROOT / "examples"
 
@@ -120,8 +120,7 @@ def test_first_steps(name, library, op, reports, monkeypatch):
     """Those that take long to learn something."""
     pytest.importorskip(library, reason="pip install .[models]")
     if op.startswith("linear"):  # with the head, as at the size of a real one
-        monkeypatch.setattr(chunk_size, "LEAST_ROWS", 8)
-        monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+        set_constants(monkeypatch, least_rows=8, logits_bytes=1)
     found = run(name, reports, lambda figures: all(map(math.isfinite, figures)), steps=5)
     assert found == {op}
 
@@ -152,7 +151,6 @@ def test_trl_sft(reports):
 def test_trl_grpo(reports, monkeypatch):
     """With the head, as at the size of a real one."""
     pytest.importorskip("trl", reason="pip install .[models]")
-    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 8)
-    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+    set_constants(monkeypatch, least_rows=8, logits_bytes=1)
     found = run("trl_grpo", reports, lambda rewards: rewards[-1] > 2 * rewards[0], steps=12)
     assert found == {"linear_row_statistics"}

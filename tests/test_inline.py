@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._inductor import config
 
-from compile_losses.lower import inline, slow_paths
+from compile_losses.lower import inline
+from tests.constants import set_constants
 
 
 @pytest.fixture(params=[True, False], ids=["scales once", "scales each"])
@@ -282,8 +283,7 @@ def test_gradient_reads_what_the_forward_computed(loss, scales_once, graphs, no_
 @pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"])
 def test_inlined_mean_of_nothing(loss, scales_once, graphs, no_code, monkeypatch):
     """It is nan, also where torch's own function can't be compiled."""
-    for name in ("SMALL", "SMALL_AND_SIMPLE"):
-        monkeypatch.setattr(slow_paths, name, 1)  # or it is a kernel
+    set_constants(monkeypatch, small_bytes=1, small_simple_bytes=1)  # or it is a kernel
     p, t = torch.randn(0, 12, requires_grad=True), torch.rand(0, 12)
 
     def function(p, t):

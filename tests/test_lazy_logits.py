@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from compile_losses.lazy.head import Head
 from compile_losses.lazy.tensor import LazyLogits, lazy_logits
-from compile_losses.ops.linear import chunk_size
+from tests.constants import set_constants
 from tests.linear_problems import largest_allocation
 
 ROWS, TOKENS, CLASSES, HIDDEN = 3, 6, 7, 4
@@ -23,10 +23,7 @@ ROWS, TOKENS, CLASSES, HIDDEN = 3, 6, 7, 4
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 2)
-    monkeypatch.setattr(chunk_size, "LEAST_ELEMENTS", 1)
-    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
-    monkeypatch.setattr(chunk_size, "PART_OF_WEIGHT", 0)
+    set_constants(monkeypatch, least_rows=2, least_elements=1, logits_bytes=1, part_of_weight=0)
 
 
 def leaves(*, bias=True, dtype=torch.float64, device="cpu"):

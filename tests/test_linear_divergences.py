@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from compile_losses import functional
-from compile_losses.ops.linear import chunk_size
+from compile_losses.device_constants import constants_of
 from compile_losses.ops.linear.chunk_size import chunk_rows
 from tests.accuracy import assert_accurate
 from tests.calls import dtypes
@@ -20,6 +20,7 @@ from tests.linear_problems import compiled_texts, known_text, largest_allocation
 
 fused = torch.ops.fused
 ROWS, HIDDEN, OF_TEACHER, CLASSES = 90, 24, 40, 37
+CPU = torch.device("cpu")
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2, "batchmean": 3}
 
 
@@ -424,9 +425,9 @@ def test_logits_are_never_held(reduction, compiled):
     function = torch.compile(step, backend="aot_eager") if compiled else step
     largest = largest_allocation(lambda: function(*tensors).backward())
     buffers = 2 + (reduction == 0)
-    chunk = chunk_rows(rows, hidden, classes, torch.float32, buffers=buffers, sums_weight=True)
+    chunk = chunk_rows(rows, hidden, classes, torch.float32, CPU, buffers=buffers, sums_weight=True)
     buffer = chunk * classes * 4
-    assert buffer <= largest <= chunk_size.LOGITS_BYTES < rows * classes * 4
+    assert buffer <= largest <= constants_of(CPU).logits_bytes < rows * classes * 4
 
 
 def test_only_leaf_ops_in_compiled_graphs(chunks):

@@ -17,15 +17,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import compile_losses
-from compile_losses.lower import slow_paths
+from compile_losses import device_constants
 from compile_losses.lower.calls import find_losses
 from compile_losses.lower.cost import Feed, Gradient, inline_cost, kernel_cost
 from compile_losses.lower.plan import plan
-from compile_losses.lower.slow_paths import SMALL, SMALL_AND_SIMPLE, is_small, slow_path
+from compile_losses.lower.slow_paths import is_small, slow_path
 from compile_losses.report import Report
 from compile_losses.sites import Site, megabytes
 from tests import WITHOUT_VECTORS
 from tests.graphs import Head, classes, distributions, real
+
+#: Before tests/conftest.py changes them.
+MEASURED = device_constants.COLUMNS
 
 
 def test_costs():
@@ -234,8 +237,7 @@ def test_simple_losses(loss, options, dtypes, is_slow):
 @pytest.fixture
 def losses_are_small(monkeypatch):
     """What tests/conftest.py undoes."""
-    monkeypatch.setattr(slow_paths, "SMALL", SMALL)
-    monkeypatch.setattr(slow_paths, "SMALL_AND_SIMPLE", SMALL_AND_SIMPLE)
+    monkeypatch.setattr(device_constants, "COLUMNS", MEASURED)
 
 
 @pytest.mark.parametrize(

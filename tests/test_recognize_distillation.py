@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import compile_losses
+from compile_losses.device_constants import constants_of
 from compile_losses.explanation import explain_call
-from compile_losses.ops.linear import chunk_size
 from tests.accuracy import assert_accurate
+from tests.constants import set_constants
 from tests.graphs import recorded
 from tests.linear_problems import largest_allocation
 
@@ -26,8 +27,7 @@ BOTH, STUDENT = "the linear layers of student and teacher", "a linear layer"
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Chunks of four rows, so that small logits are worth the op."""
-    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 4)
-    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+    set_constants(monkeypatch, least_rows=4, logits_bytes=1)
 
 
 def problem(dtype=torch.float32):
@@ -399,7 +399,7 @@ def test_small_logits_stay(monkeypatch):
 
 
 def test_memory_is_preferred(monkeypatch):
-    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 9)
+    set_constants(monkeypatch, least_rows=9)
     inputs = problem()
     assert only_site(question_answering, inputs).op == "softmax_kl_div"
     monkeypatch.setenv("COMPILE_LOSSES_PREFER_MEMORY", "1")
@@ -485,7 +485,7 @@ def test_neither_logits_are_held(monkeypatch):
     compiled = torch.compile(loss, backend="compile_losses")
     compiled(h, w, t, tw).backward()
     largest = largest_allocation(lambda: compiled(h, w, t, tw).backward())
-    assert largest <= chunk_size.LOGITS_BYTES < rows * classes * 4
+    assert largest <= constants_of(torch.device("cpu")).logits_bytes < rows * classes * 4
 
 
 def test_factors_go_into_the_forward(monkeypatch, no_code):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import compile_losses
-from compile_losses.ops.linear import chunk_size
+from tests.constants import set_constants
 
 ROWS, HIDDEN, CLASSES = (2, 6), 8, 50
 
@@ -16,8 +16,7 @@ ROWS, HIDDEN, CLASSES = (2, 6), 8, 50
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Chunks of four rows, so that small logits are worth the op."""
-    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 4)
-    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+    set_constants(monkeypatch, least_rows=4, logits_bytes=1)
 
 
 def head(dtype=torch.float32):
@@ -243,7 +242,7 @@ def test_small_logits_stay(monkeypatch):
 
 @pytest.mark.parametrize("way", ["option", "environment"])
 def test_memory_is_preferred(way, monkeypatch):
-    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 9)
+    set_constants(monkeypatch, least_rows=9)
     inputs, function = head(), MATCHES["flattened"]
     site = only_site(function, inputs)
     assert site.op == "cross_entropy"

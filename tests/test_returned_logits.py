@@ -17,9 +17,9 @@ from torch import nn
 import compile_losses
 from compile_losses.explanation import explain_call
 from compile_losses.lazy import LazyLogits
-from compile_losses.ops.linear import chunk_size
 from compile_losses.report import Report
 from tests import ROOT, WITHOUT_VECTORS
+from tests.constants import set_constants
 from tests.linear_problems import largest_allocation
 
 CLASSES, HIDDEN = 211, 16
@@ -29,8 +29,7 @@ LAZY = {"lazy_logits": True}
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 8)
-    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+    set_constants(monkeypatch, least_rows=8, logits_bytes=1)
 
 
 class Model(nn.Module):
@@ -400,11 +399,12 @@ def test_backend_while_enabled():
 def test_warm_caches(tmp_path):
     """A second process takes the compiled graph from a cache, and returns lazy logits as well."""
     script = """
+import pytest
 import torch
 from compile_losses.lazy import LazyLogits
-from compile_losses.ops.linear import chunk_size
+from tests.constants import set_constants
 from tests.test_returned_logits import LAZY, Model, ids, trained
-chunk_size.LEAST_ROWS, chunk_size.LOGITS_BYTES = 8, 1
+set_constants(pytest.MonkeyPatch(), least_rows=8, logits_bytes=1)
 torch.manual_seed(0)
 model = Model()
 compiled = torch.compile(model, backend="compile_losses", options=LAZY)

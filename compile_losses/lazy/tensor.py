@@ -174,7 +174,7 @@ class LazyLogits(Tensor):
         head, steps = found
         shape, hidden = head.input.shape[:-1], head.input.shape[-1]
         input = head.input.reshape(-1, hidden)
-        chunk = chunk_rows(len(input), hidden, head.classes, head.dtype)
+        chunk = chunk_rows(len(input), hidden, head.classes, head.dtype, input.device)
         if chunk >= len(input):
             return None
         args = (*args[:place], [-1] if isinstance(dims, list) else -1, *args[place + 1 :])

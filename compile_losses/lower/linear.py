@@ -275,6 +275,7 @@ def _costs(node: Node) -> tuple[Cost, Cost, str]:
     rows = nbytes_of(input) // max(1, hidden * input.element_size())
     classes = row_bytes // weight.element_size()
     of_teacher, computed = 0, False
+    sizes = rows, hidden, classes, weight.dtype, weight.device
     teacher, teacher_weight = _teacher_of(node)
     if teacher is not None:
         buffers = buffers_of(
@@ -284,16 +285,14 @@ def _costs(node: Node) -> tuple[Cost, Cost, str]:
             reverse=named.get("reverse", named.get("divergence") == "reverse_kl"),
             gradient=any(needs),
         )
-        chunk = chunk_rows(
-            rows, hidden, classes, weight.dtype, buffers=buffers, sums_weight=needs[1]
-        )
+        chunk = chunk_rows(*sizes, buffers=buffers, sums_weight=needs[1])
         how = Plan(chunk, held=chunk * row_bytes * buffers)
         computed = teacher_weight is not None
         of_teacher = rows * classes * teacher.meta["val"].element_size()
     elif needs[1] and not _is_by_row(node):
-        how = plan(rows, hidden, classes, weight.dtype, needs_input=needs[0])
+        how = plan(*sizes, needs_input=needs[0])
     else:
-        chunk = chunk_rows(rows, hidden, classes, weight.dtype, sums_weight=needs[1])
+        chunk = chunk_rows(*sizes, sums_weight=needs[1])
         how = Plan(chunk, held=chunk * row_bytes)
     logits = rows * row_bytes
     # Written by the product and read by the loss; written and read by it again, and by a product

@@ -12,25 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compile_losses.device_constants import constants_of
 from compile_losses.lower.calls import Loss
 from compile_losses.lower.cost import hint_of, laid_out_alike, nbytes_of
 from compile_losses.ops.checks import NARROW
 
-#: On a GPU, in bytes of logits: a row with fewer takes less time than what is done once a row.
-SHORT_ROW = 20
 _WITH_SHORT_ROWS = ("cross_entropy", "cross_entropy_probabilities")
-
-#: Of pairs of rows without a gradient, in bytes of one and in classes: Inductor unrolls a reduction
-#: over fewer than 8 numbers.
-SHORT_PAIR = 28
-FEW_CLASSES = 8
 _WITH_SHORT_PAIRS = ("cross_entropy_probabilities", "softmax_kl_div")
 
 #: Losses of so little arithmetic that Inductor's loop over them is as fast on a CPU.
 _SIMPLE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-
-#: On a CPU, in bytes of the largest argument: with fewer, calls take longer than kernels save.
-SMALL, SMALL_AND_SIMPLE = 1 << 20, 1 << 21
 
 
 @dataclass(frozen=True)
@@ -57,8 +48,9 @@ def is_small(loss: Loss) -> bool:
     """Whether the calls of a loss's ops would take longer than its kernels save."""
     input, others = _arguments(loss)
     largest = max(nbytes_of(tensor) for tensor in (input, *others))
-    limit = SMALL_AND_SIMPLE if loss.name in _SIMPLE else SMALL
-    return input.device.type == "cpu" and largest < limit
+    constants = constants_of(input.device)
+    simple = loss.name in _SIMPLE
+    return largest < (constants.small_simple_bytes if simple else constants.small_bytes)
 
 
 def _arguments(loss: Loss) -> tuple[Tensor, list[Tensor]]:
@@ -100,9 +92,10 @@ def _slow_rows(loss: Loss, input: Tensor, others: Sequence[Tensor]) -> SlowPath 
         return SlowPath("its classes are not neighbours in memory", 4.5)
     classes = hint_of(input.shape[_class_dim(loss, input)])
     row = classes * input.element_size()
-    is_short = loss.name in _WITH_SHORT_ROWS and row < SHORT_ROW
+    constants = constants_of(input.device)
+    is_short = loss.name in _WITH_SHORT_ROWS and row < constants.short_row_bytes
     if loss.name in _WITH_SHORT_PAIRS and not loss.backwards:
-        is_short |= row < SHORT_PAIR or classes < FEW_CLASSES
+        is_short |= row < constants.short_pair_bytes or classes < constants.few_classes
     return SlowPath("its rows are short", 2) if is_short else None
 
 

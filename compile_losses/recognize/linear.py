@@ -114,7 +114,7 @@ def check_gain(match: Match, logits: Logits, options: Options, buffers: int = 1)
     made, picked = rows_of(output, classes), rows_of(taken, hidden)
     if made is None or picked is None:
         raise NotAbsorbedError("its sizes are not known")
-    chunk = chunk_rows(picked, hidden, classes, output.dtype, buffers=buffers)
+    chunk = chunk_rows(picked, hidden, classes, output.dtype, output.device, buffers=buffers)
     if chunk > (1 if options.prefer_memory else LARGEST_CHUNK) * made or chunk == made:
         row = classes * output.dtype.itemsize / 2**20
         told = f"its {made * row:.1f} MiB of logits are one chunk: nothing is saved"

@@ -156,7 +156,8 @@ def _is_large(head: Head) -> bool:
     rows = math.prod(map(_hint, head.input.fake.shape[:-1]))
     if not isinstance(classes, int) or not isinstance(hidden, int) or classes < 2 * hidden:
         return False
-    return 2 * chunk_rows(rows, hidden, classes, example(head.node).dtype) <= rows
+    logits = example(head.node)
+    return 2 * chunk_rows(rows, hidden, classes, logits.dtype, logits.device) <= rows
 
 
 def _lazy_output(head: Head, node: Node, shadow: Shadow) -> LazyOutput:

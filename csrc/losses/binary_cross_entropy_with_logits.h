@@ -33,7 +33,7 @@ FUSED_HOST_DEVICE acc_t finite_or(acc_t result, acc_t torchs) {
 template <typename acc_t>
 FUSED_HOST_DEVICE void probabilities(acc_t logit, acc_t& one, acc_t& zero) {
   const acc_t decay = math::exp(-math::absolute(logit));
-  const acc_t larger = acc_t(1) / (acc_t(1) + decay), smaller = decay * larger;
+  const acc_t larger = math::fast_inverse(acc_t(1) + decay), smaller = decay * larger;
   one = logit < acc_t(0) ? smaller : larger;
   zero = logit < acc_t(0) ? larger : smaller;
 }

@@ -192,7 +192,7 @@ inline __attribute__((always_inline)) double log_of_parts(double f, double e) {
 
 // For x in [0, 1], without ever rounding 1 + x.
 template <typename T>
-inline __attribute__((always_inline)) T log1p_unit(T x) {
+FUSED_HOST_DEVICE T log1p_unit(T x) {
   const bool above = x > T(0.41421356);
   return log_of_parts(above ? (x - T(1)) * T(0.5) : x, above ? T(1) : T(0));
 }
@@ -314,14 +314,28 @@ FUSED_HOST_DEVICE T log_of_quotient(T a, T b) {
 #endif
 }
 
-// log(1 + x) for x in [0, 1].
+// log(1 + x) for x in [0, 1]. For float the device, too, is spared the branches of log1p.
 template <typename T>
 FUSED_HOST_DEVICE T log1p_unit(T x) {
 #ifdef __CUDA_ARCH__
-  return ::log1p(x);
-#else
-  return host::log1p_unit(x);
+  if constexpr (std::is_same_v<T, double>)
+    return ::log1p(x);
+  else
 #endif
+    return host::log1p_unit(x);
+}
+
+// 1 / x, for float on the device in one instruction, 1 ulp.
+template <typename T>
+FUSED_HOST_DEVICE T fast_inverse(T x) {
+#ifdef __CUDA_ARCH__
+  if constexpr (std::is_same_v<T, float>) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+  }
+#endif
+  return T(1) / x;
 }
 
 // e^x - 1 for x <= 0, whose exponential is known.

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import compile_losses.functional as fused
 from compile_losses.distributed.data_parallel import global_mean
 from compile_losses.lazy import LazyLogits
-from compile_losses.ops.linear import chunk_size
+from tests.constants import set_constants
 
 WORLD = 2
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -212,10 +212,7 @@ class Returning(nn.Module):
 @contextmanager
 def small_chunks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunk_size, "LEAST_ROWS", 1)
-        patch.setattr(chunk_size, "LEAST_ELEMENTS", 1)
-        patch.setattr(chunk_size, "LOGITS_BYTES", 1)
-        patch.setattr(chunk_size, "PART_OF_WEIGHT", 0)
+        set_constants(patch, least_rows=1, least_elements=1, logits_bytes=1, part_of_weight=0)
         yield
 
 

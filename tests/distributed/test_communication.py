@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import compile_losses.functional as F
 import compile_losses.ops  # noqa: F401
-from compile_losses.ops.linear import chunk_size
+from tests.constants import set_constants
 from tests.distributed.world import Collectives, distribute, mesh_for
 
 fused = torch.ops.fused
@@ -86,8 +86,7 @@ def test_elementwise(reduction):
 @pytest.mark.parametrize("hidden", ["R", "0"])
 def test_linear_has_one_gather_of_statistics(hidden, rows_of_a_chunk, monkeypatch):
     """Whatever the number of chunks. A sharded sequence is gathered, its gradient scattered."""
-    monkeypatch.setattr(chunk_size, "LEAST_ROWS", rows_of_a_chunk)
-    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+    set_constants(monkeypatch, least_rows=rows_of_a_chunk, logits_bytes=1)
     _, target = logits()
     tensors = torch.randn(ROWS, HIDDEN), torch.randn(CLASSES, HIDDEN), target
     forward, backward = collectives(fused.linear_cross_entropy, tensors, (hidden, "0", hidden))
@@ -100,8 +99,7 @@ def test_linear_holds_no_logits_of_all_rows(monkeypatch):
     """The largest tensor that the forward and the backward make is smaller than a rank's logits."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 4)
-    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+    set_constants(monkeypatch, least_rows=4, logits_bytes=1)
     rows, classes = 64, 400
     largest = [0]
 

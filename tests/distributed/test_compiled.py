@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import compile_losses
-from compile_losses.ops.linear import chunk_size
+from tests.constants import set_constants
 from tests.distributed.world import (
     FLATTENS,
     NO_FLATTENING,
@@ -136,8 +136,7 @@ STATIC = ("sequences", "a linear layer", "a linear layer of a sharded batch")
 def test_as_much_communication_as_in_eager_mode(case, dynamic, monkeypatch):
     if case == "sequences" and not FLATTENS:
         pytest.skip(NO_FLATTENING)
-    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 1)
-    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+    set_constants(monkeypatch, least_rows=1, logits_bytes=1)
     function, layouts, shapes, alone = CASES[case]
     tensors = arguments(layouts.split(), *(SHAPES[shape] for shape in shapes))
     skip_unless_torch_traces(function, tensors, dynamic=dynamic)
@@ -162,8 +161,7 @@ def test_as_much_communication_as_in_eager_mode(case, dynamic, monkeypatch):
 @pytest.mark.parametrize("layouts", [("0", "R", "0", "R"), ("R", "0", "R", "0")])
 def test_divergences_of_layers_are_of_logits(layouts, monkeypatch):
     """The op of both layers takes no DTensors; that of logits does."""
-    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 2)
-    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+    set_constants(monkeypatch, least_rows=2, logits_bytes=1)
 
     def loss(h, w, t, tw):
         with torch.no_grad():

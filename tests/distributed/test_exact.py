@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import compile_losses.ops  # noqa: F401
+from tests.constants import set_constants
 from tests.distributed.world import compare
 
 fused = torch.ops.fused
@@ -268,10 +269,8 @@ LINEAR_LAYOUTS = [
 @pytest.mark.parametrize("layouts", LINEAR_LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_linear_cross_entropy(shape, layouts, options, reduction, monkeypatch):
-    from compile_losses.ops.linear import chunk_size
 
-    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 2)
-    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+    set_constants(monkeypatch, least_rows=2, logits_bytes=1)
     rows, classes = shape
     placed = layouts.split()
     tensors = [

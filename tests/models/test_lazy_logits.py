@@ -12,8 +12,8 @@ import transformers
 import compile_losses
 from compile_losses.lazy import LazyLogits
 from compile_losses.lazy.source import Memory
-from compile_losses.ops.linear import chunk_size
 from compile_losses.torch_internals.tensors import FakeTensor
+from tests.constants import set_constants
 from tests.graphs import interpreted
 from tests.models.test_linear_cross_entropy import MODELS
 from tests.models.test_transformers import SIZES, VOCABULARY, gpt2, tokens
@@ -26,8 +26,7 @@ OPTIONS = {"lazy_logits": True, "inner_backend": "aot_eager"}
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     torch._dynamo.reset()
-    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 8)
-    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+    set_constants(monkeypatch, least_rows=8, logits_bytes=1)
 
 
 @pytest.fixture

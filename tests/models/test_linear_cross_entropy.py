@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import compile_losses
-from compile_losses.ops.linear import chunk_size
 from tests.accuracy import assert_accurate
+from tests.constants import set_constants
 from tests.models.test_transformers import GROUPED, bart, language_model, t5
 from tests.models.training import check_step, gradients, reported
 
@@ -26,8 +26,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunk_size, "LEAST_ROWS", 8)
-    monkeypatch.setattr(chunk_size, "LOGITS_BYTES", 1)
+    set_constants(monkeypatch, least_rows=8, logits_bytes=1)
 
 
 def training_step(model, batch, **options):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from compile_losses.device_constants import constants_of
 from compile_losses.lower.aliases import is_generated, is_view, readers_of, storage_of
 from compile_losses.lower.cost import MATMULS, buffers_read, nbytes_of
 from compile_losses.lower.elementwise.find import Part, cone_of, forward_outputs
@@ -29,20 +30,15 @@ from compile_losses.torch_internals.ops import (
 
 aten = torch.ops.aten
 
-#: In bytes of a gradient: with fewer, calls take longer than one read saves.
-SMALL = 1 << 20
-#: Whether to do it on a CPU, where Inductor adds up and writes a gradient in two loops.
-ON_CPU = False
-
 
 def pays(gradient: Node) -> bool:
     """Whether a gradient is large enough, and on a device on which Inductor adds up and writes it
     in one loop and for which there is a kernel that scales it."""
     value: Tensor = gradient.meta["val"]
-    device = value.device
-    if nbytes_of(value) < SMALL or (device.type == "cpu" and not ON_CPU):
+    constants = constants_of(value.device)
+    if not constants.moves_gradients or nbytes_of(value) < constants.least_gradient_bytes:
         return False
-    key = key_of_device(device.type)
+    key = key_of_device(value.device.type)
     return has_kernel("fused::scale_", key)
 
 

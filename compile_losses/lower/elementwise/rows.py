@@ -25,16 +25,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from compile_losses.device_constants import constants_of
 from compile_losses.lower.cost import hint_of
 from compile_losses.torch_internals.graphs import EAGER_VALUES
 
 aten = torch.ops.aten
-
-#: Elements of a row, at most where there are few rows, and at least.
-ROW, SHORTEST = 8192, 256
-#: So many rows keep a device busy, whatever their length: two for each multiprocessor of the
-#: largest.
-MANY = 512
 
 _SUMS: dict[Any, Any] = {
     aten.sum.default: aten.sum.dim_IntList,
@@ -118,6 +113,8 @@ def _is_static(*values: Tensor) -> bool:
 
 def _innermost(value: Tensor, dims: set[int]) -> tuple[int, ...] | None:
     """Of ``dims``, those that make a row; None where there are none."""
+    constants = constants_of(value.device)
+    longest = constants.longest_row
     numel = _numel(value.shape)
     row: list[int] = []
     length = 1
@@ -125,11 +122,13 @@ def _innermost(value: Tensor, dims: set[int]) -> tuple[int, ...] | None:
         size = value.shape[dim]
         if size == 1:
             continue
-        if dim not in dims or not isinstance(size, int) or (row and length * size > ROW):
+        if dim not in dims or not isinstance(size, int) or (row and length * size > longest):
             break
         row.append(dim)
         length *= size
-    if length < SHORTEST or (length > ROW and numel // length < MANY):
+    if length < constants.shortest_row:
+        return None
+    if length > longest and numel // length < constants.many_rows:
         return None
     return tuple(sorted(row))
 

@@ -6,33 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from compile_losses.device_constants import DeviceConstants, constants_of
 from compile_losses.ops.checks import NARROW
 from compile_losses.ops.linear.block_layout import BlockLayout, smallest_scratch
-
-#: What the logits of a chunk may take, unless LEAST_ROWS rows take more.
-LOGITS_BYTES = 192 * 2**20
-
-#: They may take this part of the weight's gradient instead, where that is computed, and at most so
-#: many bytes: each chunk but the first reads and writes that gradient, 4 bytes an element in a
-#: 16-bit dtype against 6 * rows operations.
-PART_OF_WEIGHT = 3 / 8
-MOST_BYTES = 512 * 2**20
-
-#: Chunks have multiples of so many rows: fewer make the matrix products slower, and so do multiples
-#: of 128 or 512 between them.
-LEAST_ROWS = 1024
-
-#: They have about as many as give input's gradient of a chunk so many elements, where the weight's
-#: gradient is computed and takes no less than the logits: with fewer the product that makes it does
-#: not keep a GPU's processors busy.
-LEAST_ELEMENTS = 2**22
 
 #: Sums over this many chunks may be rounded to a 16-bit dtype at each; that stays within the
 #: accuracy of a gradient that is itself rounded to it. Sums over more are kept in float32.
 MOST_NARROW_SUMS = 8
-
-#: Blocks of classes have at least so many: fewer make the matrix products slower.
-LEAST_CLASSES = 4096
 
 #: The part of the budget that the buffers of the first rows may take. The rest is for what is not
 #: counted: statistics, the gathered rows' indices, what the allocator rounds up.
@@ -64,6 +44,7 @@ def plan(
     hidden: int,
     classes: int,
     dtype: torch.dtype,
+    device: torch.device,
     *,
     buffers: int = 1,
     block_buffers: int = 0,
@@ -81,14 +62,16 @@ def plan(
     of at most MOST_NARROW_SUMS products. Rows that fit one chunk are left to it.
 
     Args:
-        rows, hidden, classes, dtype, buffers: as those of chunk_rows.
+        rows, hidden, classes, dtype, device, buffers: as those of chunk_rows.
         block_buffers: tensors of a block of classes' size that the loss needs besides its logits.
         needs_input: whether the gradient of input is computed.
         gathered: whether the rows are a copy of some of input's.
     """
+    constants = constants_of(device)
+    least = constants.least_rows
     item, narrow = dtype.itemsize, dtype in NARROW
     weight_bytes, row_bytes = classes * hidden * item, classes * item
-    chunk = chunk_rows(rows, hidden, classes, dtype, buffers=buffers, sums_weight=True)
+    chunk = chunk_rows(rows, hidden, classes, dtype, device, buffers=buffers, sums_weight=True)
     chunks = -(-rows // chunk)
     moved = 2 * max(0, chunks - 1) * weight_bytes
     if sums_in_float32(rows, chunk, dtype):
@@ -100,13 +83,16 @@ def plan(
 
     # A row of input's gradient: in a wide dtype the sum is the gradient itself.
     sum_bytes = hidden * (4 if narrow else item) if needs_input else 0
-    room = int(COUNTED * _budget(hidden, classes, dtype, sums_weight=True))
+    room = int(COUNTED * _budget_of_sums(rows, hidden, classes, dtype, constants))
     # Rows beyond hidden are in the scratch buffer, with all of their classes.
     most = min(rows, hidden + room // row_bytes)
-    for first in sorted({*range(LEAST_ROWS, most + 1, LEAST_ROWS), *[rows] * (most == rows)}):
+    for first in sorted({*range(least, most + 1, least), *[rows] * (most == rows)}):
         # The sum lies in the memory of input's gradient where that has twice as many rows.
         beside = sum_bytes * (narrow and 2 * first > rows) + gathered * hidden * item
-        layout = _fewest_blocks(first, hidden, classes, block_buffers, item, room - first * beside)
+        blocks = range(2, classes // constants.least_classes + 1)
+        layout = _fewest_blocks(
+            blocks, first, hidden, classes, block_buffers, item, room - first * beside
+        )
         rest = -(-(rows - first) // chunk)
         if layout is None or (narrow and 1 + rest > MOST_NARROW_SUMS):
             continue
@@ -120,10 +106,10 @@ def plan(
 
 
 def _fewest_blocks(
-    rows: int, hidden: int, classes: int, block_buffers: int, item: int, room: int
+    numbers: range, rows: int, hidden: int, classes: int, block_buffers: int, item: int, room: int
 ) -> BlockLayout | None:
     """The layout with the fewest blocks whose scratch buffer, and the others, take at most room."""
-    for blocks in range(2, classes // LEAST_CLASSES + 1):
+    for blocks in numbers:
         layout = smallest_scratch(rows, hidden, classes, blocks)
         if layout is not None and layout.elements(block_buffers) * item <= room:
             return layout
@@ -135,6 +121,7 @@ def chunk_rows(
     hidden: int,
     classes: int,
     dtype: torch.dtype,
+    device: torch.device,
     *,
     buffers: int = 1,
     sums_weight: bool = False,
@@ -142,8 +129,8 @@ def chunk_rows(
 ) -> int:
     """How many rows of logits to compute at a time.
 
-    As many multiples of LEAST_ROWS as the budget holds, and never fewer than one, or than
-    LEAST_ELEMENTS asks for. Where a 16-bit weight gradient would be the sum of more than
+    As many multiples of the device's least_rows as the budget holds, and never fewer than one, or
+    than least_elements asks for. Where a 16-bit weight gradient would be the sum of more than
     MOST_NARROW_SUMS chunks, which takes a sum in float32 beside it, chunks are larger: as large as
     it takes to do without that sum, if they need no more memory than it; else as large as that
     gradient itself.
@@ -151,26 +138,35 @@ def chunk_rows(
     Args:
         rows, hidden, classes: input is [rows, hidden], the logits [rows, classes].
         dtype: of the logits.
+        device: of the input.
         buffers: tensors of the logits' size that the loss needs.
         sums_weight: whether the gradient of the weight, [classes, hidden], is computed.
-        budget: bytes that the buffers may take; by default LOGITS_BYTES or PART_OF_WEIGHT.
+        budget: bytes that the buffers may take; by default what the device's constants say.
 
     Returns:
         The rows of every chunk but the last, which has what is left.
     """
+    constants = constants_of(device)
     row_bytes = max(1, classes * dtype.itemsize * buffers)
     if budget is None:
-        budget = _budget(hidden, classes, dtype, sums_weight=sums_weight)
-    fitting = _whole(budget // row_bytes)
+        budget = constants.logits_bytes
+        if sums_weight:
+            budget = _budget_of_sums(rows, hidden, classes, dtype, constants)
+    least = constants.least_rows
+
+    def whole(rows: int) -> int:
+        return max(1, rows // least) * least
+
+    fitting = whole(budget // row_bytes)
     if sums_weight and hidden > 0:
-        busy = _whole(LEAST_ELEMENTS // hidden + LEAST_ROWS // 2)
-        fitting = max(fitting, min(busy, _whole(hidden // buffers)))
+        busy = whole(constants.least_elements // hidden + least // 2)
+        fitting = max(fitting, min(busy, whole(hidden // buffers)))
     if sums_weight and sums_in_float32(rows, fitting, dtype):
-        narrow = -(-rows // (MOST_NARROW_SUMS * LEAST_ROWS)) * LEAST_ROWS
+        narrow = -(-rows // (MOST_NARROW_SUMS * least)) * least
         if (narrow - fitting) * row_bytes <= 4 * hidden * classes:
             fitting = narrow
         else:
-            fitting = max(fitting, _whole(hidden // buffers))
+            fitting = max(fitting, whole(hidden // buffers))
     return max(1, min(rows, fitting))
 
 
@@ -179,10 +175,11 @@ def sums_in_float32(rows: int, chunk: int, dtype: torch.dtype) -> bool:
     return dtype in NARROW and -(-rows // chunk) > MOST_NARROW_SUMS
 
 
-def _budget(hidden: int, classes: int, dtype: torch.dtype, *, sums_weight: bool) -> int:
-    weight_bytes = hidden * classes * dtype.itemsize if sums_weight else 0
-    return max(LOGITS_BYTES, min(int(PART_OF_WEIGHT * weight_bytes), MOST_BYTES))
-
-
-def _whole(rows: int) -> int:
-    return max(1, rows // LEAST_ROWS) * LEAST_ROWS
+def _budget_of_sums(
+    rows: int, hidden: int, classes: int, dtype: torch.dtype, constants: DeviceConstants
+) -> int:
+    """What logits may take where the weight's gradient is a sum over chunks."""
+    of_weight = int(constants.part_of_weight * hidden * classes * dtype.itemsize)
+    most = max(constants.summed_bytes, min(of_weight, constants.most_bytes))
+    of_logits = int(constants.part_of_logits * rows * classes * dtype.itemsize)
+    return max(constants.logits_bytes, min(most, of_logits))

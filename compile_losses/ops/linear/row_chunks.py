@@ -28,6 +28,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from compile_losses.device_constants import constants_of
 from compile_losses.ops.checks import accumulation_type
 from compile_losses.ops.linear.arguments import check
 from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, plan, sums_in_float32
@@ -47,8 +48,6 @@ from compile_losses.ops.linear.row_statistics import RowStatistics
 
 #: Ignored rows are left out where they are at least one in this many.
 IGNORED = 8
-#: A GPU's host waits for their number where the products are so many operations, some milliseconds.
-WORTH_WAITING = 2e12
 
 Losses: TypeAlias = RowLosses | RowDivergences | RowStatistics
 
@@ -90,9 +89,9 @@ class Problem:
         )
 
     @property
-    def sizes(self) -> tuple[int, int, int, torch.dtype]:
+    def sizes(self) -> tuple[int, int, int, torch.dtype, torch.device]:
         classes, hidden = self.linear_weight.shape
-        return self.rows, hidden, classes, self.input.dtype
+        return self.rows, hidden, classes, self.input.dtype, self.input.device
 
     def plan(self, needs_input: bool, needs_weight: bool) -> Plan:
         """How many rows of logits are held at a time for the gradients, and where."""
@@ -142,7 +141,8 @@ def is_worth_waiting(target: Tensor, operations: int) -> bool:
     """Whether the host may ask how many rows are ignored. See the module's docstring."""
     if target.device.type == "cpu":
         return True
-    return operations >= WORTH_WAITING and not torch.cuda.is_current_stream_capturing()
+    worth = constants_of(target.device).operations_worth_waiting
+    return operations >= worth and not torch.cuda.is_current_stream_capturing()
 
 
 class KeptRows:

@@ -48,7 +48,7 @@ def _chunks(
     sums_weight: bool = False,
 ) -> tuple[int, Iterator[Chunk]]:
     chunk = chunk_rows(
-        len(input), input.shape[1], len(linear_weight), input.dtype,
+        len(input), input.shape[1], len(linear_weight), input.dtype, input.device,
         buffers=buffers, sums_weight=sums_weight,
     )  # fmt: skip
     return chunk, chunks_of_logits(input, linear_weight, linear_bias, chunk)
