@@ -8,7 +8,9 @@ figures than the files.
 from __future__ import annotations
 
 import csv
+import math
 import re
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from benchmarks.report import ROOT
@@ -35,6 +37,7 @@ _MODELS = {
     "bert": "BERT",
     "gpt": "GPT",
     "unet": "UNet",
+    "vae": "variational autoencoder",
     "distillation": "distillation of a GPT",
 }
 
@@ -248,8 +251,33 @@ def distillation() -> str:
     return measured(("loss", *contenders.values()), lines, rows)
 
 
+def elementwise() -> str:
+    """Geometric means over the losses of each dtype and size."""
+    rows = rows_of("elementwise-nvidia-h100.csv")
+    lines = []
+    for shape, dtype in sorted(
+        {(row["shape"], row["dtype"]) for row in rows},
+        key=lambda pair: (math.prod(map(int, pair[0].split("x"))), pair[1] != "float32"),
+    ):
+        group = [row for row in rows if (row["shape"], row["dtype"]) == (shape, dtype)]
+        ratios = [float(row["ratio"]) for row in group]
+        of_floor = statistics.geometric_mean(float(row["of_floor"]) for row in group)
+        mean, slowest = statistics.geometric_mean(ratios), max(ratios)
+        lines.append((shape, dtype, f"{mean:.2f}", f"{slowest:.2f}", f"{of_floor:.2f}"))
+    header = ("size", "dtype", "ours / stock", "the slowest", "ours / floor")
+    return measured(header, lines, rows)
+
+
 def steps() -> str:
-    rows = rows_of("steps-nvidia-h200.csv")
+    return _steps("steps-nvidia-h200.csv")
+
+
+def steps_h100() -> str:
+    return _steps("steps-nvidia-h100.csv")
+
+
+def _steps(file: str) -> str:
+    rows = rows_of(file)
     lines = []
     for model in dict.fromkeys(row["model"] for row in rows):
         stock, ours = (one(rows, model=model, contender=c) for c in ("stock", "ours"))
@@ -272,7 +300,9 @@ TABLES: dict[str, Callable[[], str]] = {
         tokens,
         returned,
         distillation,
+        elementwise,
         steps,
+        steps_h100,
     )
 }
 
