@@ -115,10 +115,14 @@ def test_kernel_sources_have_no_torch_headers():
         assert "torch/" not in path.read_text(), f"{path} includes torch"
 
 
+#: Modules that are about which device there is.
+_OF_DEVICES = ("library.py", "__main__.py", "device_constants.py")
+
+
 def test_binding_does_no_arithmetic_per_device():
     """The device is chosen by the build; only csrc/cuda knows CUDA's launch syntax."""
     for path in PACKAGE.rglob("*.py"):
-        if path.parts[-2] in ("demo",) or path.name in ("library.py", "__main__.py"):
+        if path.parts[-2] == "demo" or path.name in _OF_DEVICES:
             continue
         assert '"cuda' not in path.read_text(), f"{path} hard-codes a device"
 
