@@ -19,18 +19,27 @@ Public names:
 ``__version__``             of the package
 """
 
+import gc
 import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
-from compile_losses import functional
-from compile_losses.linear import (
-    LinearCrossEntropyLoss,
-    linear_cross_entropy,
-    linear_log_probs,
-    linear_softmax_js_div,
-    linear_softmax_kl_div,
-)
+# Or the garbage collector would go through all of torch's objects within these imports, which takes
+# as long as they do.
+_collects = gc.isenabled()
+gc.disable()
+try:
+    from compile_losses import functional
+    from compile_losses.linear import (
+        LinearCrossEntropyLoss,
+        linear_cross_entropy,
+        linear_log_probs,
+        linear_softmax_js_div,
+        linear_softmax_kl_div,
+    )
+finally:
+    if _collects:
+        gc.enable()
 
 if TYPE_CHECKING:
     from compile_losses.default_backend import disable, enable

@@ -56,3 +56,13 @@ def test_a_name_in_a_fresh_process(name):
     """Each name works where it is the first that is asked for."""
     found = loaded_after(f"from compile_losses import {name}")
     assert name == "Report" or "torch._dynamo" in found
+
+
+@pytest.mark.parametrize("state", ["enable", "disable"])
+def test_garbage_is_collected_as_before(state):
+    """The import pauses the collector, and gives it back as it was."""
+    script = f"import gc; gc.{state}(); import compile_losses; print(gc.isenabled())"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{state == 'enable'}\n"
