@@ -76,7 +76,7 @@ _CPU = DeviceConstants(
     small_simple_bytes=2 << 20,
     moves_gradients=False,
 )
-#: Of GPUs that nobody measured.
+#: Of an H200, on which these were measured, and of GPUs that nobody measured.
 _GPU = DeviceConstants(short_row_bytes=20, short_pair_bytes=28, few_classes=8)
 #: Of an H100. Each further sum over the weight's gradient takes about 1% of a step there. An H200,
 #: with the same arithmetic and 1.4 times the bandwidth, takes torch's time with less memory.
