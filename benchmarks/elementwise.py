@@ -46,12 +46,16 @@ LIMIT = 1.02
 SLACK_MIB = 1.0
 
 
-def sigmoid_focal(x: Tensor, t: Tensor) -> Tensor:
-    """Of RetinaNet, as in torchvision, with alpha 0.25 and gamma 2."""
+def focal(x: Tensor, t: Tensor) -> Tensor:
+    """Of each element, with alpha 0.25 and gamma 2: RetinaNet's, as in torchvision."""
     p = torch.sigmoid(x)
     ce = F.binary_cross_entropy_with_logits(x, t, reduction="none")
     p_t = p * t + (1 - p) * (1 - t)
-    return ((0.25 * t + 0.75 * (1 - t)) * ce * (1 - p_t) ** 2).mean()
+    return (0.25 * t + 0.75 * (1 - t)) * ce * (1 - p_t) ** 2
+
+
+def sigmoid_focal(x: Tensor, t: Tensor) -> Tensor:
+    return focal(x, t).mean()
 
 
 def asymmetric(x: Tensor, t: Tensor) -> Tensor:

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from benchmarks.elementwise import focal
+
+
+def _convolutions(width: int, layers: int, activation: type[nn.Module]) -> list[nn.Module]:
+    """So many ``layers``, an activation after each."""
+    return [
+        module
+        for _ in range(layers)
+        for module in (nn.Conv2d(width, width, 3, padding=1), activation())
+    ]
 
 
 class VariationalAutoencoder(nn.Module):
@@ -18,24 +28,16 @@ class VariationalAutoencoder(nn.Module):
 
     def __init__(self, channels: int, width: int, layers: int) -> None:
         super().__init__()
-
-        def convolutions() -> list[nn.Module]:
-            return [
-                module
-                for _ in range(layers)
-                for module in (nn.Conv2d(width, width, 3, padding=1), nn.SiLU())
-            ]
-
         self.encoder = nn.Sequential(
             nn.Conv2d(channels, width, 4, 2, 1),
             nn.SiLU(),
-            *convolutions(),
+            *_convolutions(width, layers, nn.SiLU),
             nn.Conv2d(width, 2 * channels, 3, padding=1),
         )
         self.decoder = nn.Sequential(
             nn.Conv2d(channels, width, 3, padding=1),
             nn.SiLU(),
-            *convolutions(),
+            *_convolutions(width, layers, nn.SiLU),
             nn.ConvTranspose2d(width, channels, 4, 2, 1),
         )
 
@@ -63,13 +65,13 @@ class Detector(nn.Module):
         classes: of each box.
     """
 
-    BOXES, ALPHA, GAMMA = 9, 0.25, 2.0
+    BOXES = 9
 
     def __init__(self, channels: int, width: int, layers: int, classes: int) -> None:
         super().__init__()
         self.stem = nn.Conv2d(channels, width, 8, 8)
         self.head = nn.Sequential(
-            *[m for _ in range(layers) for m in (nn.Conv2d(width, width, 3, padding=1), nn.ReLU())],
+            *_convolutions(width, layers, nn.ReLU),
             nn.Conv2d(width, self.BOXES * classes, 3, padding=1),
         )
 
@@ -81,8 +83,4 @@ class Detector(nn.Module):
         """
         logits = self.head(self.stem(images)).float()
         target = target.float()
-        p = torch.sigmoid(logits)
-        ce = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
-        p_t = p * target + (1 - p) * (1 - target)
-        alpha_t = self.ALPHA * target + (1 - self.ALPHA) * (1 - target)
-        return (alpha_t * ce * (1 - p_t) ** self.GAMMA).sum() / target.sum().clamp(min=1)
+        return focal(logits, target).sum() / target.sum().clamp(min=1)

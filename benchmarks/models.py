@@ -172,6 +172,13 @@ def _distillation(size: Size, dtype: torch.dtype) -> Setup:
     return Setup(student, loss, lambda generator: (tokens(generator)[:, :-1].contiguous(),))
 
 
+def _images(size: Size, generator: Generator) -> Tensor:
+    """Draws smooth ones: [batch, channels, side, side]."""
+    shape = (size.batch, size.classes, 8, 8)
+    coarse = torch.randn(shape, generator=generator, device=generator.device)
+    return F.interpolate(coarse, size=(size.length, size.length), mode="bilinear")
+
+
 def _denoising(make_model: Callable[[Size], nn.Module]) -> Make:
     def make(size: Size, dtype: torch.dtype) -> Setup:
         model = make_model(size).to(dtype).train()
@@ -185,8 +192,7 @@ def _denoising(make_model: Callable[[Size], nn.Module]) -> Make:
         def batch(generator: Generator) -> Batch:
             on = {"generator": generator, "device": generator.device}
             shape = (size.batch, size.classes, size.length, size.length)
-            coarse = torch.randn(*shape[:2], 8, 8, **on)
-            images = F.interpolate(coarse, size=shape[2:], mode="bilinear")
+            images = _images(size, generator)
             noise = torch.randn(shape, **on)
             steps = torch.randint(NOISE_STEPS, (size.batch,), **on)
             share = kept[steps].view(-1, 1, 1, 1)
@@ -220,10 +226,8 @@ def _autoencoder(size: Size, dtype: torch.dtype) -> Setup:
 
     def batch(generator: Generator) -> Batch:
         on = {"generator": generator, "device": generator.device}
-        shape, half = (size.batch, size.classes), size.length // 2
-        coarse = torch.randn(*shape, 8, 8, **on)
-        images = F.interpolate(coarse, size=(size.length, size.length), mode="bilinear")
-        return images.to(dtype), torch.randn(*shape, half, half, **on)
+        images, half = _images(size, generator).to(dtype), size.length // 2
+        return images, torch.randn(size.batch, size.classes, half, half, **on)
 
     return Setup(model, model, batch)
 

@@ -30,7 +30,7 @@ class DeviceConstants:
             each chunk but the first reads and writes the gradient, 4 bytes an element in a 16-bit
             dtype against 6 * rows operations.
         part_of_logits: but no more than this part of the logits of all rows.
-        operations_worth_waiting: a host waits for the number of ignored rows where the matrix
+        operations_worth_waiting: a GPU's host waits for the number of ignored rows where the matrix
             products take so many operations, which are some milliseconds.
         small_bytes, small_simple_bytes: with a largest argument of fewer bytes, the calls of a
             kernel take longer than it saves; the second of losses of little arithmetic.
@@ -71,7 +71,6 @@ class DeviceConstants:
 
 
 _CPU = DeviceConstants(
-    operations_worth_waiting=0.0,  # the host is the device
     small_bytes=1 << 20,
     small_simple_bytes=2 << 20,
     moves_gradients=False,

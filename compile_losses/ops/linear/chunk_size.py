@@ -84,14 +84,14 @@ def plan(
     # A row of input's gradient: in a wide dtype the sum is the gradient itself.
     sum_bytes = hidden * (4 if narrow else item) if needs_input else 0
     room = int(COUNTED * _budget_of_sums(rows, hidden, classes, dtype, constants))
+    most_blocks = classes // constants.least_classes
     # Rows beyond hidden are in the scratch buffer, with all of their classes.
     most = min(rows, hidden + room // row_bytes)
     for first in sorted({*range(least, most + 1, least), *[rows] * (most == rows)}):
         # The sum lies in the memory of input's gradient where that has twice as many rows.
         beside = sum_bytes * (narrow and 2 * first > rows) + gathered * hidden * item
-        blocks = range(2, classes // constants.least_classes + 1)
         layout = _fewest_blocks(
-            blocks, first, hidden, classes, block_buffers, item, room - first * beside
+            first, hidden, classes, most_blocks, block_buffers, item, room - first * beside
         )
         rest = -(-(rows - first) // chunk)
         if layout is None or (narrow and 1 + rest > MOST_NARROW_SUMS):
@@ -106,10 +106,14 @@ def plan(
 
 
 def _fewest_blocks(
-    numbers: range, rows: int, hidden: int, classes: int, block_buffers: int, item: int, room: int
+    rows: int, hidden: int, classes: int, most: int, block_buffers: int, item: int, room: int
 ) -> BlockLayout | None:
-    """The layout with the fewest blocks whose scratch buffer, and the others, take at most room."""
-    for blocks in numbers:
+    """The layout with the fewest blocks whose scratch buffer, and the others, take at most room.
+
+    Args:
+        most: blocks.
+    """
+    for blocks in range(2, most + 1):
         layout = smallest_scratch(rows, hidden, classes, blocks)
         if layout is not None and layout.elements(block_buffers) * item <= room:
             return layout
