@@ -253,6 +253,12 @@ def _note_compiled(graph: Graph) -> None:
         _leave()
 
 
+def forget_backwards() -> None:
+    """Takes the last pass out although backwards may be to come, as after a reset of Dynamo."""
+    _to_come.clear()
+    _leave()
+
+
 def _leave() -> None:
     """Takes the last pass out of its slot, if it was left for backwards and none is to come.
 

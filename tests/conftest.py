@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch._dynamo.guards
 
-from compile_losses import functional, library
+from compile_losses import functional, inductor_passes, library
 from tests.conformance import ledger
 from tests.constants import set_constants
 from tests.graphs import interpreted, recorded
@@ -130,11 +130,13 @@ def no_loss_is_small(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
-    """Every test compiles anew, with the same random numbers."""
+    """Every test compiles anew, with the same random numbers and without passes of earlier tests,
+    whose backwards may not have run."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+    inductor_passes.forget_backwards()
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -18,7 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import compile_losses
 from compile_losses import switches
-from compile_losses.inductor_passes import InPlacePass, Pass, note_backward
+from compile_losses.inductor_passes import InPlacePass, Pass, forget_backwards, note_backward
 from tests import WITHOUT_VECTORS
 
 
@@ -252,6 +252,17 @@ def test_backward_after_disable(graphs):
     torch.testing.assert_close(actual, model.weight.grad)
     compile_losses.disable()
     assert config.post_grad_custom_post_pass is None
+
+
+def test_forgotten_backwards():
+    """A reset of Dynamo leaves nothing whose backward is compiled later."""
+    model, (x, target) = nn.Linear(12, 12), real(16)
+    with compile_losses.enable():
+        loss = torch.compile(lambda x, target: F.mse_loss(model(x), target))(x, target)
+    assert isinstance(config.post_grad_custom_post_pass, InPlacePass)
+    forget_backwards()
+    assert config.post_grad_custom_post_pass is None
+    loss.backward()  # compiled without the pass
 
 
 def test_nested_enable():
