@@ -16,7 +16,7 @@ from compile_losses.guard import Failure, attempt, is_restart
 from compile_losses.lower.decision import Decision
 from compile_losses.options import Settings
 from compile_losses.recognize.logits import OUTSIDE
-from compile_losses.recognize.returned import of_parameters, returned_numbers
+from compile_losses.recognize.returned_numbers import of_parameters, returned_numbers
 from compile_losses.report import Report, Result
 from compile_losses.sites import (
     UNRECOGNISED,

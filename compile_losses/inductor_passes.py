@@ -19,7 +19,7 @@ from compile_losses.lower import Decision, donated_buffers, in_place, lower_or_l
 from compile_losses.lower.decision import log
 from compile_losses.options import Settings
 from compile_losses.recognize import rewrite_graph
-from compile_losses.recognize.linear import prefer_memory_by_default
+from compile_losses.recognize.with_head import prefer_memory_by_default
 from compile_losses.report import Report
 from compile_losses.torch_internals.inductor import (
     JOINT,

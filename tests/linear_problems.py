@@ -25,7 +25,7 @@ def chunks(monkeypatch):
 
     def set_rows(rows):
         set_constants(monkeypatch, least_rows=rows, logits_bytes=1)
-        monkeypatch.setattr("compile_losses.ops.linear.products.BLOCK_BYTES", 1000)
+        monkeypatch.setattr("compile_losses.ops.linear.matrix_products.BLOCK_BYTES", 1000)
 
     set_rows(16)
     return set_rows

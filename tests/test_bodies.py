@@ -103,7 +103,7 @@ def test_bodies(name, way, no_code):
     x, target = torch.randn(8, 12), torch.randn(8, 12)
     torch._dynamo.reset()
     expected = outcome(torch.compile(function), x, target)
-    with fresh_cache():  # a loss this small is inlined: it is seen in tracing alone
+    with fresh_cache():  # a loss this small is decomposed: it is seen in tracing alone
         calls = count_fused_calls(
             lambda: torch.testing.assert_close(run_compiled(function, way, x, target), expected)
         )

@@ -19,7 +19,7 @@ from tests.constants import set_constants
 MIB = 1 << 20
 SITE = Site(
     "huber_loss", "rewritten", "", "model.py", 3,
-    plan=("inlined",), details=("inlined: it is small",),
+    plan=("decomposed",), details=("decomposed: it is small",),
     bytes_moved=1000, bytes_held=500, stock_bytes_moved=2000, stock_bytes_held=500,
 )  # fmt: skip
 
@@ -110,7 +110,7 @@ def test_says_why_there_is_no_gain():
     report = Report([SITE], graphs=1)
     time = "time (huber_loss moves 1 kB, stock's 2 kB)"
     memory = "memory (huber_loss holds 500 B, as stock's)"
-    why = "inlined: it is small"
+    why = "decomposed: it is small"
     assert gains.without_gain(result("a"), report) == f"a: {time}, {memory}: {why}"
     assert gains.without_gain(result("a", saving=2), report) == f"a: {time}: {why}"
     assert gains.without_gain(result("a", speedup=2), report) == f"a: {memory}: {why}"

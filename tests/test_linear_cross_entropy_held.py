@@ -115,7 +115,7 @@ def most_allocated(function):
 def test_blocks_are_held_where_planned(dtype, options, monkeypatch):
     """All rows' logits in the weight's gradient: beside it what is planned, and little more."""
     set_constants(monkeypatch, least_rows=64, least_classes=64, least_elements=1, logits_bytes=1)
-    monkeypatch.setattr("compile_losses.ops.linear.products.BLOCK_BYTES", 10_000)
+    monkeypatch.setattr("compile_losses.ops.linear.matrix_products.BLOCK_BYTES", 10_000)
     plans = []
 
     def recorded(*arguments, **keywords):

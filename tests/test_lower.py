@@ -72,7 +72,7 @@ class Deep(Head):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_hoisted(loss, graphs, device):
+def test_gradient_in_forward(loss, graphs, device):
     function, inputs = LOSSES[loss]
     # Torch's gradient of kl_div reads the target alone, which leaves a thin head nothing to own.
     head = (Deep if loss == "kl" else Head)(function)
@@ -190,7 +190,7 @@ def test_gradient_by_row_over_saved_logits(function, in_place, graphs, kernels_a
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_float16_gradient_over_saved_logits(weighted, graphs, kernels_at_any_cost, device):
-    """A mean that is not hoisted; some rows, and in the second call all, are ignored."""
+    """A mean whose gradient stays in the backward; some rows, and in the second call all, are ignored."""
     x, w = (torch.randn(shape, device=device).half() for shape in ((8, 16), (16, 12)))
     leaves = x.requires_grad_(), w.requires_grad_()
     weights = torch.rand(12, device=device).half() if weighted else None
@@ -296,7 +296,7 @@ def keeps_backward(graphs):
     return "_with_grad" not in graphs["joint"][0] and "_backward.default" in graphs["joint"][0]
 
 
-def test_broadcast_is_not_hoisted(graphs, no_code, kernels_at_any_cost):
+def test_broadcast_stays_in_the_backward(graphs, no_code, kernels_at_any_cost):
     compare(Head(lambda p, t: F.mse_loss(p[:, :1], t)), real(), factors=(1.0, 2.0))
     assert keeps_backward(graphs)
 
@@ -314,7 +314,7 @@ def test_target_with_gradient(graphs, no_code, kernels_at_any_cost):
     assert keeps_backward(graphs)
 
 
-def test_float16_is_not_hoisted(graphs, no_code, kernels_at_any_cost):
+def test_float16_stays_in_the_backward(graphs, no_code, kernels_at_any_cost):
     """1/N underflows in float16 before a GradScaler's factor arrives."""
 
     class Half(Head):
@@ -488,7 +488,7 @@ def test_retain_graph_as_stock(case, first_retains, device, no_code):
         "mse and kl",
     ],
 )
-def test_hoisted_of_leaves(case, graphs, device):
+def test_gradient_in_forward_of_leaves(case, graphs, device):
     """Of a graph that overwrites nothing, the gradient is autograd's until it frees it."""
     function, make_inputs = RETAINED[case]
     compiled = torch.compile(function, backend="compile_losses")
@@ -506,7 +506,7 @@ def test_hoisted_of_leaves(case, graphs, device):
 
 
 @pytest.mark.parametrize("case", ["kl of a matrix product", "kl of a layer"])
-def test_not_hoisted_where_only_the_backward_would_have_it(case, graphs, no_code):
+def test_stays_in_the_backward_where_only_the_backward_would_have_it(case, graphs, no_code):
     """AOTAutograd would donate it, and the backward refuse retain_graph where stock does not."""
     function, make_inputs = RETAINED[case]
     torch.compile(function, backend="compile_losses")(*make_inputs("cpu")).backward()
@@ -574,7 +574,7 @@ def test_leaves_under_cuda_graphs(graphs, device):
 
 
 @pytest.mark.parametrize("mark", ["mark_dynamic", "mark_unbacked"])
-def test_hoisted_of_leaves_of_any_size(mark, graphs):
+def test_gradient_in_forward_of_leaves_of_any_size(mark, graphs):
     p, t = torch.randn(8, 12), torch.randn(8, 12)
     for tensor in (p, t):
         getattr(torch._dynamo.decorators, mark)(tensor, 0)

@@ -18,8 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import compile_losses
 from compile_losses import device_constants
-from compile_losses.lower.calls import find_losses
-from compile_losses.lower.cost import Feed, Gradient, inline_cost, kernel_cost
+from compile_losses.lower.cost import Feed, Gradient, decomposed_cost, kernel_cost
+from compile_losses.lower.fused_calls import find_losses
 from compile_losses.lower.plan import plan
 from compile_losses.lower.slow_paths import is_small, slow_path
 from compile_losses.report import Report
@@ -36,20 +36,20 @@ def test_costs():
     product = Feed("matrix product", 1000, None, 1000, True)
     target = Feed("graph input", 1000, None, 1000, False)
     gradients = [Gradient(1000, False)]
-    kernel = kernel_cost([product, target], 0, gradients, hoisted=True, in_place=True)
-    stock = inline_cost([product, target], gradients, 1)
+    kernel = kernel_cost([product, target], 0, gradients, in_forward=True, in_place=True)
+    stock = decomposed_cost([product, target], gradients, 1)
     assert (kernel.moved, kernel.held) == (3000, 1000)
     assert (stock.moved, stock.held) == (5000, 2000)
     # A pointwise op before and after: only torch's ops keep what is between in registers.
     pointwise = Feed("pointwise gelu", 1000, 1000, 1000, True)
     gradients = [Gradient(1000, True)]
-    kernel = kernel_cost([pointwise, target], 0, gradients, hoisted=True, in_place=False)
-    stock = inline_cost([pointwise, target], gradients, 1)
+    kernel = kernel_cost([pointwise, target], 0, gradients, in_forward=True, in_place=False)
+    stock = decomposed_cost([pointwise, target], gradients, 1)
     assert (kernel.moved, kernel.held) == (6000, 2000)
     assert (stock.moved, stock.held) == (4000, 0)
     # A reduction reads far more than it returns, and is not computed again in the backward.
     reduction = Feed("mean", 10, 1000, 10, True)
-    assert inline_cost([reduction], gradients, 1).moved == 1000 + 2 * 10
+    assert decomposed_cost([reduction], gradients, 1).moved == 1000 + 2 * 10
 
 
 @pytest.mark.parametrize(
@@ -63,28 +63,28 @@ def heads():
     conv = nn.Conv2d(3, 12, 1)
     embedding = nn.Embedding(12, 16)
     linear = nn.Linear(16, 12)
-    hoisted = ("kernel", "hoisted", "in place", "scale in place")
+    in_forward = ("kernel", "gradient in forward", "in place", "scale in place")
     cross_entropy, mse = F.cross_entropy, F.mse_loss
     return {
-        "linear": (lambda x, t: mse(linear(x), t), real(), hoisted),
-        "view": (lambda x, t: mse(linear(x).view(4, 2, 12), t.view(4, 2, 12)), real(), hoisted),
+        "linear": (lambda x, t: mse(linear(x), t), real(), in_forward),
+        "view": (lambda x, t: mse(linear(x).view(4, 2, 12), t.view(4, 2, 12)), real(), in_forward),
         "transposed": (lambda x, t: cross_entropy(linear(x.view(2, 4, 16)).transpose(1, 2), t),
-                       (torch.randn(8, 16), torch.randint(12, (2, 4))), hoisted),
-        "crossed": (lambda x, t: mse(linear(x), t.view(12, 8).t()), real(), ("inlined",)),
+                       (torch.randn(8, 16), torch.randint(12, (2, 4))), in_forward),
+        "crossed": (lambda x, t: mse(linear(x), t.view(12, 8).t()), real(), ("decomposed",)),
         "sliced": (lambda x, t: cross_entropy(linear(x)[:, :10], t % 10), classes(),
-                   ("inlined",)),
+                   ("decomposed",)),
         "tied": (lambda x, t: cross_entropy(embedding(t) @ embedding.weight.t(), t),
-                 classes(), hoisted),
+                 classes(), in_forward),
         "conv": (lambda x, t: mse(conv(x), t), (torch.randn(2, 3, 4, 4), torch.randn(2, 12, 4, 4)),
-                 ("inlined",)),
-        "gelu": (lambda x, t: cross_entropy(F.gelu(linear(x)), t), classes(), ("inlined",)),
+                 ("decomposed",)),
+        "gelu": (lambda x, t: cross_entropy(F.gelu(linear(x)), t), classes(), ("decomposed",)),
         "layer norm": (lambda x, t: F.kl_div(F.layer_norm(linear(x), (12,)), t), distributions(),
-                       ("inlined",)),
+                       ("decomposed",)),
         "unreduced": (lambda x, t: mse(linear(x), t, reduction="none").mean(0).max(), real(),
-                      ("inlined",)),
+                      ("decomposed",)),
         "inference": (lambda x, t: cross_entropy(linear(x).detach(), t), classes(), ("kernel",)),
-        "inference, simple": (lambda x, t: mse(linear(x).detach(), t), real(), ("inlined",)),
-        "float16": (lambda x, t: mse(linear(x).half(), t.half()), real(), ("inlined",)),
+        "inference, simple": (lambda x, t: mse(linear(x).detach(), t), real(), ("decomposed",)),
+        "float16": (lambda x, t: mse(linear(x).half(), t.half()), real(), ("decomposed",)),
     }  # fmt: skip
 
 
@@ -129,15 +129,15 @@ def test_reasons():
     for _ in range(2):
         report = compile_losses.explain(Model(), *inputs)
         cross_entropy, smooth_l1, huber, declined = report.sites
-        assert cross_entropy.plan == ("kernel", "hoisted", "in place", "scale in place")
+        assert cross_entropy.plan == ("kernel", "gradient in forward", "in place", "scale in place")
         assert cross_entropy.stock_bytes_moved > cross_entropy.bytes_moved > 0
-        assert smooth_l1.plan == ("inlined",)
+        assert smooth_l1.plan == ("decomposed",)
         assert "pointwise tanh is computed in the same kernel" in smooth_l1.notes
-        assert huber.plan == ("inlined",) or "not hoisted" in huber.plan
+        assert huber.plan == ("decomposed",) or "gradient in backward" in huber.plan
         assert declined.plan == ()
         assert declined.bytes_moved is None
     text = str(report)
-    assert "kernel, hoisted, in place, scale in place" in text
+    assert "kernel, gradient in forward, in place, scale in place" in text
     assert "bytes / stock" in text
 
 
@@ -255,7 +255,7 @@ def test_small_rows(name, dtype, large, with_gradient, losses_are_small):
     """On a CPU, fewer logits than a megabyte are left to torch's own ops."""
     for cols in (large - 1, large):
         decision, *_ = plan(_graph_of_rows(name, cols, dtype, "cpu", with_gradient))
-        assert decision.choice == ("inlined" if cols < large else "kernel")
+        assert decision.choice == ("decomposed" if cols < large else "kernel")
         assert ("it is small" in decision.reason) == (cols < large)
         graph = _graph_of_rows(name, cols, dtype, "cuda", with_gradient)
         assert not is_small(*find_losses(graph))
@@ -272,8 +272,8 @@ def test_small_elementwise_losses(loss, dtype, large, losses_are_small):
         made = [torch.rand(count, large[1], dtype=dtype) + 0.1 for _ in range(2)]
         input, target = made[0].requires_grad_(), made[1]
         (site,) = compile_losses.explain(lambda a, b: getattr(F, loss)(a, b), input, target).losses
-        assert site.plan[0] == ("kernel" if count == rows else "inlined")
-        assert ("inlined: it is small" in site.notes) == (count < rows)
+        assert site.plan[0] == ("kernel" if count == rows else "decomposed")
+        assert ("decomposed: it is small" in site.notes) == (count < rows)
 
 
 def test_a_small_input_of_a_large_target(losses_are_small):
@@ -311,7 +311,7 @@ def test_short_rows(name, with_gradient, in_bfloat16, in_float32, dtype):
         assert (slow is not None and slow.reason == "its rows are short") == (cols <= longest)
         if not with_gradient:  # whose writing out needs the device
             (decision,) = plan(graph)
-            assert decision.choice == ("inlined" if cols <= longest else "kernel")
+            assert decision.choice == ("decomposed" if cols <= longest else "kernel")
             assert ("its rows are short" in decision.reason) == (cols <= longest)
     (loss,) = find_losses(_graph_of_rows(name, 2, dtype, "cpu", with_gradient))
     assert slow_path(loss) is None
@@ -365,7 +365,7 @@ def test_dynamic_shapes_are_planned():
     for tensor in inputs:
         torch._dynamo.mark_dynamic(tensor, 0)
     (site,) = compile_losses.explain(Head(F.mse_loss), *inputs).losses
-    assert site.plan == ("kernel", "hoisted", "in place", "scale in place")
+    assert site.plan == ("kernel", "gradient in forward", "in place", "scale in place")
     assert site.bytes_moved == 3 * 6 * 12 * 4
 
 
@@ -451,10 +451,10 @@ def test_page(tmp_path):
 def test_page_and_dictionary_of_a_model():
     report = compile_losses.explain(Head(F.mse_loss), *real())
     text = " ".join(Checker(report.to_html()).text)
-    assert "kernel, hoisted, in place, scale in place" in text
+    assert "kernel, gradient in forward, in place, scale in place" in text
     assert "return self.loss(self.prepare(self.linear(x)), target, *others)" in text
     (site,) = json.loads(json.dumps(report.to_dict()))["sites"]
-    assert site["plan"] == ["kernel", "hoisted", "in place", "scale in place"]
+    assert site["plan"] == ["kernel", "gradient in forward", "in place", "scale in place"]
     assert Checker(compile_losses.explain(lambda a: 3, torch.rand(3)).to_html()).text
 
 
@@ -465,7 +465,7 @@ def test_logged(caplog):
     ):
         torch.compile(Head(F.mse_loss), backend="compile_losses")(*real()).backward()
     assert "mse_loss: kernel" in caplog.text
-    assert "mse_loss: hoisted" in caplog.text
+    assert "mse_loss: gradient in forward" in caplog.text
 
 
 def test_torch_logs():
@@ -483,4 +483,4 @@ f(torch.rand(3), torch.rand(3))
         [sys.executable, "-c", script], capture_output=True, text=True, env=environment
     )
     assert result.returncode == 0, result.stderr
-    assert "kl_div: inlined (it is small," in result.stderr
+    assert "kl_div: decomposed (it is small," in result.stderr

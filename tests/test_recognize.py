@@ -14,7 +14,7 @@ from torch import nn
 import compile_losses
 from compile_losses import recognize
 from compile_losses.recognize.guards import GUARDS
-from compile_losses.recognize.written import Recognizer
+from compile_losses.recognize.written_out import Recognizer
 from tests import patterns
 from tests.results import compile_with, run
 from tests.specs import SPECS
@@ -288,4 +288,4 @@ def test_work_on_a_large_graph(monkeypatch):
         torch.randn(2, 4, 8), torch.randint(8, (8,))
     )
     assert sizes[0] > 2000
-    assert recognizers[0].shadow.replayed < 100
+    assert recognizers[0].replay.replayed < 100

@@ -501,7 +501,7 @@ def test_factors_go_into_the_forward(monkeypatch, no_code):
     assert forward.count("fused.linear_softmax_kl_div_with_grad.default") == 1
     assert "grad_output: " in forward
     assert "linear_softmax" not in backward
-    assert only_site(loss, inputs).plan[0] == "hoisted with its factor"
+    assert only_site(loss, inputs).plan[0] == "gradient in forward with its factor"
 
 
 def masked(kind, reduce):
@@ -523,10 +523,13 @@ def masked(kind, reduce):
 MASK = torch.tensor([[1.0, 1, 0, 1, 1, 0], [0, 1, 1, 1, 0, 1]], dtype=torch.float64)
 #: What is made of each token's divergence, and the plan.
 TOKENS = {
-    "a masked mean": (lambda each: (each * MASK).sum() / MASK.sum(), "hoisted by row"),
-    "a weight of each": (lambda each: (each * MASK.softmax(-1)).sum(), "hoisted by row"),
-    "a bound": (lambda each: each.clamp(max=3.0).mean(), "hoisted by row"),
-    "squares": (lambda each: each.square().sum(), "hoisted by row"),
+    "a masked mean": (lambda each: (each * MASK).sum() / MASK.sum(), "gradient in forward by row"),
+    "a weight of each": (
+        lambda each: (each * MASK.softmax(-1)).sum(),
+        "gradient in forward by row",
+    ),
+    "a bound": (lambda each: each.clamp(max=3.0).mean(), "gradient in forward by row"),
+    "squares": (lambda each: each.square().sum(), "gradient in forward by row"),
     "their softmax": (lambda each: (each * each.softmax(-1)).sum(), "with its logits"),
     "all of them": (lambda each: each * MASK, "with its logits"),
 }
@@ -557,7 +560,7 @@ def test_divergences_of_tokens_of_a_frozen_head():
         return masked("forward", TOKENS["their softmax"][0])(h, w.detach(), b.detach(), t, tw, tb)
 
     inputs = problem(torch.float64)
-    assert only_site(loss, inputs).plan[0] == "hoisted, scaled by row"
+    assert only_site(loss, inputs).plan[0] == "gradient in forward, scaled by row"
     compare(loss, inputs, {}, rtol=1e-12, atol=1e-12)
 
 

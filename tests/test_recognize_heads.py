@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_losses.recognize import linear
+from compile_losses.recognize import with_head
 from tests.test_recognize_linear import (
     CLASSES,
     HIDDEN,
@@ -26,7 +26,7 @@ PADDING = torch.arange(CLASSES) >= CLASSES - 6
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch):
     """Few rows of logits, so that small weights may be copied for them."""
-    monkeypatch.setattr(linear, "COPIED_WEIGHTS", 1)
+    monkeypatch.setattr(with_head, "COPIED_WEIGHTS", 1)
 
 
 def known(labels):
@@ -376,7 +376,7 @@ def test_near_misses_of_16_bits(name):
 
 def test_copies_of_the_weight_pay_for_many_rows(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(linear, "chunk_rows", lambda *_, **__: 4)
+    monkeypatch.setattr(with_head, "chunk_rows", lambda *_, **__: 4)
     site = only_site(padded_vocabulary, head())
     assert "copies of its weight" in site.reason
 

@@ -16,7 +16,7 @@ from tests.accuracy import SIMILAR, assert_accurate, similar
 from tests.linear_problems import known_text, largest_allocation, leaves
 
 BATCH, TOKENS, HIDDEN, CLASSES = 4, 18, 8, 37
-IN_THE_FORWARD, SCALED = "hoisted by row", "hoisted, scaled by row"
+IN_THE_FORWARD, SCALED = "gradient in forward by row", "gradient in forward, scaled by row"
 LOGITS, AGAIN = "with its logits", "logits computed again"
 
 pytestmark = pytest.mark.usefixtures("no_code", "chunks")

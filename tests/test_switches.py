@@ -152,7 +152,7 @@ def test_wrong_names(options, message):
 
 
 def test_wrong_names_in_the_environment(monkeypatch):
-    monkeypatch.setenv("COMPILE_LOSSES_PASSES", "hoist")
+    monkeypatch.setenv("COMPILE_LOSSES_PASSES", "move")
     with pytest.raises(RuntimeError, match="COMPILE_LOSSES_PASSES: expected some of rewrite"):
         compile_losses.enable()
 

@@ -209,7 +209,7 @@ def test_with_a_head(name, chunks):
     leaves = h.requires_grad_(), w.requires_grad_()
     t = torch.randint(CLASSES, (BATCH, TOKENS))
     (site,) = compile_losses.explain(step, *leaves, t).losses
-    assert (site.op, site.plan[0]) == ("linear_cross_entropy", "hoisted by row")
+    assert (site.op, site.plan[0]) == ("linear_cross_entropy", "gradient in forward by row")
     found = []
     for run in (torch.compile(step, backend="compile_losses"), step):
         loss = run(*leaves, t)

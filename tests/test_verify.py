@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import compile_losses
 from compile_losses.recognize import rewrite
-from compile_losses.recognize.sizes import Sizes
+from compile_losses.recognize.small_sizes import Sizes
 from tests.specs import SPECS
 from tests.test_recognize import spellings
 

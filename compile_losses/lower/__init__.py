@@ -11,10 +11,10 @@ from collections.abc import Callable
 from torch.fx import Graph
 
 from compile_losses.guard import Failure, Snapshot, attempt
-from compile_losses.lower.calls import PARTS
 from compile_losses.lower.dead_buffers import donated_buffers
 from compile_losses.lower.decision import Decision
 from compile_losses.lower.elementwise import scalar_tangents
+from compile_losses.lower.fused_calls import PARTS
 from compile_losses.lower.in_place import in_place
 from compile_losses.lower.plan import plan
 from compile_losses.sites import site_of

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compile_losses.lower.aliases import is_view, storage_of
+from compile_losses.lower.node_relations import is_view, storage_of
 from compile_losses.ops.checks import CASTS
 from compile_losses.sites import megabytes
 from compile_losses.torch_internals.inductor import OpTypes
@@ -180,7 +180,7 @@ def kernel_cost(
     loss: int,
     gradients: Sequence[Gradient],
     *,
-    hoisted: bool,
+    in_forward: bool,
     in_place: bool,
 ) -> Cost:
     """As custom ops.
@@ -189,13 +189,13 @@ def kernel_cost(
         feeds: the arguments of the size of the loss's input.
         loss: the bytes of the loss that generated kernels read; 0 for a reduced one.
         gradients: what the backward computes; empty without a backward.
-        hoisted: whether the gradient is computed with the loss.
+        in_forward: whether the gradient is computed with the loss.
         in_place: whether it is written over the input.
     """
     read = sum(feed.nbytes for feed in feeds)
     computed = [feed for feed in feeds if feed.source is not None]
     moved = read + loss + sum((feed.source or 0) + feed.buffer for feed in computed)
-    if gradients and not hoisted:
+    if gradients and not in_forward:
         moved += read
     moved += sum(g.nbytes * (2 if g.fused else 1) for g in gradients)
     held = sum(feed.buffer for feed in feeds if feed.stored)
@@ -204,7 +204,7 @@ def kernel_cost(
     return Cost(moved, held)
 
 
-def inline_cost(
+def decomposed_cost(
     feeds: Sequence[Feed], gradients: Sequence[Gradient], passes: int, *, in_place: bool = False
 ) -> Cost:
     """As torch's own ops, which Inductor fuses with what feeds and what reads them.

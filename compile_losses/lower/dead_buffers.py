@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch.fx import Node
 
-from compile_losses.lower.aliases import depends_on, graph_outputs, storage_of
-from compile_losses.lower.calls import fused_call
 from compile_losses.lower.cost import MATMULS, hint_of
-from compile_losses.lower.factor import is_movable
+from compile_losses.lower.fused_calls import fused_call
+from compile_losses.lower.node_order import is_movable
+from compile_losses.lower.node_relations import depends_on, graph_outputs, storage_of
 from compile_losses.ops.checks import CASTS
 from compile_losses.torch_internals.inductor import config, donated_inputs
 from compile_losses.torch_internals.ops import tree_leaves
@@ -143,8 +143,8 @@ def gradient_overwritable(
     """Why a saved gradient may not be overwritten by its only reader; None where it may.
 
     Args:
-        owned: whether AOTAutograd has donated it, or ``hoist`` has said that it may be overwritten
-            unless it is retained.
+        owned: whether AOTAutograd has donated it, or ``gradient_in_forward`` has said that it may
+            be overwritten unless it is retained.
     """
     if gradient.op != "placeholder":
         return "the gradient is not saved by the forward"

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from compile_losses.lower.calls import fused_call, fused_op
+from compile_losses.lower.fused_calls import fused_call, fused_op
 from compile_losses.lower.row_gradients import values_of
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.row_divergences import Pair

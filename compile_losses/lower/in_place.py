@@ -6,8 +6,8 @@ when its factor is 1. Where both happen, peak memory is that of a stock graph, w
 for the backward. A backward that has the logits themselves may write their gradient over them, as
 Inductor's kernels do.
 
-Gradients of elementwise losses that were not hoisted are written out in torch's own ops: a kernel
-moves as many bytes, and Inductor fuses those ops with what stands around them. In a joint graph
+Gradients of elementwise losses that stay in the backward are decomposed into torch's own ops: a
+kernel moves as many bytes, and Inductor fuses those ops with their neighbours. In a joint graph
 they would be cut in two, and the forward would write a difference for the backward to read.
 """
 
@@ -20,14 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from compile_losses.lower.aliases import is_fused_into_readers
 from compile_losses.lower.argument_layouts import accept_layouts, leave_unpadded
-from compile_losses.lower.calls import (
-    fused_call,
-    fused_op,
-    has_part,
-    is_elementwise,
-)
 from compile_losses.lower.dead_buffers import (
     can_go_before,
     gradient_overwritable,
@@ -35,10 +28,17 @@ from compile_losses.lower.dead_buffers import (
     readers_of_buffer,
 )
 from compile_losses.lower.decision import Decision, log
+from compile_losses.lower.decompose import decompose_backward
 from compile_losses.lower.elementwise import drop_markers
-from compile_losses.lower.factor import later_sources
-from compile_losses.lower.hoist import SAVED
-from compile_losses.lower.inline import inline_backward
+from compile_losses.lower.fused_calls import (
+    fused_call,
+    fused_op,
+    has_part,
+    is_elementwise,
+)
+from compile_losses.lower.gradient_in_forward import SAVED
+from compile_losses.lower.node_order import later_sources
+from compile_losses.lower.node_relations import is_fused_into_readers
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.graphs import EAGER_VALUES
@@ -65,7 +65,7 @@ def in_place(graph: Graph, donated: Collection[int] = ()) -> list[Decision]:
         elif part == "with_grad" and has_part(loss, "with_grad_"):
             decisions.append(_gradient_over_input(node, loss))
         elif part == "backward" and has_part(loss, "with_grad_") and is_elementwise(loss):
-            inline_backward(node)
+            decompose_backward(node)
         elif node.target is fused.cross_entropy_backward.default:
             decisions.append(_gradient_over_saved_input(node, donated))
     drop_markers(graph)
@@ -95,7 +95,7 @@ def _gradient_over_input(node: Node, name: str) -> Decision:
 
 
 def _gradient_over_saved_input(node: Node, donated: Collection[int]) -> Decision:
-    """Cross entropy's gradient where it was not hoisted, over the logits.
+    """Cross entropy's gradient where it was gradient in backward, over the logits.
 
     Torch's own ops, fused, write it there, too.
     """

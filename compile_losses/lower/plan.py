@@ -1,9 +1,9 @@
 """What becomes of each loss of a joint or inference graph: a kernel, or torch's own ops.
 
-A kernel reads its arguments once and computes the gradient in the same read (see ``hoist``);
-torch's ops read them again in the backward, but are fused with what feeds the loss (see
-``inline``). A loss is a kernel unless ``cost`` says that it would move or hold more bytes than
-torch's ops, or it is small.
+A kernel reads its arguments once and computes the gradient in the same read (see
+``gradient_in_forward``). Torch's ops read them again in the backward, but are fused with what feeds
+the loss (see ``decompose``). A loss is a kernel unless ``cost`` says that it would move or hold
+more bytes than torch's ops, or it is small.
 """
 
 from __future__ import annotations
@@ -14,27 +14,38 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from compile_losses.lower.aliases import (
-    depends_on,
-    depends_on_tangents,
-    is_fused_into_readers,
-)
-from compile_losses.lower.calls import Loss, find_losses, fused_call, has_part, merge_equal_losses
 from compile_losses.lower.cost import (
     Cost,
     Feed,
     Gradient,
+    decomposed_cost,
     feed_of,
-    inline_cost,
     kernel_cost,
     nbytes_of,
 )
 from compile_losses.lower.dead_buffers import is_computed_where_it_stands, overwritable
 from compile_losses.lower.decision import Decision, log
+from compile_losses.lower.decompose import decompose, decompose_backward
 from compile_losses.lower.elementwise import move_gradients
-from compile_losses.lower.hoist import hoist, overwrites_buffers, refusal, tensors_read
-from compile_losses.lower.inline import inline, inline_backward
-from compile_losses.lower.linear import plan_linear, plan_rows
+from compile_losses.lower.fused_calls import (
+    Loss,
+    find_losses,
+    fused_call,
+    has_part,
+    merge_equal_losses,
+)
+from compile_losses.lower.gradient_in_forward import (
+    move_into_forward,
+    overwrites_buffers,
+    refusal,
+    tensors_read,
+)
+from compile_losses.lower.linear_losses import plan_linear, plan_rows
+from compile_losses.lower.node_relations import (
+    depends_on,
+    depends_on_tangents,
+    is_fused_into_readers,
+)
 from compile_losses.lower.slow_paths import is_small, slow_path
 from compile_losses.ops.checks import CASTS, REDUCTIONS
 from compile_losses.sites import site_of
@@ -58,7 +69,7 @@ def plan(graph: Graph, *, prefer_memory: bool = False, elementwise: bool = True)
 
 
 def _plan_ops(graph: Graph, prefer_memory: bool) -> list[Decision]:
-    """Inlines or hoists every loss that is an op."""
+    """Decomposes each loss that is an op, or moves its gradient into the forward."""
     merge_equal_losses(graph)
     by_row = plan_rows(graph, prefer_memory=prefer_memory)
     losses = find_losses(graph)
@@ -69,18 +80,18 @@ def _plan_ops(graph: Graph, prefer_memory: bool) -> list[Decision]:
     decisions = by_row
     for loss in losses:
         decision = _choose(loss, ops, overwrites)
-        if decision.choice == "inlined" and not inline(loss):
-            decision = Decision(decision.site, loss.name, "kernel", "it can't be inlined")
+        if decision.choice == "decomposed" and not decompose(loss):
+            decision = Decision(decision.site, loss.name, "kernel", "it can't be decomposed")
         decisions.append(decision)
-    _inline_strays(graph, ops)
-    decisions = [*decisions, *hoist(graph), *plan_linear(graph)]
-    _inline_short_backwards(graph)
+    _decompose_unpaired_backwards(graph, ops)
+    decisions = [*decisions, *move_into_forward(graph), *plan_linear(graph)]
+    _decompose_short_backwards(graph)
     for decision in decisions:
         log.debug("%s", decision)
     return decisions
 
 
-def _inline_strays(graph: Graph, ops: OpTypes) -> None:
+def _decompose_unpaired_backwards(graph: Graph, ops: OpTypes) -> None:
     """Writes out gradients whose loss is not in the graph, if Inductor would fuse what feeds them.
 
     Those of elementwise losses all are, once the backward is a graph of its own (see ``in_place``).
@@ -93,23 +104,23 @@ def _inline_strays(graph: Graph, ops: OpTypes) -> None:
             continue
         tensors = [n for n in node.all_input_nodes[1:3] if isinstance(n.meta.get("val"), Tensor)]
         if any(feed_of(n, ops).source is not None for n in tensors):
-            inline_backward(node)
+            decompose_backward(node)
 
 
-def _inline_short_backwards(graph: Graph) -> None:
+def _decompose_short_backwards(graph: Graph) -> None:
     """Writes out gradients that torch makes of fewer tensors than the op is given, which the
     forward would have to save for it."""
     for node in list(graph.nodes):
         name, part = fused_call(node) or ("", "")
         is_gradient = part == "backward" and has_part(name, "with_grad_")
         if is_gradient and len(tensors_read(node)) < len(node.all_input_nodes):
-            inline_backward(node)
+            decompose_backward(node)
 
 
 def _choose(loss: Loss, ops: OpTypes, overwrites: bool) -> Decision:
     feeds = feeds_of(loss, ops)
-    hoisted = bool(loss.backwards) and refusal(loss, overwrites) is None
-    kernel, stock = costs(loss, feeds, hoisted)
+    in_forward = bool(loss.backwards) and refusal(loss, overwrites) is None
+    kernel, stock = costs(loss, feeds, in_forward)
     site = site_of(loss.forward)
     saves = kernel.moved <= _MARGIN * stock.moved and kernel.held <= _MARGIN * stock.held
     if saves and not is_small(loss):
@@ -126,7 +137,7 @@ def _choose(loss: Loss, ops: OpTypes, overwrites: bool) -> Decision:
         reason = slow.reason
     else:
         reason = "the gradient is fused with what reads it"
-    return Decision(site, loss.name, "inlined", f"{reason}; as a kernel {kernel}", stock, stock)
+    return Decision(site, loss.name, "decomposed", f"{reason}; as a kernel {kernel}", stock, stock)
 
 
 def feeds_of(loss: Loss, ops: OpTypes) -> list[Feed]:
@@ -139,7 +150,7 @@ def feeds_of(loss: Loss, ops: OpTypes) -> list[Feed]:
     return [feed_of(t, ops) for t, v in values if v.is_floating_point() and v.dim() == dim]
 
 
-def costs(loss: Loss, feeds: Sequence[Feed], hoisted: bool) -> tuple[Cost, Cost]:
+def costs(loss: Loss, feeds: Sequence[Feed], in_forward: bool) -> tuple[Cost, Cost]:
     """As a kernel, and in torch's own ops."""
     gradients = [
         Gradient(nbytes_of(node.meta["val"]), is_fused_into_readers(node))
@@ -151,13 +162,13 @@ def costs(loss: Loss, feeds: Sequence[Feed], hoisted: bool) -> tuple[Cost, Cost]
         # The loss is written and read back, and so is its grad_output.
         between = nbytes_of(value.meta["val"]) * (4 if gradients else 2)
     # Where not even torch's ops could write the gradient over the input, no kernel can.
-    inlined_in_place = _dies(loss, lambda reader: True)
+    decomposed_in_place = _dies(loss, lambda reader: True)
     in_place = (
-        inlined_in_place
-        and (hoisted or loss.name == "cross_entropy")
+        decomposed_in_place
+        and (in_forward or loss.name == "cross_entropy")
         and _dies(loss, is_computed_where_it_stands)
     )
-    kernel = kernel_cost(feeds, between, gradients, hoisted=hoisted, in_place=in_place)
+    kernel = kernel_cost(feeds, between, gradients, in_forward=in_forward, in_place=in_place)
     # A weighted mean divides by the weight's sum, for which torch's ops need no read of their own.
     weight = loss.arguments.get("weight")
     if isinstance(weight, Node) and weight.op == "placeholder" and _is_summed(weight):
@@ -165,7 +176,9 @@ def costs(loss: Loss, feeds: Sequence[Feed], hoisted: bool) -> tuple[Cost, Cost]
     slow = slow_path(loss)
     if slow is not None:
         kernel = Cost(int(slow.factor * kernel.moved), kernel.held)
-    return kernel, inline_cost(feeds, gradients, _forward_passes(loss), in_place=inlined_in_place)
+    return kernel, decomposed_cost(
+        feeds, gradients, _forward_passes(loss), in_place=decomposed_in_place
+    )
 
 
 def _dies(loss: Loss, may_come_first: Callable[[Node], bool]) -> bool:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from compile_losses.device_constants import constants_of
-from compile_losses.lower.calls import Loss
 from compile_losses.lower.cost import hint_of, laid_out_alike, nbytes_of
+from compile_losses.lower.fused_calls import Loss
 from compile_losses.ops.checks import NARROW
 
 _WITH_SHORT_ROWS = ("cross_entropy", "cross_entropy_probabilities")

@@ -49,7 +49,7 @@ from compile_losses import library
 from compile_losses.distributed import mesh_of
 from compile_losses.ops.checks import REDUCTIONS, class_indices, loss_dtype
 from compile_losses.ops.linear.arguments import NAME, as_rows, check, has_probabilities
-from compile_losses.ops.linear.leaves import declare_leaves
+from compile_losses.ops.linear.leaf_ops import declare_leaves
 from compile_losses.ops.linear.reference import autocast_off, reference, under_autocast
 from compile_losses.ops.linear.row_chunks import of_cross_entropy
 from compile_losses.ops.transforms import needs_torch

@@ -55,7 +55,7 @@ from compile_losses.ops import checks, row_statistics, softmax_js_div, softmax_k
 from compile_losses.ops.checks import accumulation_type, describe
 from compile_losses.ops.linear.arguments import check_linear
 from compile_losses.ops.linear.divergence import check_layers
-from compile_losses.ops.linear.leaves import NEEDS, gradients_fake
+from compile_losses.ops.linear.leaf_ops import NEEDS, gradients_fake
 from compile_losses.ops.linear.reference import autocast_off
 from compile_losses.ops.linear.row_chunks import Problem, results, results_with_gradients
 from compile_losses.ops.linear.row_divergences import NONE, Pair, TeacherLogits

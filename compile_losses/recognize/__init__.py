@@ -10,13 +10,6 @@ from torch.fx import Graph, GraphModule, Node
 import compile_losses.ops  # noqa: F401  declares what the graphs will call
 from compile_losses.guard import Failure, attempt
 from compile_losses.recognize.guards import refusal
-from compile_losses.recognize.linear import (
-    Options,
-    Take,
-    prefer_memory_by_default,
-    take_cross_entropy,
-    through_linear,
-)
 from compile_losses.recognize.linear_divergence import take_divergence
 from compile_losses.recognize.match import Decline, Match
 from compile_losses.recognize.memory import bodies, look_at
@@ -25,7 +18,14 @@ from compile_losses.recognize.shared_logits import Kept, take_shared_logits
 from compile_losses.recognize.table import bind
 from compile_losses.recognize.verify import verify as compare
 from compile_losses.recognize.verify import verify_by_default
-from compile_losses.recognize.written import Recognizer
+from compile_losses.recognize.with_head import (
+    Options,
+    Take,
+    prefer_memory_by_default,
+    take_cross_entropy,
+    through_linear,
+)
+from compile_losses.recognize.written_out import Recognizer
 from compile_losses.report import Report
 from compile_losses.sites import Site, mark, site_of, source_of
 from compile_losses.switches import chosen
@@ -195,14 +195,14 @@ class _Rewriting:
             attempt(lambda: self._shared_logits(graph, options), strict=self.strict)
 
         if self.lazily is not None and outer is None and _LINEAR in self.losses:
-            lazily, shadow = self.lazily, recognizer.shadow
-            attempt(lambda: add_logits_without_loss(graph, shadow, lazily), strict=self.strict)
+            lazily, replay = self.lazily, recognizer.replay
+            attempt(lambda: add_logits_without_loss(graph, replay, lazily), strict=self.strict)
 
     def _shared_logits(self, graph: Graph, options: Options) -> None:
         """Takes heads along whose logits several losses and metrics read."""
         # Losses have become ops, which what was seen of the graph before knows nothing of.
-        shadow = Recognizer(graph).shadow
-        for found in take_shared_logits(graph, shadow, options, verify=self.verify):
+        replay = Recognizer(graph).replay
+        for found in take_shared_logits(graph, replay, options, verify=self.verify):
             marks = {site_of(reader) for reader in found.readers} - {None}
             if isinstance(found, Kept):
                 note = f"and so do what else reads its logits: {found.reason}"
@@ -241,7 +241,7 @@ class _Rewriting:
             if isinstance(found, Match) and inside is None and f"linear_{found.op}" in self.losses:
                 found = through_linear(
                     found,
-                    recognizer.shadow,
+                    recognizer.replay,
                     _THROUGH_LINEAR[found.op],
                     Options(self.prefer_memory, self.lowers, lazily),
                 )

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from compile_losses.ops.checks import NARROW
+from compile_losses.recognize.aten_replay import aten, compute
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.memory import memory_of, storage_of
-from compile_losses.recognize.shadow import aten, compute
-from compile_losses.recognize.values import Value, whole
+from compile_losses.recognize.symbolic_tensors import Value, whole
 
 
 def absorb(match: Match) -> None:

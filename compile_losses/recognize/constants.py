@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from compile_losses.recognize.shadow import Shadow, aten
-from compile_losses.recognize.values import Value, example
+from compile_losses.recognize.aten_replay import AtenReplay, aten
+from compile_losses.recognize.symbolic_tensors import Value, example
 from compile_losses.torch_internals.ops import packet_of
 
 _FUNCTIONS: dict[Any, Callable[..., float]] = {
@@ -32,7 +32,7 @@ _FUNCTIONS: dict[Any, Callable[..., float]] = {
 _SOURCES = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 
 
-def constant(argument: Any, dtype: torch.dtype, shadow: Shadow) -> float | None:
+def constant(argument: Any, dtype: torch.dtype, replay: AtenReplay) -> float | None:
     """The number that an argument is, or that a tensor without dimensions certainly holds.
 
     Args:
@@ -47,15 +47,15 @@ def constant(argument: Any, dtype: torch.dtype, shadow: Shadow) -> float | None:
         return None
     if torch.finfo(fake.dtype).eps > torch.finfo(dtype).eps:
         return None
-    value = shadow.resolve(argument)
+    value = replay.resolve(argument)
     if value.op is None:
         return _source(value)
     packet = packet_of(value.op)
     if packet is aten._to_copy:
-        return constant(value.args[0], dtype, shadow)
+        return constant(value.args[0], dtype, replay)
     if packet not in _FUNCTIONS or value.kwargs:
         return None
-    numbers = [constant(inner, dtype, shadow) for inner in value.args]
+    numbers = [constant(inner, dtype, replay) for inner in value.args]
     if None in numbers:
         return None
     try:

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compile_losses.recognize.aten_replay import AtenReplay
 from compile_losses.recognize.piecewise import OPS, Evaluation, NotPiecewiseError, subtraction
-from compile_losses.recognize.shadow import Shadow
-from compile_losses.recognize.values import Value
+from compile_losses.recognize.symbolic_tensors import Value
 from compile_losses.torch_internals.ops import packet_of
 
 
@@ -70,16 +70,16 @@ class Found:
 _LARGEST_BODY = 32
 
 
-def differences(body: Value, shadow: Shadow) -> Iterator[tuple[Value, Value]]:
+def differences(body: Value, replay: AtenReplay) -> Iterator[tuple[Value, Value]]:
     """The pairs of tensors whose difference a body may be a function of, outermost first."""
     waiting = [body]
     seen: set[Value] = set()
     while waiting and len(seen) < _LARGEST_BODY:
-        value = shadow.resolve(waiting.pop(0))
+        value = replay.resolve(waiting.pop(0))
         if value in seen or value.op is None or packet_of(value.op) not in OPS:
             continue
         seen.add(value)
-        pair = subtraction(value, shadow)
+        pair = subtraction(value, replay)
         if pair is not None:
             yield pair
         waiting += [argument for argument in value.args if isinstance(argument, Value)]
@@ -96,11 +96,11 @@ def _points(breakpoints: set[float]) -> Tensor:
     return torch.tensor([*points, *(-p for p in points)], dtype=torch.float64)
 
 
-def find_difference(body: Value, shadow: Shadow) -> list[Found]:
+def find_difference(body: Value, replay: AtenReplay) -> list[Found]:
     """The families that a body belongs to, whichever its scale; none if it is no such function."""
-    for pair in differences(body, shadow):
+    for pair in differences(body, replay):
         try:
-            found = _classify(body, pair, shadow)
+            found = _classify(body, pair, replay)
         except (NotPiecewiseError, TypeError, RuntimeError, OverflowError):
             continue
         if found:
@@ -108,12 +108,12 @@ def find_difference(body: Value, shadow: Shadow) -> list[Found]:
     return []
 
 
-def _classify(body: Value, pair: tuple[Value, Value], shadow: Shadow) -> list[Found]:
+def _classify(body: Value, pair: tuple[Value, Value], replay: AtenReplay) -> list[Found]:
     with torch.enable_grad():
-        probe = Evaluation(pair, shadow, torch.ones(1, dtype=torch.float64))
+        probe = Evaluation(pair, replay, torch.ones(1, dtype=torch.float64))
         probe.of(body)
         points = _points(probe.breakpoints).requires_grad_()
-        values, _ = Evaluation(pair, shadow, points).of(body)
+        values, _ = Evaluation(pair, replay, points).of(body)
         actual = _with_gradient(values, points)
         candidates = [(f, 0.0) for f in FAMILIES if f.parameter is None]
         candidates += [

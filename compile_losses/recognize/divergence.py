@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from compile_losses.recognize.aten_replay import AtenReplay, aten, compute, same_sizes
 from compile_losses.recognize.constants import constant
 from compile_losses.recognize.normal_form import NormalForm, Selection, Steps, Written, sums_classes
 from compile_losses.recognize.polynomial import (
@@ -20,18 +21,17 @@ from compile_losses.recognize.polynomial import (
     softmax_of,
     unrounded,
 )
-from compile_losses.recognize.shadow import Shadow, aten, compute, same_sizes
-from compile_losses.recognize.terms import Terms
-from compile_losses.recognize.values import Value, example
+from compile_losses.recognize.softmax_algebra import SoftmaxAlgebra
+from compile_losses.recognize.symbolic_tensors import Value, example
 
 
 def softmax_divergences(
-    form: NormalForm, polynomial: Polynomial, terms: Terms
+    form: NormalForm, polynomial: Polynomial, algebra: SoftmaxAlgebra
 ) -> Iterator[Written]:
     """What a sum over the classes may be, which starts with what each class adds to it."""
     for found in polynomial.atoms():
         if found[0] == "log_mixture":
-            yield from _of_mixture(form, polynomial, found, terms)
+            yield from _of_mixture(form, polynomial, found, algebra)
     rows = [found[1:] for found in polynomial.atoms() if found[0] == "lse"]
     for x, dim in rows:
         for z, other_dim in rows:
@@ -41,11 +41,11 @@ def softmax_divergences(
             scale = polynomial.ratio(exp(log_q) * (log_q - log_p))
             if scale is not None:
                 scaled = replace(form, constant=form.constant * scale)
-                yield from _of_rows("softmax_kl_div", scaled, x, z, dim, {}, terms)
+                yield from _of_rows("softmax_kl_div", scaled, x, z, dim, {}, algebra)
 
 
 def _of_mixture(
-    form: NormalForm, polynomial: Polynomial, log_m: Atom, terms: Terms
+    form: NormalForm, polynomial: Polynomial, log_m: Atom, algebra: SoftmaxAlgebra
 ) -> Iterator[Written]:
     """b q (log q - log m) + (1 - b) p (log p - log m) for a mixture m of p and q, whose weights
     must be those of the terms."""
@@ -64,16 +64,16 @@ def _of_mixture(
     (x, dim, _), (z, other_dim, beta) = parts
     if dim != other_dim:
         return
-    if not _differentiable(x, form, terms) and _differentiable(z, form, terms):
+    if not _differentiable(x, form, algebra) and _differentiable(z, form, algebra):
         # The roles may be exchanged. The op's input is what its gradient can be computed with.
         x, z, beta = z, x, parts[0][2]
     options = {} if beta == 0.5 else {"beta": beta}
     scaled = replace(form, constant=form.constant * unrounded(scale))
-    yield from _of_rows("softmax_js_div", scaled, x, z, dim, options, terms)
+    yield from _of_rows("softmax_js_div", scaled, x, z, dim, options, algebra)
 
 
-def _differentiable(key: Hashable, form: NormalForm, terms: Terms) -> bool:
-    value = terms.value(key, form.root.node)
+def _differentiable(key: Hashable, form: NormalForm, algebra: SoftmaxAlgebra) -> bool:
+    value = algebra.value(key, form.root.node)
     return value is not None and bool(getattr(example(value.node), "requires_grad", False))
 
 
@@ -84,10 +84,10 @@ def _of_rows(
     target: Hashable,
     dim: int,
     options: dict[str, Any],
-    terms: Terms,
+    algebra: SoftmaxAlgebra,
 ) -> Iterator[Written]:
     """The divergence, where the form adds up all classes of both rows."""
-    x, z = (terms.value(key, form.root.node) for key in (input, target))
+    x, z = (algebra.value(key, form.root.node) for key in (input, target))
     if x is None or z is None or dim not in (sums_classes(form) or ()):
         return
     shape = form.body.fake.shape
@@ -99,7 +99,7 @@ def _of_rows(
         each, last = True, _of_selected_rows(form.selection, len(shape) - 1)
         if not last or dim < form.selection.mask.fake.dim():
             return
-    temperature, x, z = _temperature(x, z, terms.shadow)
+    temperature, x, z = _temperature(x, z, algebra.replay)
     if temperature != 1:
         options = {**options, "temperature": temperature}
     if dim != len(shape) - 1:
@@ -130,14 +130,14 @@ def _of_selected_rows(selection: Selection, rank: int) -> Steps:
     return [*steps, (torch.div, (count,))] if selection.mean else steps
 
 
-def _temperature(x: Value, z: Value, shadow: Shadow) -> tuple[float, Value, Value]:
+def _temperature(x: Value, z: Value, replay: AtenReplay) -> tuple[float, Value, Value]:
     """What both tensors are divided by, and what they are before."""
     found = []
     for value in (x, z):
-        resolved = shadow.resolve(value)
+        resolved = replay.resolve(value)
         if resolved.op not in (aten.div.Tensor, aten.mul.Tensor) or resolved.kwargs:
             return 1.0, x, z
-        inner, factor = resolved.args[0], constant(resolved.args[1], value.fake.dtype, shadow)
+        inner, factor = resolved.args[0], constant(resolved.args[1], value.fake.dtype, replay)
         if factor is None or factor <= 0 or not same_sizes(inner.fake.shape, value.fake.shape):
             return 1.0, x, z
         found.append((factor if resolved.op is aten.div.Tensor else 1.0 / factor, inner))

@@ -10,10 +10,10 @@ from torch.fx import Node
 
 from compile_losses import library
 from compile_losses.distributed import are_dtensors
+from compile_losses.recognize.aten_replay import expanded_source
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.memory import memory_of, storage_of
-from compile_losses.recognize.shadow import expanded_source
-from compile_losses.recognize.values import Value, examples, fake_mode
+from compile_losses.recognize.symbolic_tensors import Value, examples, fake_mode
 from compile_losses.torch_internals.eager import is_functorch_wrapped_tensor
 from compile_losses.torch_internals.ops import tree_leaves
 from compile_losses.torch_internals.tensors import FakeTensor

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from compile_losses.recognize.aten_replay import aten, compute
 from compile_losses.recognize.match import example
-from compile_losses.recognize.shadow import aten, compute
-from compile_losses.recognize.values import Value, whole
+from compile_losses.recognize.symbolic_tensors import Value, whole
 from compile_losses.torch_internals.ops import nn_functions
 
 _LINEAR = (nn_functions.linear, torch.nn.functional.linear, aten.linear.default)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from compile_losses.recognize.aten_replay import AtenReplay, aten
 from compile_losses.recognize.normal_form import NormalForm
-from compile_losses.recognize.shadow import Shadow, aten
-from compile_losses.recognize.values import Value
+from compile_losses.recognize.symbolic_tensors import Value
 from compile_losses.torch_internals.ops import packet_of
 
 INFINITE = "terms of infinite logits count as 0, and as nan in the op"
@@ -21,43 +21,43 @@ _SUMS = {aten.add, aten.sub, aten.neg, aten.mul}
 _DEEPEST = 4
 
 
-def without_infinities(form: NormalForm, shadow: Shadow) -> NormalForm | None:
+def without_infinities(form: NormalForm, replay: AtenReplay) -> NormalForm | None:
     """A form whose body is not set to 0 where something is infinite; None if it is nowhere."""
-    body = _kept(form.body, shadow, 0)
+    body = _kept(form.body, replay, 0)
     return None if body is form.body else replace(form, body=body)
 
 
-def without_nan(value: Value, shadow: Shadow) -> NormalForm | None:
+def without_nan(value: Value, replay: AtenReplay) -> NormalForm | None:
     """What ``nansum`` or ``nanmean`` of all elements leaves nan out of."""
     node = value.node
     if len(node.args) != 1 or node.kwargs or not node.all_input_nodes:
         return None
-    body = shadow.of(node.all_input_nodes[0])
+    body = replay.of(node.all_input_nodes[0])
     return NormalForm(value, body, reduced=((None, False),))
 
 
-def _kept(value: Value, shadow: Shadow, depth: int) -> Value:
-    resolved = shadow.resolve(value)
+def _kept(value: Value, replay: AtenReplay, depth: int) -> Value:
+    resolved = replay.resolve(value)
     if resolved.op is None or depth > _DEEPEST:
         return value
     packet, args = packet_of(resolved.op), resolved.args
-    if packet is aten.masked_fill and args[2] == 0 and _tests_infinity(args[1], shadow, 0):
-        return shadow.resolve(args[0])
+    if packet is aten.masked_fill and args[2] == 0 and _tests_infinity(args[1], replay, 0):
+        return replay.resolve(args[0])
     if packet in _SUMS:
-        kept = [_kept(a, shadow, depth + 1) if isinstance(a, Value) else a for a in args]
+        kept = [_kept(a, replay, depth + 1) if isinstance(a, Value) else a for a in args]
         if any(new is not old for new, old in zip(kept, args, strict=True)):
             return Value(resolved.fake, resolved.node, resolved.op, tuple(kept), resolved.kwargs)
     return value
 
 
-def _tests_infinity(mask: Value, shadow: Shadow, depth: int) -> bool:
-    mask = shadow.resolve(mask)
+def _tests_infinity(mask: Value, replay: AtenReplay, depth: int) -> bool:
+    mask = replay.resolve(mask)
     if mask.op is None or depth > _DEEPEST:
         return False
     if packet_of(mask.op) in _TESTS:
         return True
     return packet_of(mask.op) in _LOGICAL and any(
-        _tests_infinity(argument, shadow, depth + 1)
+        _tests_infinity(argument, replay, depth + 1)
         for argument in mask.args
         if isinstance(argument, Value)
     )

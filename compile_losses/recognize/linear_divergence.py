@@ -14,21 +14,21 @@ from torch.fx import Node
 from compile_losses.distributed import are_dtensors
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.row_divergences import buffers
+from compile_losses.recognize.aten_replay import AtenReplay, aten
 from compile_losses.recognize.guards import refusal
 from compile_losses.recognize.head import NotAbsorbedError, computed
-from compile_losses.recognize.linear import Options, check_gain, check_rows, loss_dtype
 from compile_losses.recognize.logits import Logits, find_logits
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.returned_logits import lazy_outputs
-from compile_losses.recognize.shadow import Shadow, aten
-from compile_losses.recognize.values import Value, has_gradient, whole
+from compile_losses.recognize.symbolic_tensors import Value, has_gradient, whole
+from compile_losses.recognize.with_head import Options, check_gain, check_rows, loss_dtype
 
 
-def take_divergence(match: Match, shadow: Shadow, options: Options) -> Match | None:
+def take_divergence(match: Match, replay: AtenReplay, options: Options) -> Match | None:
     """A divergence of two softmaxes and the layer of the student's logits, or of both."""
     reverse = _is_reverse(match)
     student, teacher = (1, 0) if reverse else (0, 1)
-    logits = find_logits(match, shadow, student)
+    logits = find_logits(match, replay, student)
     if logits is None:
         return None
     _check(match, logits)
@@ -41,13 +41,13 @@ def take_divergence(match: Match, shadow: Shadow, options: Options) -> Match | N
         _check_gain(match, logits, of_teacher, reverse, options)
         check_rows(match, match.args[2], logits, options)
         found = _match(match, logits, of_teacher, reverse)
-        found.returned = lazy_outputs(logits.head, logits.outputs, shadow, options.lazily)
+        found.returned = lazy_outputs(logits.head, logits.outputs, replay, options.lazily)
         found.notes = [*found.notes, *["the logits are returned lazily"] * bool(found.returned)]
         return found
 
     held = None
     try:
-        of_teacher = find_logits(match, shadow, teacher)
+        of_teacher = find_logits(match, replay, teacher)
         if of_teacher is not None:
             _check(match, of_teacher)
             if of_teacher.copies_weight:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from compile_losses.recognize.aten_replay import AtenReplay, aten, compute, same_sizes
 from compile_losses.recognize.constants import constant
 from compile_losses.recognize.polynomial import (
     Atom,
@@ -27,8 +28,7 @@ from compile_losses.recognize.polynomial import (
     combined,
     number,
 )
-from compile_losses.recognize.shadow import Shadow, aten, compute, same_sizes
-from compile_losses.recognize.values import Value, example
+from compile_losses.recognize.symbolic_tensors import Value, example
 from compile_losses.torch_internals.ops import packet_of
 
 #: What is looked for, in words.
@@ -75,9 +75,9 @@ class Logistic:
     reason: str | None = None
 
 
-def find_logistic(body: Value, shadow: Shadow) -> Iterator[Logistic]:
+def find_logistic(body: Value, replay: AtenReplay) -> Iterator[Logistic]:
     """Whether a body is the loss of one of the tensors that it is made of."""
-    parts = _parts(body, shadow)
+    parts = _parts(body, replay)
     if not any(part.op and packet_of(part.op) in _LOGARITHMS for part in parts):
         return
     tried = set()
@@ -85,23 +85,23 @@ def find_logistic(body: Value, shadow: Shadow) -> Iterator[Logistic]:
         if part.op is None or packet_of(part.op) not in _OF_LOGITS:
             continue
         for argument in part.args[:2]:
-            logit = _unsigned(argument, shadow) if isinstance(argument, Value) else None
+            logit = _unsigned(argument, replay) if isinstance(argument, Value) else None
             if logit is None or not same_sizes(logit.fake.shape, body.fake.shape):
                 continue
-            key = shadow.key(logit)
+            key = replay.key(logit)
             if key in tried or not logit.fake.is_floating_point():
                 continue
             tried.add(key)
-            found = _Body(logit, shadow).matches(body, parts)
+            found = _Body(logit, replay).matches(body, parts)
             if found is not None:
                 yield found
 
 
-def _parts(body: Value, shadow: Shadow) -> list[Value]:
+def _parts(body: Value, replay: AtenReplay) -> list[Value]:
     """What a body is made of, outermost first."""
     waiting, found = [body], dict[Value, None]()
     while waiting and len(found) < _LARGEST_BODY:
-        value = shadow.resolve(waiting.pop(0))
+        value = replay.resolve(waiting.pop(0))
         if value not in found:
             found[value] = None
             if value.op is not None and packet_of(value.op) in _LOGARITHMS | _INSIDE:
@@ -112,19 +112,19 @@ def _parts(body: Value, shadow: Shadow) -> list[Value]:
 _INSIDE = {*_SUMS, *_OF_LOGITS, aten.neg, aten.exp, aten.where}
 
 
-def _unsigned(value: Value, shadow: Shadow) -> Value:
-    value = shadow.resolve(value)
+def _unsigned(value: Value, replay: AtenReplay) -> Value:
+    value = replay.resolve(value)
     while value.op is aten.neg.default or (value.op is aten.mul.Tensor and value.args[1] == -1):
-        value = shadow.resolve(value.args[0])
+        value = replay.resolve(value.args[0])
     return value
 
 
 class _Body:
     """Polynomials of one logit."""
 
-    def __init__(self, logit: Value, shadow: Shadow) -> None:
+    def __init__(self, logit: Value, replay: AtenReplay) -> None:
         self.logit = logit
-        self.shadow = shadow
+        self.replay = replay
         self.leaves: dict[Hashable, Value] = {}
         self.done: dict[Value, Polynomial] = {}
         self.reason: str | None = None
@@ -206,10 +206,10 @@ class _Body:
         return Logistic(self.logit, first, scale, factors, second, reason)
 
     def of(self, value: Value) -> Polynomial:
-        value = self.shadow.resolve(value)
+        value = self.replay.resolve(value)
         if value not in self.done:
-            key = self.shadow.key(value)
-            if key == self.shadow.key(self.logit):
+            key = self.replay.key(value)
+            if key == self.replay.key(self.logit):
                 self.done[value] = X
             else:
                 try:
@@ -265,7 +265,7 @@ class _Body:
         return left * (1 / divisor)
 
     def _operand(self, argument: Any, value: Value) -> Polynomial:
-        known = constant(argument, value.fake.dtype, self.shadow)
+        known = constant(argument, value.fake.dtype, self.replay)
         if known is not None:
             return number(known)
         if not isinstance(argument, Value):
@@ -288,7 +288,7 @@ class _Body:
                 return a + (SOFTPLUS if b - a == X else SOFTPLUS - X)
             raise OpaqueError
         terms = [args[0], 1]
-        total = self.shadow.resolve(args[0])
+        total = self.replay.resolve(args[0])
         if packet is aten.log:
             if total.op is not aten.add.Tensor or total.kwargs:
                 raise OpaqueError
@@ -305,7 +305,7 @@ class _Body:
             if term == 1:
                 return number(0)
             raise OpaqueError
-        term = self.shadow.resolve(term)
+        term = self.replay.resolve(term)
         if term.op is not aten.exp.default:
             raise OpaqueError
         return self.of(term.args[0])
@@ -342,7 +342,7 @@ class _Body:
 
     def _where(self, condition: Any, chosen: Any, other: Any) -> Polynomial:
         """Of lines on either side of 0."""
-        compared = self.shadow.resolve(condition)
+        compared = self.replay.resolve(condition)
         packet = packet_of(compared.op) if compared.op else None
         if packet in (aten.lt, aten.le):
             packet = aten.ge if packet is aten.lt else aten.gt
@@ -358,11 +358,11 @@ class _Body:
         return below + (ONE if packet is aten.ge else ZERO) * slope
 
     def _is_zero(self, value: Value) -> bool:
-        value = self.shadow.resolve(value)
+        value = self.replay.resolve(value)
         if value.whole and getattr(example(value.node), "requires_grad", False):
             return False
         while value.op is aten.detach.default:
-            value = self.shadow.resolve(value.args[0])
+            value = self.replay.resolve(value.args[0])
         if value.op is None:  # torch.zeros(...), which has no tensor among its arguments
             return value.node.op == "call_function" and value.node.target is torch.zeros
         return value.op is aten.zeros_like.default or (

@@ -17,12 +17,12 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.ops.checks import NARROW
+from compile_losses.recognize.aten_replay import RESHAPES, AtenReplay, aten, same_sizes
 from compile_losses.recognize.constants import constant
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.returned_logits import outputs_of, readers
-from compile_losses.recognize.shadow import RESHAPES, Shadow, aten, same_sizes
-from compile_losses.recognize.values import Value, fake_mode
+from compile_losses.recognize.symbolic_tensors import Value, fake_mode
 from compile_losses.switches import LAZY_LOGITS
 from compile_losses.torch_internals.graphs import GRAPH_ARGUMENT
 from compile_losses.torch_internals.ops import packet_of
@@ -88,7 +88,7 @@ class Logits:
         return [*reversed(self.nodes), self.head.node]
 
 
-def find_logits(match: Match, shadow: Shadow, place: int = 0) -> Logits | None:
+def find_logits(match: Match, replay: AtenReplay, place: int = 0) -> Logits | None:
     """The linear layer behind a match's argument and the way from it, None where there is none.
 
     Args:
@@ -97,25 +97,25 @@ def find_logits(match: Match, shadow: Shadow, place: int = 0) -> Logits | None:
     Raises:
         NotAbsorbedError: there is one, and something on the way can't be taken along.
     """
-    way = _way_to(match.args[place], shadow)
+    way = _way_to(match.args[place], replay)
     if way is None:
         return None
     inside = {way.head.node, *way.nodes, *match.interior}
     _check_readers(inside, match.root)
     outputs = outputs_of(inside, match.root)
-    logits = _logits(way, shadow)
+    logits = _logits(way, replay)
     logits.outputs = outputs
     return logits
 
 
-def logits_of(tensor: Node | Value, shadow: Shadow) -> Logits | None:
+def logits_of(tensor: Node | Value, replay: AtenReplay) -> Logits | None:
     """The same for any tensor, whoever reads the logits besides; it may be detached from them.
 
     Raises:
         NotAbsorbedError: something on the way can't be taken along.
     """
-    way = _way_to(tensor, shadow)
-    return None if way is None else _logits(way, shadow, may_detach=True)
+    way = _way_to(tensor, replay)
+    return None if way is None else _logits(way, replay, may_detach=True)
 
 
 @dataclass
@@ -132,7 +132,7 @@ class _Way:
     steps: list[Value]
 
 
-def _way_to(tensor: Node | Value, shadow: Shadow) -> _Way | None:
+def _way_to(tensor: Node | Value, replay: AtenReplay) -> _Way | None:
     nodes: list[Node] = []
     steps: list[Value] = []
     current = tensor
@@ -145,10 +145,10 @@ def _way_to(tensor: Node | Value, shadow: Shadow) -> _Way | None:
             if head is not None:
                 break
             nodes.append(node)
-            value = shadow.of(node)
+            value = replay.of(node)
             if value.node is not node:  # the node hands an argument on, maybe that of another one
                 passed = (n for n in node.all_input_nodes if isinstance(example(n), Tensor))
-                current = next((n for n in passed if shadow.of(n) is value), value.node)
+                current = next((n for n in passed if replay.of(n) is value), value.node)
                 continue
         if value.op is None and _comes_from_outside(value.node):
             raise NotAbsorbedError(
@@ -173,14 +173,14 @@ def _way_to(tensor: Node | Value, shadow: Shadow) -> _Way | None:
     return _Way(head, nodes, steps)
 
 
-def _logits(way: _Way, shadow: Shadow, *, may_detach: bool = False) -> Logits:
+def _logits(way: _Way, replay: AtenReplay, *, may_detach: bool = False) -> Logits:
     head = way.head
     class_dim = example(head.node).dim() - 1
     logits = Logits(head, way.nodes[::-1], head.input, head.weight, head.bias, class_dim)
     steps = way.steps[::-1]
     if may_detach:
         steps = [step for step in steps if step.op is not aten.detach.default]
-    _Walk(logits, shadow).over(steps)
+    _Walk(logits, replay).over(steps)
     return logits
 
 
@@ -247,9 +247,9 @@ class _Walk:
         shifted: whether a number was added to all logits, which softmax drops.
     """
 
-    def __init__(self, logits: Logits, shadow: Shadow) -> None:
+    def __init__(self, logits: Logits, replay: AtenReplay) -> None:
         self.logits = logits
-        self.shadow = shadow
+        self.replay = replay
         self.classes = example(logits.head.node).shape[-1]
         self.factor = 1.0
         self.height: float | None = None
@@ -303,7 +303,7 @@ class _Walk:
         """What an op combines the logits with: a number, or a Value of a tensor."""
         other = next((a for a in step.args[:2] if a is not _followed(step)), None)
         if isinstance(other, Value):
-            number = constant(other, step.fake.dtype, self.shadow)
+            number = constant(other, step.fake.dtype, self.replay)
             return other if number is None else number
         return other
 
@@ -412,9 +412,9 @@ class _Walk:
                 mask = computed(aten.logical_not.default, mask)
         else:
             _, mask, value = step.args
-        number = constant(value, step.fake.dtype, self.shadow)
+        number = constant(value, step.fake.dtype, self.replay)
         if number is None:
-            number = _filled(value, self.shadow)
+            number = _filled(value, self.replay)
         each = self._for_each_class(mask, step)
         if each is None:
             raise NotAbsorbedError(f"{name} masks some of the logits, not some of the classes")
@@ -545,13 +545,13 @@ def _name(operand: Any) -> str:
     return f"{operand}" if isinstance(operand, int | float) else "a symbol"
 
 
-def _filled(value: Any, shadow: Shadow) -> float | None:
+def _filled(value: Any, replay: AtenReplay) -> float | None:
     """Infinities too, which are no constants that one computes with."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, Value):
         return None
-    resolved = shadow.resolve(value)
+    resolved = replay.resolve(value)
     if resolved.op is aten.scalar_tensor.default and isinstance(resolved.args[0], int | float):
         return float(resolved.args[0])
     return None

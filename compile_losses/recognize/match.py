@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from compile_losses.lazy import LazyOutput
-from compile_losses.recognize.values import (
+from compile_losses.recognize.symbolic_tensors import (
     Value,
     computed_at,
     emit,

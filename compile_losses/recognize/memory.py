@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from compile_losses.distributed import are_dtensors
-from compile_losses.recognize.values import example
+from compile_losses.recognize.symbolic_tensors import example
 from compile_losses.torch_internals.eager import get_unwrapped, is_functorch_wrapped_tensor
 from compile_losses.torch_internals.graphs import GRAPH_ARGUMENT
 from compile_losses.torch_internals.ops import (

@@ -17,9 +17,9 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from compile_losses.recognize.aten_replay import AtenReplay, compute, same_sizes
 from compile_losses.recognize.constants import constant
-from compile_losses.recognize.shadow import Shadow, compute, same_sizes
-from compile_losses.recognize.values import Size, Value, example
+from compile_losses.recognize.symbolic_tensors import Size, Value, example
 
 aten = torch.ops.aten
 
@@ -128,13 +128,13 @@ class Written:
     last: Steps = field(kw_only=True, default_factory=list)
 
 
-def normal_forms(node: Node, shadow: Shadow) -> Iterator[NormalForm]:
+def normal_forms(node: Node, replay: AtenReplay) -> Iterator[NormalForm]:
     """Every form of a node, the one with the largest body first."""
-    root = shadow.of(node)
-    yield from _forms(NormalForm(root, root), shadow)
+    root = replay.of(node)
+    yield from _forms(NormalForm(root, root), replay)
 
 
-def added_forms(form: NormalForm, shadow: Shadow) -> Iterator[tuple[NormalForm, NormalForm]]:
+def added_forms(form: NormalForm, replay: AtenReplay) -> Iterator[tuple[NormalForm, NormalForm]]:
     """Forms of both parts of a sum, where these are reduced alike: the body of the whole is the sum
     of both bodies, each times its constant."""
     value = form.body
@@ -144,8 +144,8 @@ def added_forms(form: NormalForm, shadow: Shadow) -> Iterator[tuple[NormalForm, 
     if not all(isinstance(p, Value) and same_sizes(p.fake.shape, value.fake.shape) for p in parts):
         return
     sign = 1.0 if value.op is aten.add.Tensor else -1.0
-    left = _forms(replace(form, body=parts[0]), shadow)
-    right = [*_forms(replace(form, body=parts[1], constant=form.constant * sign), shadow)]
+    left = _forms(replace(form, body=parts[0]), replay)
+    right = [*_forms(replace(form, body=parts[1], constant=form.constant * sign), replay)]
     for one in left:
         for other in right:
             if (
@@ -160,13 +160,13 @@ def added_forms(form: NormalForm, shadow: Shadow) -> Iterator[tuple[NormalForm, 
                 yield one, other
 
 
-def _forms(form: NormalForm, shadow: Shadow) -> Iterator[NormalForm]:
+def _forms(form: NormalForm, replay: AtenReplay) -> Iterator[NormalForm]:
     waiting = [form]
     while waiting:
         form = waiting.pop()
-        form = replace(form, body=shadow.resolve(form.body))
+        form = replace(form, body=replay.resolve(form.body))
         yield form
-        waiting += reversed(_peel(form, shadow))
+        waiting += reversed(_peel(form, replay))
 
 
 def sums_classes(form: NormalForm) -> tuple[int, ...] | None:
@@ -179,17 +179,17 @@ def sums_classes(form: NormalForm) -> tuple[int, ...] | None:
     return tuple(range(form.body.fake.dim())) if dims is None else dims
 
 
-def _peel(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
+def _peel(form: NormalForm, replay: AtenReplay) -> list[NormalForm]:
     value = form.body
     if value.op is None or value.kwargs.get("dtype") is not None:
         return []
     if form.selection is not None:
-        return _scaling(form, shadow) if value.op in SCALINGS else []
+        return _scaling(form, replay) if value.op in SCALINGS else []
     whole = form.root.fake.dim() == 0
     if value.op is aten.index.Tensor:
         return _selection(form) if whole and form.reduced and not form.weights else []
     if value.op in _SUMS or value.op in _MEANS:
-        return _reduction(form, shadow) if whole or not form.reduced else []
+        return _reduction(form, replay) if whole or not form.reduced else []
     if value.op in _VIEWS:
         # Ahead of the last sum the order of elements does not matter; behind it there is but one.
         movable = whole and (form.reduced or value.fake.numel() == 1)
@@ -197,9 +197,9 @@ def _peel(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
             return []
         return _view(form, value.args[0])
     if value.op in SCALINGS:
-        return _scaling(form, shadow)
+        return _scaling(form, replay)
     if value.op is aten.pow.Tensor_Scalar and _is_two(value.args[1]) and not form.reduced:
-        norm = shadow.resolve(value.args[0])
+        norm = replay.resolve(value.args[0])
         if whole and _is_two_norm(norm):  # the square of a norm is a sum of squares
             inner = norm.args[0]
             square = Value(inner.fake, norm.node, aten.pow.Tensor_Scalar, (inner, 2))
@@ -207,7 +207,7 @@ def _peel(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
     return []
 
 
-def _reduction(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
+def _reduction(form: NormalForm, replay: AtenReplay) -> list[NormalForm]:
     value = form.body
     inner = value.args[0]
     shape = inner.fake.shape
@@ -297,22 +297,22 @@ def _unviewed(weight: Value, after: Value, before: Value) -> Value | None:
     return aligned
 
 
-def _scaling(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
+def _scaling(form: NormalForm, replay: AtenReplay) -> list[NormalForm]:
     """Takes a factor off a product, a quotient or a negation: a number, a symbol or a weight."""
     value = form.body
     if value.op is aten.neg.default:
         return [replace(form, body=value.args[0], constant=-form.constant)]
     left, right = value.args[:2]
     multiplies = value.op in (aten.mul.Tensor, aten.mul.Scalar)
-    if multiplies and not isinstance(_number(left, value, shadow), Value):
+    if multiplies and not isinstance(_number(left, value, replay), Value):
         left, right = right, left
-    right = _number(right, value, shadow)
+    right = _number(right, value, replay)
     if not isinstance(left, Value):
         return []
     if isinstance(right, Value):
         if form.selection is not None:
             return []
-        return _weights(form, left, right, multiplies, shadow)
+        return _weights(form, left, right, multiplies, replay)
     if isinstance(right, bool):
         return []
     if isinstance(right, int | torch.SymInt):
@@ -325,14 +325,14 @@ def _scaling(form: NormalForm, shadow: Shadow) -> list[NormalForm]:
     return []
 
 
-def _number(factor: Any, value: Value, shadow: Shadow) -> Any:
+def _number(factor: Any, value: Value, replay: AtenReplay) -> Any:
     """A factor as a number, if it is a tensor that certainly holds one."""
-    known = constant(factor, value.fake.dtype, shadow) if isinstance(factor, Value) else None
+    known = constant(factor, value.fake.dtype, replay) if isinstance(factor, Value) else None
     return factor if known is None else known
 
 
 def _weights(
-    form: NormalForm, left: Value, right: Value, multiplies: bool, shadow: Shadow
+    form: NormalForm, left: Value, right: Value, multiplies: bool, replay: AtenReplay
 ) -> list[NormalForm]:
     if not form.reduced or form.root.fake.dim() > 0 or "rounding_mode" in form.body.kwargs:
         return []

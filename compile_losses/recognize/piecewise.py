@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_losses.recognize.shadow import Shadow, aten
-from compile_losses.recognize.values import Value
+from compile_losses.recognize.aten_replay import AtenReplay, aten
+from compile_losses.recognize.symbolic_tensors import Value
 from compile_losses.torch_internals.ops import packet_of
 
 
@@ -56,7 +56,7 @@ OPS = {
 }
 
 
-def subtraction(value: Value, shadow: Shadow) -> tuple[Value, Value] | None:
+def subtraction(value: Value, replay: AtenReplay) -> tuple[Value, Value] | None:
     """``(a, b)`` if a Value is ``a - b``, or an unreduced loss of it."""
     if value.op in _LOSSES:
         if len(value.args) > 2 and value.args[2] == 0:
@@ -74,7 +74,7 @@ def subtraction(value: Value, shadow: Shadow) -> tuple[Value, Value] | None:
     if value.op is aten.rsub.Tensor:
         return right, left
     for kept, other in ((left, right), (right, left)):
-        negation = shadow.resolve(other)
+        negation = replay.resolve(other)
         if negation.op is aten.neg.default:
             return kept, negation.args[0]
         factor = negation.args[1] if negation.op is aten.mul.Tensor else None
@@ -90,9 +90,9 @@ class Evaluation:
         breakpoints: where the pieces may meet, on either side of 0.
     """
 
-    def __init__(self, pair: tuple[Value, Value], shadow: Shadow, points: Tensor) -> None:
-        self.shadow = shadow
-        self.pair = tuple(map(shadow.key, pair))
+    def __init__(self, pair: tuple[Value, Value], replay: AtenReplay, points: Tensor) -> None:
+        self.replay = replay
+        self.pair = tuple(map(replay.key, pair))
         self.points = points
         self.breakpoints: set[float] = {0.0}
         self.done: dict[Value, tuple[Any, _Line | None]] = {}
@@ -105,14 +105,14 @@ class Evaluation:
             return argument, _Line(0.0, float(argument))
         if not isinstance(argument, Value):
             raise NotPiecewiseError
-        value = self.shadow.resolve(argument)
+        value = self.replay.resolve(argument)
         if value not in self.done:
             self.done[value] = self._value(value)
         return self.done[value]
 
     def _value(self, value: Value) -> tuple[Tensor, _Line | None]:
-        pair = subtraction(value, self.shadow)
-        keys = pair and tuple(map(self.shadow.key, pair))
+        pair = subtraction(value, self.replay)
+        keys = pair and tuple(map(self.replay.key, pair))
         sign = 1.0 if keys == self.pair else -1.0 if keys and keys[::-1] == self.pair else None
         if sign is not None and value.op not in _LOSSES:
             return self.points * sign, _Line(sign, 0.0, False)

@@ -1,7 +1,7 @@
 """Losses of probabilities: cross entropy and Kullback-Leibler divergence, written out.
 
-A body is turned into a polynomial (:mod:`compile_losses.recognize.terms`) and compared with that of
-each loss, for every choice of arguments among the tensors that the body is made of.
+A body is turned into a polynomial (:mod:`compile_losses.recognize.softmax_algebra`) and compared
+with that of each loss, for every choice of arguments among the tensors that the body is made of.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from compile_losses.recognize.aten_replay import AtenReplay, aten, compute, same_sizes
 from compile_losses.recognize.divergence import softmax_divergences
 from compile_losses.recognize.normal_form import NormalForm, Steps, Written, sums_classes
 from compile_losses.recognize.polynomial import (
@@ -24,9 +25,8 @@ from compile_losses.recognize.polynomial import (
     log_softmax,
     selected,
 )
-from compile_losses.recognize.shadow import Shadow, aten, compute, same_sizes
-from compile_losses.recognize.terms import Terms
-from compile_losses.recognize.values import Value
+from compile_losses.recognize.softmax_algebra import SoftmaxAlgebra
+from compile_losses.recognize.symbolic_tensors import Value
 from compile_losses.torch_internals.ops import packet_of
 
 #: What is looked for, in words: q and p are probabilities, x and z logits, t a class index.
@@ -49,26 +49,26 @@ BODIES = [
 NOTHING_IGNORED = -(2**62)
 
 
-def written_probabilities(form: NormalForm, terms: Terms) -> Iterator[Written]:
+def written_probabilities(form: NormalForm, algebra: SoftmaxAlgebra) -> Iterator[Written]:
     """The losses of probabilities that a form may be."""
     if form.weights:
         return
-    polynomial = terms.of(form.body)
+    polynomial = algebra.of(form.body)
     if not {found[0] for found in polynomial.atoms()} & {"lse", "log", "exp", "one_hot"}:
         return
     if form.selection is not None:
-        yield from softmax_divergences(form, polynomial, terms)
+        yield from softmax_divergences(form, polynomial, algebra)
         return
-    yield from _cross_entropy_of_rows(form, polynomial, terms)
-    yield from _cross_entropy_of_one_hot(form, polynomial, terms)
+    yield from _cross_entropy_of_rows(form, polynomial, algebra)
+    yield from _cross_entropy_of_one_hot(form, polynomial, algebra)
     if sums_classes(form) is not None:
-        yield from softmax_divergences(form, polynomial, terms)
-        yield from _soft_cross_entropy(form, polynomial, terms)
-        yield from _divergence(form, polynomial, terms)
+        yield from softmax_divergences(form, polynomial, algebra)
+        yield from _soft_cross_entropy(form, polynomial, algebra)
+        yield from _divergence(form, polynomial, algebra)
 
 
 def _cross_entropy_of_rows(
-    form: NormalForm, polynomial: Polynomial, terms: Terms
+    form: NormalForm, polynomial: Polynomial, algebra: SoftmaxAlgebra
 ) -> Iterator[Written]:
     """logsumexp(x) - x[target], for each row."""
     if len(polynomial) != 2 or (form.reduced and form.root.fake.dim() > 0):
@@ -79,16 +79,16 @@ def _cross_entropy_of_rows(
             scale = polynomial.ratio(atom(lse) - atom(pick))
             if scale is None or (pick[1], pick[3]) != (key, dim):
                 continue
-            x, target = (terms.value(k, form.root.node) for k in (key, pick[2]))
+            x, target = (algebra.value(k, form.root.node) for k in (key, pick[2]))
             if x is None or target is None:
                 continue
-            found = _class_indices(form, scale, x, target, dim, terms.shadow)
+            found = _class_indices(form, scale, x, target, dim, algebra.replay)
             if found is not None:
                 yield found
 
 
 def _cross_entropy_of_one_hot(
-    form: NormalForm, polynomial: Polynomial, terms: Terms
+    form: NormalForm, polynomial: Polynomial, algebra: SoftmaxAlgebra
 ) -> Iterator[Written]:
     """sum(one_hot(target) * (logsumexp(x) - x)) over the classes."""
     dims = sums_classes(form)
@@ -105,15 +105,15 @@ def _cross_entropy_of_one_hot(
         size = shape.pop(hot[2])
         if not isinstance(size, int):
             continue
-        yield from _cross_entropy_of_rows(replace(form, reduced=reduced), rows, terms)
+        yield from _cross_entropy_of_rows(replace(form, reduced=reduced), rows, algebra)
 
 
 def _class_indices(
-    form: NormalForm, scale: float, x: Value, target: Value, dim: int, shadow: Shadow
+    form: NormalForm, scale: float, x: Value, target: Value, dim: int, replay: AtenReplay
 ) -> Written | None:
     rows = list(x.fake.shape)
     del rows[dim]
-    moved = _classes_second(x, dim, shadow)
+    moved = _classes_second(x, dim, replay)
     if moved is None or not same_sizes(target.fake.shape, rows):
         return None
     if target.fake.dtype != torch.int64:
@@ -132,24 +132,24 @@ def _class_indices(
 
 
 def _soft_cross_entropy(
-    form: NormalForm, polynomial: Polynomial, terms: Terms
+    form: NormalForm, polynomial: Polynomial, algebra: SoftmaxAlgebra
 ) -> Iterator[Written]:
     """-sum(q * log_softmax(x)) over the classes."""
     dims = sums_classes(form) or ()
     for _, key, dim in [found for found in polynomial.atoms() if found[0] == "lse"]:
-        x = terms.value(key, form.root.node)
+        x = algebra.value(key, form.root.node)
         if x is None or dim not in dims or not same_sizes(x.fake.shape, form.body.fake.shape):
             continue
-        for q in named_values(form.body, terms.shadow):
+        for q in named_values(form.body, algebra.replay):
             try:
-                weights = terms.of(q)
+                weights = algebra.of(q)
                 scale = polynomial.ratio(weights * log_softmax(key, dim) * -1.0)
             except OpaqueError:
                 continue
             if exp(log_softmax(key, dim)).atoms() & weights.atoms():
                 continue  # an entropy: one softmax is all it needs
-            moved = _classes_second(x, dim, terms.shadow)
-            target = _classes_second(q, dim, terms.shadow)
+            moved = _classes_second(x, dim, algebra.replay)
+            target = _classes_second(q, dim, algebra.replay)
             if scale is None or moved is None or target is None:
                 continue
             rows = math.prod(s for i, s in enumerate(x.fake.shape) if i != dim)
@@ -162,7 +162,9 @@ def _soft_cross_entropy(
             )
 
 
-def _divergence(form: NormalForm, polynomial: Polynomial, terms: Terms) -> Iterator[Written]:
+def _divergence(
+    form: NormalForm, polynomial: Polynomial, algebra: SoftmaxAlgebra
+) -> Iterator[Written]:
     """q * (log(q) - log(p)), with either argument as it is or as a logarithm."""
     if form.root.fake.dim() > 0 or form.body.fake.dim() == 0:
         return
@@ -171,14 +173,14 @@ def _divergence(form: NormalForm, polynomial: Polynomial, terms: Terms) -> Itera
         return
     if len(_softmax_dims(polynomial)) > 1:  # a mistake of the user's, and no divergence
         return
-    logarithms = [terms.value(a[1], form.root.node) for a in atoms if a[0] == "log"]
+    logarithms = [algebra.value(a[1], form.root.node) for a in atoms if a[0] == "log"]
     if any(p is None or _guarded(p) for p in logarithms):
         return
-    named = named_values(form.body, terms.shadow)
+    named = named_values(form.body, algebra.replay)
     shape = form.body.fake.shape
     found = []
     for (i, q), (j, p) in permutations(enumerate(named), 2):
-        for options, pattern in _divergences(p, q, terms):
+        for options, pattern in _divergences(p, q, algebra):
             scale = polynomial.ratio(pattern)
             if scale is not None:
                 # What the graph holds anyway comes before what would be computed once more, then
@@ -213,42 +215,44 @@ def _guarded(p: Value) -> bool:
     return plus or packet in (aten.clamp, aten.clamp_min, aten.maximum)
 
 
-def _divergences(p: Value, q: Value, terms: Terms) -> Iterator[tuple[dict[str, Any], Polynomial]]:
+def _divergences(
+    p: Value, q: Value, algebra: SoftmaxAlgebra
+) -> Iterator[tuple[dict[str, Any], Polynomial]]:
     log_input: dict[str, Any] = {"log_input": False}
-    as_written = terms.of(p), terms.of(q)
-    for options, logarithm in (({}, lambda: as_written[0]), (log_input, lambda: terms.log_of(p))):
+    as_written = algebra.of(p), algebra.of(q)
+    for options, logarithm in (({}, lambda: as_written[0]), (log_input, lambda: algebra.log_of(p))):
         for log_target in (False, True):
             try:
                 if log_target:
-                    pattern = exp(terms._argument(q, 0)) * (as_written[1] - logarithm())
+                    pattern = exp(algebra._argument(q, 0)) * (as_written[1] - logarithm())
                     yield {**options, "log_target": True}, pattern
                 else:
-                    yield options, as_written[1] * (terms.log_of(q) - logarithm())
+                    yield options, as_written[1] * (algebra.log_of(q) - logarithm())
             except OpaqueError:
                 continue
 
 
-def named_values(body: Value, shadow: Shadow) -> list[Value]:
+def named_values(body: Value, replay: AtenReplay) -> list[Value]:
     """The floating-point tensors of a body's shape that it is made of, outermost first."""
     found: dict[Any, Value] = {}
     waiting, levels = [body], 6
     while waiting and levels > 0 and len(found) < 12:
         following = []
         for value in waiting:
-            value = shadow.resolve(value)
+            value = replay.resolve(value)
             if same_sizes(value.fake.shape, body.fake.shape) and value.fake.is_floating_point():
-                found.setdefault(shadow.key(value), value)
+                found.setdefault(replay.key(value), value)
             following += [a for a in value.args if isinstance(a, Value)]
         waiting, levels = following, levels - 1
     return list(found.values())[1:]
 
 
-def _classes_second(x: Value, dim: int, shadow: Shadow) -> Value | None:
+def _classes_second(x: Value, dim: int, replay: AtenReplay) -> Value | None:
     """A view of x with the classes where cross_entropy looks for them."""
-    return x if x.fake.dim() == 1 else _move(x, dim, 1, shadow)
+    return x if x.fake.dim() == 1 else _move(x, dim, 1, replay)
 
 
-def _move(x: Value, dim: int, to: int, shadow: Shadow) -> Value | None:
+def _move(x: Value, dim: int, to: int, replay: AtenReplay) -> Value | None:
     rank = x.fake.dim()
     if dim == to % rank:
         return x

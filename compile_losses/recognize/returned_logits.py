@@ -17,10 +17,10 @@ from compile_losses.lazy import LazyOutput
 from compile_losses.lazy.head import Step
 from compile_losses.lazy.tensor import can_wait
 from compile_losses.ops.linear.chunk_size import chunk_rows
+from compile_losses.recognize.aten_replay import AtenReplay, aten
 from compile_losses.recognize.head import Head, NotAbsorbedError, find_head
 from compile_losses.recognize.memory import memory_of, storage_of
-from compile_losses.recognize.shadow import Shadow, aten
-from compile_losses.recognize.values import Value, example
+from compile_losses.recognize.symbolic_tensors import Value, example
 from compile_losses.sites import megabytes
 from compile_losses.switches import LAZY_LOGITS
 from compile_losses.torch_internals.ops import tree_leaves
@@ -81,7 +81,7 @@ def outputs_of(nodes: set[Node], root: Node | None) -> list[Node]:
 
 
 def lazy_outputs(
-    head: Head, outputs: list[Node], shadow: Shadow, lazily: Lazily | None
+    head: Head, outputs: list[Node], replay: AtenReplay, lazily: Lazily | None
 ) -> list[LazyOutput]:
     """How the outputs of a graph that are made of a head's output become lazy.
 
@@ -102,7 +102,7 @@ def lazy_outputs(
         raise NotAbsorbedError(f"{returned}, and are those of a DTensor")
     if lazily is not None and lazily.refusal is not None:
         raise NotAbsorbedError(f"{returned}, and can't be lazy: {lazily.refusal}")
-    found = [_lazy_output(head, node, shadow) for node in outputs]
+    found = [_lazy_output(head, node, replay) for node in outputs]
     if lazily is None:
         size = logits.dtype.itemsize * math.prod(map(_hint, logits.shape))
         raise NotAbsorbedError(
@@ -111,7 +111,7 @@ def lazy_outputs(
     return found
 
 
-def add_logits_without_loss(graph: Graph, shadow: Shadow, lazily: Lazily) -> None:
+def add_logits_without_loss(graph: Graph, replay: AtenReplay, lazily: Lazily) -> None:
     """Makes logits lazy that a graph returns and computes no loss of: the next graph may.
 
     That is done where a layer looks like a head: it makes more features than it takes, and enough
@@ -125,23 +125,23 @@ def add_logits_without_loss(graph: Graph, shadow: Shadow, lazily: Lazily) -> Non
         if node in known or not getattr(example(node), "requires_grad", False):
             continue
         with suppress(NotAbsorbedError):
-            head = _head_behind(node, shadow)
+            head = _head_behind(node, replay)
             if head is None or not _is_large(head):
                 continue
-            path = _steps(head.node, node, shadow)[1]
+            path = _steps(head.node, node, replay)[1]
             outputs = outputs_of(set(path), None)
-            found = lazy_outputs(head, outputs, shadow, lazily)
+            found = lazy_outputs(head, outputs, replay, lazily)
             lazily.outputs += [one for one in found if one.node not in known]
             known.update(outputs)
 
 
-def _head_behind(node: Node, shadow: Shadow) -> Head | None:
+def _head_behind(node: Node, replay: AtenReplay) -> Head | None:
     """The linear layer whose output a node is made of, alone."""
     while True:
         head = find_head(node)
         if head is not None:
             return head
-        value = shadow.of(node)
+        value = replay.of(node)
         while value.op is not None and value.node is node:
             if not value.args or not isinstance(value.args[0], Value):
                 return None
@@ -160,8 +160,8 @@ def _is_large(head: Head) -> bool:
     return 2 * chunk_rows(rows, hidden, classes, logits.dtype, logits.device) <= rows
 
 
-def _lazy_output(head: Head, node: Node, shadow: Shadow) -> LazyOutput:
-    steps, path = _steps(head.node, node, shadow)
+def _lazy_output(head: Head, node: Node, replay: AtenReplay) -> LazyOutput:
+    steps, path = _steps(head.node, node, replay)
     (input, _), (weight, is_transposed) = _made_of(head.input), _made_of(head.weight)
     bias = None if head.bias is None else _made_of(head.bias)[0]
     memory = memory_of(node.graph)
@@ -190,12 +190,12 @@ def _made_of(part: Value) -> tuple[Node, bool]:
     return part.node, is_transposed
 
 
-def _steps(head: Node, node: Node, shadow: Shadow) -> tuple[tuple[Step, ...], tuple[Node, ...]]:
+def _steps(head: Node, node: Node, replay: AtenReplay) -> tuple[tuple[Step, ...], tuple[Node, ...]]:
     """The ops that lead from a head's output to a node, and the nodes that do."""
     steps: list[Step] = []
     path = [node]
     while path[-1] is not head:
-        value = shadow.of(path[-1])
+        value = replay.of(path[-1])
         while value.op is not None and value.node is path[-1]:
             first, *rest = value.args
             numbers = all(not isinstance(part, Value | torch.SymInt) for part in tree_leaves(rest))

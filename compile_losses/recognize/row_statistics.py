@@ -29,16 +29,16 @@ from compile_losses.ops.linear.row_statistics import (
     NLL,
     TOTAL,
 )
+from compile_losses.recognize.aten_replay import RESHAPES, AtenReplay, aten, same_sizes
 from compile_losses.recognize.head import NotAbsorbedError
-from compile_losses.recognize.rows import (
+from compile_losses.recognize.row_views import (
     VIEWS,
     RowIndexError,
     pushed_under_softmax,
     target_of_gather,
     target_of_index,
 )
-from compile_losses.recognize.shadow import RESHAPES, Shadow, aten, same_sizes
-from compile_losses.recognize.values import Value, example, has_gradient, whole
+from compile_losses.recognize.symbolic_tensors import Value, example, has_gradient, whole
 from compile_losses.torch_internals.ops import OpOverload, named_arguments, packet_of
 
 #: A view of rows: the op, and its arguments but the first.
@@ -105,14 +105,14 @@ class Reading:
         return None if self.call is None else self.call["ignore_index"]
 
 
-def reading_of(node: Node, shadow: Shadow, logits: Container[Node] = ()) -> Reading | None:
+def reading_of(node: Node, replay: AtenReplay, logits: Container[Node] = ()) -> Reading | None:
     """What a node reads of each row of a tensor, None where that is no statistic.
 
     Args:
         logits: the nodes that may be the logits of a divergence; the others are a teacher's.
     """
     if node.target is _CROSS_ENTROPY:
-        return _cross_entropy(node, shadow, logits)
+        return _cross_entropy(node, replay, logits)
     if node.target in _DIVERGENCES:
         return _divergence(node, logits)
     if not isinstance(example(node), Tensor):
@@ -120,16 +120,16 @@ def reading_of(node: Node, shadow: Shadow, logits: Container[Node] = ()) -> Read
     maximum = _item_of_max(node)
     if maximum is not None:
         return maximum
-    value = shadow.of(node)
+    value = replay.of(node)
     if value.op is None or value.node is not node:
         return None
     try:
-        return _of_value(value, shadow)
+        return _of_value(value, replay)
     except RowIndexError:
         return None
 
 
-def _cross_entropy(node: Node, shadow: Shadow, logits: Container[Node]) -> Reading | None:
+def _cross_entropy(node: Node, replay: AtenReplay, logits: Container[Node]) -> Reading | None:
     call = named_arguments(node)
     input, target = call["input"], call["target"]
     if not isinstance(input, Node) or not isinstance(target, Node):
@@ -137,18 +137,18 @@ def _cross_entropy(node: Node, shadow: Shadow, logits: Container[Node]) -> Readi
     dim = 0 if example(input).dim() == 1 else 1
     if example(target).is_floating_point():
         is_student = input in logits and target not in logits
-        return _soft_targets(call, dim, shadow) if is_student else None
+        return _soft_targets(call, dim, replay) if is_student else None
     if call["weight"] is not None and call["label_smoothing"]:
         return None
     return Reading(whole(input), dim, {NLL: 1.0}, whole(target), call, what="cross entropy")
 
 
-def _soft_targets(call: dict[str, Any], dim: int, shadow: Shadow) -> Reading | None:
+def _soft_targets(call: dict[str, Any], dim: int, replay: AtenReplay) -> Reading | None:
     """A cross entropy whose target is the softmax of a teacher's logits."""
     input, target = whole(call["input"]), whole(call["target"])
     if call["weight"] is not None or call["label_smoothing"] or has_gradient(target):
         return None
-    found = _softmax_of(target, shadow, logarithm=False)
+    found = _softmax_of(target, replay, logarithm=False)
     if found is None or found[1] != dim:
         return None
     reduction = call["reduction"]
@@ -203,24 +203,24 @@ def _largest(logits: Value, dim: int, place: int) -> Reading:
     return Reading(logits, dim, {place: 1.0}, what="argmax" if place == ARGMAX else "maximum")
 
 
-def _of_value(value: Value, shadow: Shadow) -> Reading | None:
+def _of_value(value: Value, replay: AtenReplay) -> Reading | None:
     op, args = value.op, value.args
     if op is aten.neg.default:
-        inner = shadow.resolve(args[0])
-        found = _of_value(inner, shadow)
+        inner = replay.resolve(args[0])
+        found = _of_value(inner, replay)
         return None if found is None else _times(found, -1.0)
     if op in (aten.squeeze.dim, aten.unsqueeze.default, *RESHAPES):
-        return _of_value(shadow.resolve(args[0]), shadow) if _keeps_rows(value) else None
+        return _of_value(replay.resolve(args[0]), replay) if _keeps_rows(value) else None
     if op is aten.logsumexp.default and len(args[1]) == 1:
         return Reading(args[0], args[1][0] % args[0].rank, {LOGSUMEXP: 1.0}, what="logsumexp")
     if op is aten.gather.default:
-        target, dim = target_of_gather(value, shadow)
-        return _pick(args[0], dim, target, shadow)
+        target, dim = target_of_gather(value, replay)
+        return _pick(args[0], dim, target, replay)
     if op is aten.index.Tensor and isinstance(args[0], Value):
-        target, dim = target_of_index(value, shadow)
-        return _pick(args[0], dim, target, shadow)
+        target, dim = target_of_index(value, replay)
+        return _pick(args[0], dim, target, replay)
     if op in (aten.sum.dim_IntList, aten.mean.dim):
-        return _sum(value, shadow)
+        return _sum(value, replay)
     if op is aten.argmax.default and len(args) > 1 and isinstance(args[1], int):
         return _largest(args[0], args[1] % args[0].rank, ARGMAX)
     if op is aten.amax.default and len(args) > 1 and len(args[1]) == 1:
@@ -243,17 +243,17 @@ def _times(reading: Reading, factor: float) -> Reading:
     return Reading(reading.logits, reading.dim, terms, reading.target, what=reading.what)
 
 
-def _pick(source: Value, dim: int, target: Value, shadow: Shadow) -> Reading:
-    logits = _softmax_of(source, shadow, logarithm=True)
+def _pick(source: Value, dim: int, target: Value, replay: AtenReplay) -> Reading:
+    logits = _softmax_of(source, replay, logarithm=True)
     if logits is not None and logits[1] == dim:
         return Reading(logits[0], dim, {NLL: -1.0}, target, what="log-probability of a class")
     terms = {LOGSUMEXP: 1.0, NLL: -1.0}
     return Reading(source, dim, terms, target, what="logit of a class")
 
 
-def _sum(value: Value, shadow: Shadow) -> Reading | None:
+def _sum(value: Value, replay: AtenReplay) -> Reading | None:
     """Over the classes: of log-probabilities, or of these or logits times probabilities."""
-    inner, dims = shadow.resolve(value.args[0]), value.args[1]
+    inner, dims = replay.resolve(value.args[0]), value.args[1]
     if not isinstance(dims, list) or len(dims) != 1 or value.kwargs.get("dtype") is not None:
         return None
     dim = dims[0] % value.args[0].rank
@@ -262,8 +262,8 @@ def _sum(value: Value, shadow: Shadow) -> Reading | None:
         return None
     factor = 1 / classes if value.op is aten.mean.dim else 1.0
     if inner.op is aten.neg.default:
-        inner, factor = shadow.resolve(inner.args[0]), -factor
-    logits = _softmax_of(inner, shadow, logarithm=True)
+        inner, factor = replay.resolve(inner.args[0]), -factor
+    logits = _softmax_of(inner, replay, logarithm=True)
     if logits is not None and logits[1] == dim:
         terms = {TOTAL: factor, LOGSUMEXP: -factor * classes}
         return Reading(logits[0], dim, terms, what="sum of log-probabilities")
@@ -272,56 +272,56 @@ def _sum(value: Value, shadow: Shadow) -> Reading | None:
     for one, other in (inner.args, inner.args[::-1]):
         if not same_sizes(one.fake.shape, other.fake.shape):
             return None
-        logits = _softmax_of(one, shadow, logarithm=False)
+        logits = _softmax_of(one, replay, logarithm=False)
         if logits is None or logits[1] != dim:
             continue
-        other = _unbounded(other, shadow)
-        logarithms = _softmax_of(other, shadow, logarithm=True)
+        other = _unbounded(other, replay)
+        logarithms = _softmax_of(other, replay, logarithm=True)
         if logarithms is not None and logarithms[1] == dim:
-            if shadow.same(logits[0], logarithms[0]):
+            if replay.same(logits[0], logarithms[0]):
                 return Reading(logits[0], dim, {ENTROPY: -factor}, what="entropy")
-        elif shadow.same(logits[0], other):
+        elif replay.same(logits[0], other):
             terms = {LOGSUMEXP: factor, ENTROPY: -factor}
             return Reading(other, dim, terms, what="expected logit")
     return None
 
 
-def _softmax_of(value: Value, shadow: Shadow, *, logarithm: bool) -> tuple[Value, int] | None:
+def _softmax_of(value: Value, replay: AtenReplay, *, logarithm: bool) -> tuple[Value, int] | None:
     """The logits and the dimension of the classes, if a Value is their softmax or log_softmax."""
-    value = shadow.resolve(value)
+    value = replay.resolve(value)
     op = value.op
     if op is None or value.kwargs:
         return None
     if logarithm and op is aten._log_softmax.default and not value.args[2]:
         found = value.args[0], value.args[1] % value.args[0].rank
     elif logarithm and op is aten.sub.Tensor and isinstance(value.args[1], Value):
-        x, subtrahend = value.args[0], shadow.resolve(value.args[1])
+        x, subtrahend = value.args[0], replay.resolve(value.args[1])
         if not isinstance(x, Value) or subtrahend.op is not aten.logsumexp.default:
             return None
         inner, dims, *keepdim = subtrahend.args
-        if keepdim != [True] or len(dims) != 1 or not shadow.same(inner, x):
+        if keepdim != [True] or len(dims) != 1 or not replay.same(inner, x):
             return None
         found = x, dims[0] % x.rank
     elif not logarithm and op is aten._softmax.default and not value.args[2]:
         found = value.args[0], value.args[1] % value.args[0].rank
     elif not logarithm and op is aten.exp.default:
-        return _softmax_of(value.args[0], shadow, logarithm=True)
+        return _softmax_of(value.args[0], replay, logarithm=True)
     else:
-        pushed = pushed_under_softmax(value, shadow) if packet_of(op) in VIEWS else None
+        pushed = pushed_under_softmax(value, replay) if packet_of(op) in VIEWS else None
         if pushed is None or (pushed.op is aten._log_softmax.default) is not logarithm:
             return None
         found = pushed.args[0], pushed.args[1]
     # A softmax is that of its log-probabilities, too, as torch's Categorical has it.
-    again = _softmax_of(found[0], shadow, logarithm=True)
+    again = _softmax_of(found[0], replay, logarithm=True)
     return again if again is not None and again[1] == found[1] else found
 
 
-def _unbounded(value: Value, shadow: Shadow) -> Value:
+def _unbounded(value: Value, replay: AtenReplay) -> Value:
     """A factor of probabilities without the least number of its dtype as a bound.
 
     ``Categorical.entropy`` has it, so that 0 times what would be -inf is 0.
     """
-    resolved = shadow.resolve(value)
+    resolved = replay.resolve(value)
     if resolved.op is not aten.clamp.default or len(resolved.args) != 2:
         return value
     bounded: Value = resolved.args[0]

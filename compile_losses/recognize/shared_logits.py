@@ -26,9 +26,9 @@ from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.row_divergences import buffers
 from compile_losses.ops.linear.row_statistics import DIFFERENTIABLE
 from compile_losses.ops.linear_row_statistics import forward, in_order
+from compile_losses.recognize.aten_replay import RESHAPES, AtenReplay, aten, same_sizes
 from compile_losses.recognize.guards import changes_grad_mode, mutated, refusal
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
-from compile_losses.recognize.linear import Options, check_gain, check_rows, rows_of
 from compile_losses.recognize.linear_divergence import check_no_dtensors, without_gradient
 from compile_losses.recognize.logits import Logits, logits_of
 from compile_losses.recognize.match import Match
@@ -43,9 +43,9 @@ from compile_losses.recognize.row_statistics import (
     is_max,
     reading_of,
 )
-from compile_losses.recognize.shadow import RESHAPES, Shadow, aten, same_sizes
-from compile_losses.recognize.values import Size, Value, emit, example, fake_mode
+from compile_losses.recognize.symbolic_tensors import Size, Value, emit, example, fake_mode
 from compile_losses.recognize.verify import verify as compare
+from compile_losses.recognize.with_head import Options, check_gain, check_rows, rows_of
 from compile_losses.torch_internals.graphs import EXAMPLE
 from compile_losses.torch_internals.ops import schema_of
 
@@ -115,7 +115,7 @@ class Kept:
 
 
 def take_shared_logits(
-    graph: Graph, shadow: Shadow, options: Options, *, verify: bool
+    graph: Graph, replay: AtenReplay, options: Options, *, verify: bool
 ) -> Iterator[Rewritten | Kept]:
     """Replaces every head whose output several readers share.
 
@@ -129,14 +129,14 @@ def take_shared_logits(
             continue
         if head is None or not _is_worthwhile(head, options):
             continue
-        shared = _shared(head, shadow)
+        shared = _shared(head, replay)
         if shared is None:
             continue
         if isinstance(shared, Kept):
             yield shared
             continue
         try:
-            yield _Taking(shared, shadow, options, verify=verify).run()
+            yield _Taking(shared, replay, options, verify=verify).run()
         except NotAbsorbedError as error:
             yield Kept(list(shared.readings), str(error))
 
@@ -156,7 +156,7 @@ def _is_worthwhile(head: Head, options: Options) -> bool:
     return True
 
 
-def _shared(head: Head, shadow: Shadow) -> Shared | Kept | None:
+def _shared(head: Head, replay: AtenReplay) -> Shared | Kept | None:
     """The readers of a head's output, or why they keep it; None where a loss reads it alone."""
     classes = example(head.node).shape[-1]
     found = Shared(head, between=[head.node])
@@ -173,7 +173,7 @@ def _shared(head: Head, shadow: Shadow) -> Shared | Kept | None:
             value = example(user)
             if _is_size(value):
                 continue
-            reading = reading_of(user, shadow, seen - set(found.readings))
+            reading = reading_of(user, replay, seen - set(found.readings))
             if reading is not None:
                 found.readings[user] = reading
             elif (_holds(value, classes) or is_max(user)) and len(found.between) < _MOST_NODES:
@@ -182,10 +182,10 @@ def _shared(head: Head, shadow: Shadow) -> Shared | Kept | None:
                 needs = needs or user
     if needs is not None:
         return Kept(list(found.readings), f"{needs.name} needs the logits")
-    return None if _is_declined(found, shadow) else found
+    return None if _is_declined(found, replay) else found
 
 
-def _is_declined(found: Shared, shadow: Shadow) -> bool:
+def _is_declined(found: Shared, replay: AtenReplay) -> bool:
     """Whether there is nothing, or one loss that was declined together with its layer before.
 
     A divergence of logits with a soft-cap was declined for that.
@@ -198,7 +198,7 @@ def _is_declined(found: Shared, shadow: Shadow) -> bool:
     if reading.divergence.kind == "cross_entropy":
         return False
     try:
-        logits = logits_of(reading.logits.argument, shadow)
+        logits = logits_of(reading.logits.argument, replay)
     except NotAbsorbedError:
         return True
     return logits is None or logits.softcap is None
@@ -219,8 +219,10 @@ class _Taking:
     Raises NotAbsorbedError before anything is changed.
     """
 
-    def __init__(self, shared: Shared, shadow: Shadow, options: Options, *, verify: bool) -> None:
-        self.shared, self.shadow, self.options = shared, shadow, options
+    def __init__(
+        self, shared: Shared, replay: AtenReplay, options: Options, *, verify: bool
+    ) -> None:
+        self.shared, self.replay, self.options = shared, replay, options
         self.verify = verify
         #: The layer of a teacher's logits, where these are computed with the student's.
         self.of_teacher: Logits | None = None
@@ -272,7 +274,7 @@ class _Taking:
         if reason is not None:
             raise NotAbsorbedError(reason)
         outputs = self.shared.outputs
-        returned = lazy_outputs(self.shared.head, outputs, self.shadow, self.options.lazily)
+        returned = lazy_outputs(self.shared.head, outputs, self.replay, self.options.lazily)
         return self._replace(place, args, sizes, logits, returned, notes)
 
     def _join_loops(self) -> None:
@@ -280,7 +282,7 @@ class _Taking:
         readings = self.shared.readings
         for node in list(readings):
             join = _join_after(node) if node in readings else None
-            reading = None if join is None else reading_of(join, self.shadow)
+            reading = None if join is None else reading_of(join, self.replay)
             if join is None or reading is None:
                 continue
             turns = self._turns(join)
@@ -307,7 +309,7 @@ class _Taking:
         """
         every: dict[Node, Logits] = {}
         for node, reading in self.shared.readings.items():
-            logits = logits_of(reading.logits.argument, self.shadow)
+            logits = logits_of(reading.logits.argument, self.replay)
             if logits is None or logits.head.node is not self.shared.head.node:
                 raise NotAbsorbedError(f"{node.name} reads other logits as well")
             if logits.class_dim != reading.dim:
@@ -350,7 +352,7 @@ class _Taking:
             flat = self._flat(reading.target)
             if target is None:
                 target = flat
-            elif not self.shadow.same(target, flat):
+            elif not self.replay.same(target, flat):
                 raise NotAbsorbedError(f"{node.name} picks other classes than the rest")
             if reading.ignore_index not in (None, NOTHING_IGNORED):
                 ignored.add(reading.ignore_index)
@@ -391,11 +393,11 @@ class _Taking:
     def _is_same(self, one: Divergence, other: Divergence) -> bool:
         """Whether two divergences are the same but for how they are reduced."""
         alike = replace(one, teacher=other.teacher, reduction=other.reduction) == other
-        return alike and self.shadow.same(one.teacher, other.teacher)
+        return alike and self.replay.same(one.teacher, other.teacher)
 
     def _layer_of(self, reading: Reading, divergence: Divergence) -> Logits | None:
         """The layer of a teacher's logits that nothing else reads."""
-        found = logits_of(divergence.teacher.argument, self.shadow)
+        found = logits_of(divergence.teacher.argument, self.replay)
         if found is not None:
             if found.head.node is self.shared.head.node:
                 raise NotAbsorbedError("they are its own")
@@ -443,9 +445,9 @@ class _Taking:
 
     def _flat(self, value: Value) -> Value:
         """Class indices before they were brought into another shape."""
-        value = self.shadow.resolve(value)
+        value = self.replay.resolve(value)
         while value.op in (*RESHAPES, aten.squeeze.dim, aten.unsqueeze.default):
-            value = self.shadow.resolve(value.args[0])
+            value = self.replay.resolve(value.args[0])
         return value
 
     def _needed(self, args: tuple[Any, ...]) -> list[Node]:

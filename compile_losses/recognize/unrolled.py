@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compile_losses.recognize.values import Value, example, whole
+from compile_losses.recognize.symbolic_tensors import Value, example, whole
 
 aten = torch.ops.aten
 

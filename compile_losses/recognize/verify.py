@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from compile_losses.recognize.match import Match
-from compile_losses.recognize.sizes import NoSizeError, Sizes
-from compile_losses.recognize.values import Size, Value, example
+from compile_losses.recognize.small_sizes import NoSizeError, Sizes
+from compile_losses.recognize.symbolic_tensors import Size, Value, example
 from compile_losses.switches import is_set
 from compile_losses.torch_internals.eager import no_modes
 from compile_losses.torch_internals.ops import given_arguments, tree_leaves, tree_map

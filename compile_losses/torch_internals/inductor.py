@@ -25,7 +25,7 @@ from torch._inductor import config as config
 # a pass would switch the caches off.
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 
-# How Inductor writes ops in other ops; inlined losses get the same.
+# How Inductor writes ops in other ops; decomposed losses get the same.
 from torch._inductor.decomposition import select_decomp_table as select_decomp_table
 
 #: The default backend of torch.compile, with a mode and options, to which losses go rewritten.

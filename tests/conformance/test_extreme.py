@@ -143,7 +143,7 @@ def evaluate(function: Any, extreme: Extreme) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **dict(zip(requires, gradients, strict=True))}
 
 
-def hoisted(extreme: Extreme) -> dict[str, tuple[str, Tensor]]:
+def with_gradients(extreme: Extreme) -> dict[str, tuple[str, Tensor]]:
     """What compiled code has: the loss and the unit gradient times grad_output; or the gradient of
     a known grad_output. With the name of the result that each stands for."""
     call, options = extreme.call, dict(extreme.call.options)
@@ -165,7 +165,7 @@ def hoisted(extreme: Extreme) -> dict[str, tuple[str, Tensor]]:
     gradient[lost] = evaluate(call.ours, extreme)["input"][lost]
     _, known = op(**{**given, "grad_output": grad_output})
     return {
-        "hoisted loss": ("loss", loss),
+        "loss with its gradient": ("loss", loss),
         "unit gradient times grad_output": ("input", gradient),
         "gradient of a known grad_output": ("input", known),
     }
@@ -259,7 +259,7 @@ def check(extreme: Extreme) -> None:
     sums_weight = "weight" in call.tensors and call.loss in ("mse_loss", "l1_loss")
     mean_of_weights = sums_weight and call.options["reduction"] == "mean"
     if call.options["reduction"] != "none" and call.loss != "nll_loss" and not mean_of_weights:
-        found |= hoisted(extreme)
+        found |= with_gradients(extreme)
     for what, (name, ours) in found.items():
         if not differs_knowingly(extreme, what, name):
             assert_agrees(extreme, what, name, ours, eager, exact)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compile_losses import functional
-from compile_losses.lower.calls import is_elementwise
+from compile_losses.lower.fused_calls import is_elementwise
 from tests.calls import leaves, loss_and_gradients, record_leaf_calls
 from tests.conformance import samples
 from tests.conformance.compare import dtypes, evaluate, losses

@@ -111,16 +111,16 @@ def test_linear_holds_no_logits_of_all_rows(monkeypatch):
                     largest[0] = max(largest[0], tensor.untyped_storage().nbytes())
             return result
 
-    from compile_losses.ops.linear import vocabulary_parallel as leaves
+    from compile_losses.ops.linear import vocabulary_parallel as leaf_ops
 
     input, weight = torch.randn(rows, 2), torch.randn(classes // 4, 2)
     target = torch.randint(classes // 4, (rows,))
     with Largest():
-        own = leaves.parts_kernel(input, weight, target, None, None, 0, classes, -100, 0.0, None)
+        own = leaf_ops.parts_kernel(input, weight, target, None, None, 0, classes, -100, 0.0, None)
         _, stats, _ = fused.vocabulary_parallel_merge(
             own.unsqueeze(0), target, None, None, classes, SUM, -100, 0.0, torch.float32
         )
-        leaves.gradient_kernel(
+        leaf_ops.gradient_kernel(
             torch.ones(()), None, input, weight, target, None, None, stats, 0, classes, SUM, -100,
             0.0, None, True, True, False,
         )  # fmt: skip

@@ -123,7 +123,9 @@ def test_distillation_without_logits(beta, given, masked, chunks):
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         report = check_step(model, step, [op])
         (site,) = compile_losses.explain(step).losses
-    assert site.plan[0].startswith("hoisted by row" if masked else "hoisted")
+    assert site.plan[0].startswith(
+        "gradient in forward by row" if masked else "gradient in forward"
+    )
     layers = "a linear layer" if given else "the linear layers of student and teacher"
     assert report.losses[0].reason.startswith(f"absorbed {layers}")
 
@@ -202,7 +204,7 @@ def test_log_probabilities_without_logits(chunks):
 
     check_step(model, step, ["linear_cross_entropy"])
     (site,) = compile_losses.explain(step).losses
-    assert site.plan[0] == "hoisted by row"
+    assert site.plan[0] == "gradient in forward by row"
 
 
 @pytest.mark.parametrize("bonus", [0.0, 0.01])
@@ -239,7 +241,7 @@ def test_entropies_beside_log_probabilities(bonus, chunks):
     check_step(model, step, ["linear_row_statistics"], compiled=compiled)
     torch.testing.assert_close(logged[0], logged[1])
     (site,) = compile_losses.explain(policy_loss).losses
-    assert site.plan[0] == "hoisted by row"
+    assert site.plan[0] == "gradient in forward by row"
 
 
 def test_token_accuracy_beside_the_loss(chunks):

@@ -23,7 +23,7 @@ BATCH_SECONDS, CASE_SECONDS = 60.0, 8.0
 #: Tests that launch cuBLAS's and Triton's kernels, too, or CUDA graphs.
 OTHER_KERNELS = re.compile(
     r"tests/(distributed/|conformance/test_compile|"
-    r"test_(compile|inline|linear_\w*|lower|surroundings|training)\.py)"
+    r"test_(compile|decompose|linear_\w*|lower|surroundings|training)\.py)"
     r"|test_17_linear_cross_entropy"
 )
 

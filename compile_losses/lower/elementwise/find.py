@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from compile_losses.lower.aliases import depends_on_tangents, graph_outputs
 from compile_losses.lower.cost import behind_views
-from compile_losses.lower.factor import is_one_number
+from compile_losses.lower.known_factors import is_one_number
+from compile_losses.lower.node_relations import depends_on_tangents, graph_outputs
 from compile_losses.ops.checks import CASTS
 from compile_losses.torch_internals.graphs import is_tangent
 

@@ -25,14 +25,14 @@ from compile_losses.lower.elementwise.refuse import (
     refusal_to_share,
 )
 from compile_losses.lower.elementwise.rows import find_sums, sum_in_rows
-from compile_losses.lower.factor import is_one_number
-from compile_losses.lower.hoist import (
+from compile_losses.lower.gradient_in_forward import (
     SAVED,
     _like,
     _retrace_views,
     _view,
     overwrites_buffers,
 )
+from compile_losses.lower.known_factors import is_one_number
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.graphs import EAGER_VALUES
 from compile_losses.torch_internals.inductor import get_default_op_list
@@ -123,7 +123,7 @@ def _move(part: Part, loss: Node, *, owned: bool) -> None:
             saved.meta = {**context, "val": unit_value}
             scaled = graph.call_function(fused.scale.default, (saved, part.tangent))
             scaled.meta = {**gradient.meta}
-            if not owned:  # as in hoist
+            if not owned:  # as in gradient_in_forward
                 scaled.meta |= {SAVED: True, "val": _view(unit_value)}
         for user in uses:
             user.replace_input_with(gradient, scaled)

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from compile_losses.device_constants import constants_of
-from compile_losses.lower.aliases import is_generated, is_view, readers_of, storage_of
 from compile_losses.lower.cost import MATMULS, buffers_read, nbytes_of
 from compile_losses.lower.elementwise.find import Part, cone_of, forward_outputs
-from compile_losses.lower.hoist import is_returned
+from compile_losses.lower.gradient_in_forward import is_returned
+from compile_losses.lower.node_relations import is_generated, is_view, readers_of, storage_of
 from compile_losses.ops.checks import CASTS
 from compile_losses.torch_internals.graphs import RECOMPUTE
 from compile_losses.torch_internals.inductor import (

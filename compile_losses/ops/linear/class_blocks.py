@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compile_losses.ops import vocabulary_parallel
 from compile_losses.ops.linear.block_layout import BlockLayout
-from compile_losses.ops.linear.products import Gradients, add_product, write_logits
+from compile_losses.ops.linear.matrix_products import Gradients, add_product, write_logits
 from compile_losses.ops.linear.row_losses import SUM, RowLosses, gradient_from_statistics
 
 

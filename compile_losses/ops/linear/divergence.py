@@ -1,7 +1,7 @@
 """How a divergence ``X`` of two softmaxes becomes one of a linear layer's output and a teacher's.
 
 ``fused::linear_X`` is public: checks, autocast and type promotion, then the ops of
-:mod:`compile_losses.ops.linear.leaves`. It equals ``fused::X`` of ``linear(input, linear_weight,
+:mod:`compile_losses.ops.linear.leaf_ops`. It equals ``fused::X`` of ``linear(input, linear_weight,
 linear_bias)``, the student's logits, and of the teacher's: ``target`` itself, or
 ``linear(target, target_weight, target_bias)``. Neither tensor of logits is ever held that is not
 given: both are computed a chunk of rows at a time.
@@ -44,7 +44,7 @@ from compile_losses.ops import checks
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.elementwise import Parameter
 from compile_losses.ops.linear.arguments import as_rows, check_linear
-from compile_losses.ops.linear.leaves import declare_leaves
+from compile_losses.ops.linear.leaf_ops import declare_leaves
 from compile_losses.ops.linear.reference import autocast_layer, autocast_off, under_autocast
 from compile_losses.ops.linear.row_chunks import Problem
 from compile_losses.ops.linear.row_divergences import (

@@ -33,7 +33,7 @@ from compile_losses.ops.checks import accumulation_type
 from compile_losses.ops.linear.arguments import check
 from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, plan, sums_in_float32
 from compile_losses.ops.linear.class_blocks import FirstRows
-from compile_losses.ops.linear.products import (
+from compile_losses.ops.linear.matrix_products import (
     Chunk,
     Gradients,
     add_chunks,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compile_losses.ops.checks import REDUCTIONS
-from compile_losses.ops.linear.products import write_logits
+from compile_losses.ops.linear.matrix_products import write_logits
 from compile_losses.ops.linear.row_function import RowFunction
 
 T = TypeVar("T")

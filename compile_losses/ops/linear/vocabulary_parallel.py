@@ -21,7 +21,7 @@ from torch import Tensor
 from compile_losses import library
 from compile_losses.ops import checks, vocabulary_parallel
 from compile_losses.ops.linear.chunk_size import chunk_rows, sums_in_float32
-from compile_losses.ops.linear.products import Chunk, Gradients, add_chunks, chunks_of_logits
+from compile_losses.ops.linear.matrix_products import Chunk, Gradients, add_chunks, chunks_of_logits
 from compile_losses.ops.linear.reference import autocast_off
 from compile_losses.ops.linear.row_losses import gradient_from_statistics
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from compile_losses.lower.aliases import graph_outputs, storage_of
+from compile_losses.lower.node_relations import graph_outputs, storage_of
 from compile_losses.torch_internals.graphs import EAGER_VALUES
 from compile_losses.torch_internals.ops import OpOverload, named_arguments, schema_of
 

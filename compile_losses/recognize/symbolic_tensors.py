@@ -17,12 +17,12 @@ from compile_losses.torch_internals.tensors import FakeTensor, FakeTensorMode, s
 
 @dataclass(eq=False)
 class Value:
-    """A tensor of the shadow.
+    """A tensor of the replay.
 
     Attributes:
         fake: its dtype, shape and so on.
         node: the Dynamo node during which it was computed.
-        op: the ATen op that made it, None where the shadow does not look further.
+        op: the ATen op that made it, None where the replay does not look further.
         args, kwargs: the op's arguments; tensors are Values.
         whole: whether it is all that its node returns.
         is_new: whether no node of the graph computes it; node is then that of an argument.

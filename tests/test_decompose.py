@@ -1,4 +1,4 @@
-"""Losses inlined as torch's own ops: that they stay the ops."""
+"""Losses decomposed as torch's own ops: that they stay the ops."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch._inductor import config
 
-from compile_losses.lower import inline
+from compile_losses.lower import decompose
 from tests.constants import set_constants
 
 
 @pytest.fixture(params=[True, False], ids=["scales once", "scales each"])
 def scales_once(request, monkeypatch):
     """Whether a mean's gradient divides one number: on a CPU it does, on a GPU it does not."""
-    monkeypatch.setattr(inline, "_scales_once", lambda device: request.param)
+    monkeypatch.setattr(decompose, "_scales_once", lambda device: request.param)
     return request.param
 
 
-def test_inlined_in_inference(graphs):
+def test_decomposed_in_inference(graphs):
     """Without a backward, too, a loss is fused with what feeds it."""
     a, b = torch.randn(64, 12), torch.randn(64, 12)
 
@@ -44,8 +44,8 @@ def test_inlined_in_inference(graphs):
     indirect=["scales_once"],
 )
 @pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"])
-def test_inlined_is_the_op(loss, reduction, scales_once, graphs, no_code):
-    """Both gradients, broadcasting, mixed dtypes and dynamic shapes, inlined."""
+def test_decomposed_is_the_op(loss, reduction, scales_once, graphs, no_code):
+    """Both gradients, broadcasting, mixed dtypes and dynamic shapes, decomposed."""
 
     def function(a, b):
         return getattr(torch.ops.fused, loss)(
@@ -70,7 +70,7 @@ def test_inlined_is_the_op(loss, reduction, scales_once, graphs, no_code):
 
 @pytest.mark.parametrize("reduction", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"])
-def test_inlined_weight_is_the_op(loss, reduction, graphs, no_code):
+def test_decomposed_weight_is_the_op(loss, reduction, graphs, no_code):
     """The gradient of the weight too, or of it alone; broadcast weights; a wider weight."""
 
     def function(a, b, w):
@@ -97,7 +97,7 @@ def test_inlined_weight_is_the_op(loss, reduction, graphs, no_code):
 
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
-def test_inlined_binary_cross_entropy_is_the_op(reduction, graphs, no_code):
+def test_decomposed_binary_cross_entropy_is_the_op(reduction, graphs, no_code):
     def function(a, b, w, p):
         op = torch.ops.fused.binary_cross_entropy_with_logits
         return op(torch.tanh(a) * 4, torch.sigmoid(b), w, p, reduction)
@@ -114,7 +114,7 @@ def test_inlined_binary_cross_entropy_is_the_op(reduction, graphs, no_code):
     assert all("fused" not in graph for graph in graphs["joint"])
 
 
-def test_weighted_mean_without_a_backward_is_inlined(graphs, no_code):
+def test_weighted_mean_without_a_backward_is_decomposed(graphs, no_code):
     """torch's ops sum the weight in the same read."""
     a, b, w = torch.randn(64, 12), torch.randn(64, 12), torch.rand(64, 12)
 
@@ -127,7 +127,7 @@ def test_weighted_mean_without_a_backward_is_inlined(graphs, no_code):
 
 
 @pytest.mark.parametrize("shapes", [((1, 5, 6), (2, 5, 6)), ((4, 6), (2, 4, 6)), ((), (3,))])
-def test_inlined_batchmean_is_the_op(shapes, scales_once, graphs, no_code):
+def test_decomposed_batchmean_is_the_op(shapes, scales_once, graphs, no_code):
     """The batch is the input's own, also where input is broadcast."""
 
     def function(a, b):
@@ -144,7 +144,7 @@ def test_inlined_batchmean_is_the_op(shapes, scales_once, graphs, no_code):
 
 @pytest.mark.parametrize("reduction", [0, 1, 3])
 @pytest.mark.parametrize("options", [{}, {"beta": 0.1}], ids=["kl", "js"])
-def test_inlined_softmax_divergence_is_the_op(options, reduction, graphs, no_code):
+def test_decomposed_softmax_divergence_is_the_op(options, reduction, graphs, no_code):
     """Both gradients, and classes that are impossible in one row or in both."""
     op = torch.ops.fused.softmax_js_div if options else torch.ops.fused.softmax_kl_div
     possible = torch.rand(2, 6, 12) > 0.1
@@ -171,7 +171,7 @@ def test_inlined_softmax_divergence_is_the_op(options, reduction, graphs, no_cod
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_inlined_classes_may_be_uint8(smoothing, graphs, no_code):
+def test_decomposed_classes_may_be_uint8(smoothing, graphs, no_code):
     def function(x, t):
         return torch.ops.fused.cross_entropy(F.gelu(x), t, label_smoothing=smoothing)
 
@@ -249,7 +249,7 @@ STOCK = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("loss", STOCK)
 @pytest.mark.parametrize("scales_once", [False], indirect=True)
-def test_inlined_on_a_gpu_is_stocks(loss, dtype, scales_once, no_code):
+def test_decomposed_on_a_gpu_is_stocks(loss, dtype, scales_once, no_code):
     """Inductor gets the ops that it gets without this package, and decides about them as then."""
     linear = nn.Linear(16, 12, dtype=dtype)
     x, target = torch.randn(8, 16, dtype=dtype), torch.rand(8, 12).to(dtype)
@@ -281,7 +281,7 @@ def test_gradient_reads_what_the_forward_computed(loss, scales_once, graphs, no_
 
 @pytest.mark.filterwarnings("ignore:reduction")
 @pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"])
-def test_inlined_mean_of_nothing(loss, scales_once, graphs, no_code, monkeypatch):
+def test_decomposed_mean_of_nothing(loss, scales_once, graphs, no_code, monkeypatch):
     """It is nan, also where torch's own function can't be compiled."""
     set_constants(monkeypatch, small_bytes=1, small_simple_bytes=1)  # or it is a kernel
     p, t = torch.randn(0, 12, requires_grad=True), torch.rand(0, 12)
@@ -299,7 +299,7 @@ def test_inlined_mean_of_nothing(loss, scales_once, graphs, no_code, monkeypatch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("loss", ["squared errors", "smooth_l1_loss", "huber_loss"])
-def test_inlined_gradient_takes_no_more_memory(loss, graphs):
+def test_decomposed_gradient_takes_no_more_memory(loss, graphs):
     """Inductor writes it over the predictions where it does so in stock torch.compile."""
     linear = nn.Linear(16, 1024, device="cuda", dtype=torch.bfloat16)
     x, target = (torch.randn(1024, n, device="cuda", dtype=torch.bfloat16) for n in (16, 1024))

@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.recognize.absorb import absorb
+from compile_losses.recognize.aten_replay import AtenReplay, aten, compute
 from compile_losses.recognize.difference import find_difference
 from compile_losses.recognize.divergence import softmax_divergences
 from compile_losses.recognize.left_out import INFINITE, NAN, without_infinities, without_nan
@@ -26,7 +27,8 @@ from compile_losses.recognize.normal_form import (
     normal_forms,
 )
 from compile_losses.recognize.probabilities import written_probabilities
-from compile_losses.recognize.shadow import Shadow, aten, compute
+from compile_losses.recognize.softmax_algebra import SoftmaxAlgebra
+from compile_losses.recognize.symbolic_tensors import Value, example, sources, whole
 from compile_losses.recognize.table import (
     Arguments,
     Call,
@@ -36,8 +38,6 @@ from compile_losses.recognize.table import (
     recognize_call,
     reduction_of,
 )
-from compile_losses.recognize.terms import Terms
-from compile_losses.recognize.values import Value, example, sources, whole
 from compile_losses.torch_internals.ops import SIZE_ASSERTIONS, schema_of
 
 #: Cheap tests of what a root can be: names of functions and methods. A whole graph's sum, first;
@@ -75,8 +75,8 @@ class Recognizer:
     """Finds the losses written out in one graph."""
 
     def __init__(self, graph: Graph) -> None:
-        self.shadow = Shadow()
-        self.terms = Terms(self.shadow)
+        self.replay = AtenReplay()
+        self.algebra = SoftmaxAlgebra(self.replay)
         self._from_softmax: set[Node] = set()
         for node in graph.nodes:
             name = _name(node)
@@ -112,9 +112,9 @@ class Recognizer:
             return
         if not value.is_floating_point():
             return
-        if self.shadow.of(node).node is not node:
+        if self.replay.of(node).node is not node:
             return
-        for form in normal_forms(node, self.shadow):
+        for form in normal_forms(node, self.replay):
             for match in self._matches(node, form):
                 if call is not None and getattr(match, "op", "") not in _DIVERGENCES:
                     continue  # the table knows more of its options
@@ -127,17 +127,17 @@ class Recognizer:
         if whole:
             yield from self._differences(node, form)
             yield from self._logistic(node, form)
-        for written in written_probabilities(form, self.terms):
+        for written in written_probabilities(form, self.algebra):
             if _declared(written.op):
                 yield from self._probabilities(node, written)
-        masked = without_infinities(form, self.shadow) if node in self._from_softmax else None
+        masked = without_infinities(form, self.replay) if node in self._from_softmax else None
         if masked is not None:
-            for written in written_probabilities(masked, self.terms):
+            for written in written_probabilities(masked, self.algebra):
                 yield Decline(node, written.op, INFINITE)
-        for one, other in added_forms(form, self.shadow):
-            total = self.terms.of(one.body) * one.constant
-            total = total + self.terms.of(other.body) * other.constant
-            for written in softmax_divergences(replace(one, constant=1.0), total, self.terms):
+        for one, other in added_forms(form, self.replay):
+            total = self.algebra.of(one.body) * one.constant
+            total = total + self.algebra.of(other.body) * other.constant
+            for written in softmax_divergences(replace(one, constant=1.0), total, self.algebra):
                 yield from self._probabilities(node, written)
         if whole and not form.weights and form.body.whole:
             yield from self._calls(node, form)
@@ -146,7 +146,7 @@ class Recognizer:
         value = example(node)
         if not isinstance(value, torch.Tensor) or value.dim() > 0:
             return
-        form = without_nan(whole(node), self.shadow)
+        form = without_nan(whole(node), self.replay)
         if form is None or bind(form.body.node) is not None:
             return
         found = [*self._differences(node, form), *self._logistic(node, form)]
@@ -154,7 +154,7 @@ class Recognizer:
             yield Decline(node, getattr(found[0], "op", _BINARY), NAN)
 
     def _differences(self, node: Node, form: NormalForm) -> Iterator[Match]:
-        found = find_difference(form.body, self.shadow)
+        found = find_difference(form.body, self.replay)
         matches = []
         for one in found:
             if not _declared(one.family.op):
@@ -181,7 +181,7 @@ class Recognizer:
             yield match
 
     def _logistic(self, node: Node, form: NormalForm) -> Iterator[Match | Decline]:
-        for one in find_logistic(form.body, self.shadow):
+        for one in find_logistic(form.body, self.replay):
             if one.reason is not None:
                 yield Decline(node, _BINARY, one.reason)
                 continue
@@ -245,7 +245,7 @@ class Recognizer:
             return
         if not isinstance(example(log_probabilities), torch.Tensor):
             return
-        found = self.terms.logits(self.shadow.of(log_probabilities), node)
+        found = self.algebra.logits(self.replay.of(log_probabilities), node)
         try:
             reduction = reduction_of(arguments)
         except UnsupportedError:
@@ -283,7 +283,7 @@ class Recognizer:
 
     def _looked_into(self, node: Node) -> bool:
         return node.op in ("call_function", "call_method") and (
-            self.shadow.looked_at(node) or not isinstance(example(node), torch.Tensor)
+            self.replay.looked_at(node) or not isinstance(example(node), torch.Tensor)
         )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from compile_losses.recognize.shadow import Shadow, aten, compute, equal_sizes, same_sizes
-from compile_losses.recognize.values import Size, Value, example
+from compile_losses.recognize.aten_replay import AtenReplay, aten, compute, equal_sizes, same_sizes
+from compile_losses.recognize.symbolic_tensors import Size, Value, example
 from compile_losses.torch_internals.ops import packet_of
 
 _SOFTMAXES = (aten._log_softmax.default, aten._softmax.default)
@@ -19,7 +19,7 @@ class RowIndexError(Exception):
     """An index that does not pick one entry of each row."""
 
 
-def target_of_gather(value: Value, shadow: Shadow) -> tuple[Value, int]:
+def target_of_gather(value: Value, replay: AtenReplay) -> tuple[Value, int]:
     """``x.gather(dim, target.unsqueeze(dim))``: the target, shaped like the rows, and dim."""
     source, dim, index = value.args[:3]
     dim = dim % source.rank
@@ -30,27 +30,27 @@ def target_of_gather(value: Value, shadow: Shadow) -> tuple[Value, int]:
     if not equal_sizes(index.fake.shape, expected):
         raise RowIndexError
     rows = expected[:dim] + expected[dim + 1 :]
-    resolved = _unexpanded(shadow.resolve(index), shadow)
+    resolved = _unexpanded(replay.resolve(index), replay)
     if resolved.op in (aten.unsqueeze.default, aten.view.default):
         inner = resolved.args[0]
         if same_sizes(inner.fake.shape, rows):  # neither op changes the order of elements
-            return shadow.resolve(inner), dim
+            return replay.resolve(inner), dim
     target = compute(aten.squeeze.dim, resolved, dim)
     if target is None:
         raise RowIndexError
     return target, dim
 
 
-def _unexpanded(value: Value, shadow: Shadow) -> Value:
+def _unexpanded(value: Value, replay: AtenReplay) -> Value:
     """A tensor before it was expanded, and cut to the size that it had, as Categorical does."""
-    expanded = shadow.resolve(value.args[0]) if value.op is aten.slice.Tensor else value
+    expanded = replay.resolve(value.args[0]) if value.op is aten.slice.Tensor else value
     if expanded.op is not aten.expand.default:
         return value
     inner = expanded.args[0]
-    return shadow.resolve(inner) if same_sizes(inner.fake.shape, value.fake.shape) else value
+    return replay.resolve(inner) if same_sizes(inner.fake.shape, value.fake.shape) else value
 
 
-def target_of_index(value: Value, shadow: Shadow) -> tuple[Value, int]:
+def target_of_index(value: Value, replay: AtenReplay) -> tuple[Value, int]:
     """``x[arange(rows), target]``, with an arange for every dimension but the last."""
     source, indices = value.args
     rows = list(source.fake.shape[:-1])
@@ -58,7 +58,7 @@ def target_of_index(value: Value, shadow: Shadow) -> tuple[Value, int]:
         raise RowIndexError
     *positions, target = indices
     for dim, position in enumerate(positions):
-        if not isinstance(position, Value) or not _is_arange(position, dim, rows, shadow):
+        if not isinstance(position, Value) or not _is_arange(position, dim, rows, replay):
             raise RowIndexError
     classes = source.fake.shape[-1]
     if not isinstance(target, Value) or target.fake.dtype != torch.int64:
@@ -66,11 +66,11 @@ def target_of_index(value: Value, shadow: Shadow) -> tuple[Value, int]:
     if not equal_sizes(target.fake.shape, rows):
         raise RowIndexError
     if not isinstance(classes, int):
-        base = shadow.resolve(source)
+        base = replay.resolve(source)
         while not base.whole or base.op is not None:  # up to a tensor that the rewrite keeps
             if base.op is None or not base.args or not isinstance(base.args[0], Value):
                 raise RowIndexError
-            base = shadow.resolve(base.args[0])
+            base = replay.resolve(base.args[0])
         if not statically_known_true(base.fake.shape[-1] == classes):
             raise RowIndexError
         classes = Size(base.node, base.fake.dim() - 1)
@@ -83,15 +83,15 @@ def target_of_index(value: Value, shadow: Shadow) -> tuple[Value, int]:
     return result, len(rows)
 
 
-def _is_arange(position: Value, dim: int, rows: list[Any], shadow: Shadow) -> bool:
+def _is_arange(position: Value, dim: int, rows: list[Any], replay: AtenReplay) -> bool:
     """Whether an index counts along one dimension of the rows, and lies along it."""
     shape = [1] * (len(rows) - position.fake.dim()) + list(position.fake.shape)
     expected = [size if i == dim else 1 for i, size in enumerate(rows)]
     if not equal_sizes(shape, expected):
         return False
-    base = shadow.resolve(position)
+    base = replay.resolve(position)
     while base.op in (aten.unsqueeze.default, aten.view.default):
-        base = shadow.resolve(base.args[0])
+        base = replay.resolve(base.args[0])
     if base.op is aten.lift_fresh.default:  # a range of Python's
         while isinstance(base, Value) and base.op is aten.lift_fresh.default and base.args:
             base = base.args[0]
@@ -108,7 +108,7 @@ def _is_arange(position: Value, dim: int, rows: list[Any], shadow: Shadow) -> bo
     return statically_known_true(operator.eq(example(bounds[-1]), rows[dim]))
 
 
-def as_one_hot(value: Value, shadow: Shadow) -> Value | None:
+def as_one_hot(value: Value, replay: AtenReplay) -> Value | None:
     """The classes, if a Value is ``F.one_hot(classes, C)``."""
     node = value.node
     if not value.whole or getattr(node.target, "__name__", "") != "one_hot":
@@ -116,16 +116,16 @@ def as_one_hot(value: Value, shadow: Shadow) -> Value | None:
     arguments = [*node.args, *node.kwargs.values()]
     if len(arguments) != 2 or not isinstance(arguments[0], torch.fx.Node):
         return None
-    return shadow.of(arguments[0])
+    return replay.of(arguments[0])
 
 
-def pushed_under_softmax(value: Value, shadow: Shadow) -> Value | None:
+def pushed_under_softmax(value: Value, replay: AtenReplay) -> Value | None:
     """A view of a softmax as the softmax of a view, where the view leaves the classes together."""
-    inner = shadow.resolve(value.args[0])
+    inner = replay.resolve(value.args[0])
     if inner.op not in _SOFTMAXES:
         if inner.op is None or packet_of(inner.op) not in VIEWS:
             return None
-        deeper = pushed_under_softmax(inner, shadow)
+        deeper = pushed_under_softmax(inner, replay)
         if deeper is None:
             return None
         inner = deeper

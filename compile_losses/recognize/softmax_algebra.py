@@ -14,6 +14,7 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from compile_losses.recognize.aten_replay import RESHAPES, AtenReplay, aten, same_sizes
 from compile_losses.recognize.constants import constant
 from compile_losses.recognize.polynomial import (
     OpaqueError,
@@ -30,32 +31,31 @@ from compile_losses.recognize.polynomial import (
     selected,
     sum_of,
 )
-from compile_losses.recognize.rows import (
+from compile_losses.recognize.row_views import (
     RowIndexError,
     as_one_hot,
     pushed_under_softmax,
     target_of_gather,
     target_of_index,
 )
-from compile_losses.recognize.shadow import RESHAPES, Shadow, aten, same_sizes
-from compile_losses.recognize.values import Value
+from compile_losses.recognize.symbolic_tensors import Value
 from compile_losses.torch_internals.graphs import is_erased
 from compile_losses.torch_internals.ops import packet_of
 
 _DEEPEST = 12
 
 
-class Terms:
+class SoftmaxAlgebra:
     """Polynomials of the Values of one graph."""
 
-    def __init__(self, shadow: Shadow) -> None:
-        self.shadow = shadow
+    def __init__(self, replay: AtenReplay) -> None:
+        self.replay = replay
         self._values: dict[Hashable, list[Value]] = {}
         self._done: dict[Value, Polynomial] = {}
 
     def leaf(self, value: Value) -> Hashable:
-        key = self.shadow.key(value)
-        known, resolved = self._values.setdefault(key, []), self.shadow.resolve(value)
+        key = self.replay.key(value)
+        known, resolved = self._values.setdefault(key, []), self.replay.resolve(value)
         if resolved not in known:
             known.append(resolved)
         return key
@@ -69,7 +69,7 @@ class Terms:
         return None
 
     def of(self, value: Value, depth: int = 0) -> Polynomial:
-        value = self.shadow.resolve(value)
+        value = self.replay.resolve(value)
         if value not in self._done:
             try:
                 if depth > _DEEPEST or value.op is None or not value.fake.is_floating_point():
@@ -116,10 +116,10 @@ class Terms:
         if packet is aten.exp:
             return exp(self._argument(args[0], depth))
         if packet is aten.gather:
-            target, dim = target_of_gather(value, self.shadow)
+            target, dim = target_of_gather(value, self.replay)
             return self._picked(args[0], target, dim, depth)
         if packet is aten.index:
-            target, dim = target_of_index(value, self.shadow)
+            target, dim = target_of_index(value, self.replay)
             return self._picked(args[0], target, dim, depth)
         if packet in (aten.squeeze, aten.unsqueeze, aten.view, aten._unsafe_view):
             return self._moved(value, depth)
@@ -128,7 +128,7 @@ class Terms:
         if packet in (aten.slice, aten.select, aten.permute, aten.transpose, aten.t):
             return self._under_softmax(value)
         if packet is aten._to_copy:
-            one_hot = as_one_hot(self.shadow.resolve(args[0]), self.shadow)
+            one_hot = as_one_hot(self.replay.resolve(args[0]), self.replay)
             if one_hot is not None:
                 return atom(("one_hot", self.leaf(one_hot), value.fake.dim() - 1))
         if packet is aten.alias or (
@@ -141,7 +141,7 @@ class Terms:
         self, value: Value, dim: int, depth: int, keepdim: bool = False
     ) -> Polynomial:
         """logsumexp along the dimension of a stack adds tensors up, element by element."""
-        stack = self.shadow.resolve(value)
+        stack = self.replay.resolve(value)
         if stack.op is not aten.stack.default or keepdim:
             raise OpaqueError
         if (stack.args[1] if len(stack.args) > 1 else 0) % stack.rank != dim:
@@ -149,7 +149,7 @@ class Terms:
         return log(sum_of([exp(self.of(tensor, depth)) for tensor in stack.args[0]]))
 
     def log_of(self, value: Value, depth: int = 0) -> Polynomial:
-        resolved = self.shadow.resolve(value)
+        resolved = self.replay.resolve(value)
         if resolved.op is aten.div.Tensor and not resolved.kwargs:
             try:  # no monomial divides by a mixture, but its logarithm is known
                 one, other = (self._operand(part, resolved, depth) for part in resolved.args)
@@ -160,7 +160,7 @@ class Terms:
 
     def _argument(self, value: Value, depth: int) -> Polynomial:
         """Of a logarithm, an exponential or a pick, where sums and scaled tensors are leaves."""
-        resolved = self.shadow.resolve(value)
+        resolved = self.replay.resolve(value)
         inner = self.of(resolved, depth)
         if resolved.op is aten.div.Tensor and isinstance(resolved.args[1], Value):
             return inner
@@ -177,7 +177,7 @@ class Terms:
             return result
         if packet is aten.xlogy:
             # Of two tensors it is 0 wherever the first is; their product may be nan.
-            if not self.shadow.same(*value.args[:2]):
+            if not self.replay.same(*value.args[:2]):
                 raise OpaqueError
             return left * self.log_of(value.args[1], depth)
         if len(right) != 1:
@@ -192,13 +192,13 @@ class Terms:
             raise OpaqueError
         if not isinstance(argument, Value):
             return number(argument)
-        known = constant(argument, value.fake.dtype, self.shadow)
+        known = constant(argument, value.fake.dtype, self.replay)
         if known is not None:
             return number(known)
         if argument.fake.dim() != value.fake.dim():
             raise OpaqueError
-        resolved = self.shadow.resolve(argument)
-        one_hot = as_one_hot(resolved, self.shadow)
+        resolved = self.replay.resolve(argument)
+        one_hot = as_one_hot(resolved, self.replay)
         if resolved.op is aten.neg.default and not resolved.fake.is_floating_point():
             return self._operand(resolved.args[0], value, depth) * -1.0
         if one_hot is not None:  # an integer tensor times a floating one
@@ -226,7 +226,7 @@ class Terms:
         return result if value.op is aten._log_softmax.default else exp(result)
 
     def _under_softmax(self, value: Value) -> Polynomial:
-        moved = pushed_under_softmax(value, self.shadow)
+        moved = pushed_under_softmax(value, self.replay)
         if moved is None:
             raise OpaqueError
         return self._softmax(moved)
@@ -254,7 +254,7 @@ class Terms:
 
     def _logsumexp_of_rows(self, value: Value) -> Polynomial | None:
         """A view of the logsumexp of a view, as that of the tensor which both are views of."""
-        inner = self.shadow.resolve(value.args[0])
+        inner = self.replay.resolve(value.args[0])
         if inner.op is not aten.logsumexp.default or value.op not in RESHAPES:
             return None
         rows, dims, *keepdim = inner.args
@@ -262,7 +262,7 @@ class Terms:
             return None
         shape = (*value.fake.shape, rows.fake.shape[-1])
         while not same_sizes(rows.fake.shape, shape):
-            resolved = self.shadow.resolve(rows)
+            resolved = self.replay.resolve(rows)
             if resolved.op not in RESHAPES:
                 return None
             rows = resolved.args[0]

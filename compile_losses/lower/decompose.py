@@ -1,8 +1,8 @@
 """Losses as plain ATen, where Inductor fuses them better than a kernel could.
 
 A custom op is opaque: what feeds it is written to memory first, and what reads its gradient reads
-that from memory. Inlining puts what torch itself would have put into the graph in the place of a
-loss and its gradient, and Inductor fuses that with its neighbours.
+that from memory. The decomposition replaces a loss and its gradient by the ops that torch itself
+would have put into the graph, and Inductor fuses those with their neighbours.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 import compile_losses.ops
-from compile_losses.lower.aliases import readers_of
-from compile_losses.lower.calls import (
+from compile_losses.lower.cost import MATMULS
+from compile_losses.lower.fused_calls import (
     Loss,
     fused_call,
     fused_op,
     is_elementwise,
 )
-from compile_losses.lower.cost import MATMULS
-from compile_losses.lower.saved import share
+from compile_losses.lower.node_relations import readers_of
+from compile_losses.lower.shared_with_forward import share
 from compile_losses.ops.checks import (
     REDUCTIONS,
     accumulation_type,
@@ -49,7 +49,7 @@ def reference_of(name: str) -> Callable[..., Tensor] | None:
     return getattr(getattr(compile_losses.ops, name, None), "reference", None)
 
 
-def inline(loss: Loss) -> bool:
+def decompose(loss: Loss) -> bool:
     """Replaces a loss and its gradients; False, and nothing changed, where that can't be done."""
     reference = reference_of(loss.name)
     if reference is None:
@@ -74,8 +74,8 @@ def inline(loss: Loss) -> bool:
     return True
 
 
-def inline_backward(node: Node) -> bool:
-    """As :func:`inline`, for a gradient whose loss is not in the graph."""
+def decompose_backward(node: Node) -> bool:
+    """As :func:`decompose`, for a gradient whose loss is not in the graph."""
     name, _ = fused_call(node) or ("", "")
     reference = reference_of(name)
     traced = _trace(node, reference) if reference is not None else None

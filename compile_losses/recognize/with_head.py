@@ -13,12 +13,12 @@ from compile_losses.distributed import are_dtensors
 from compile_losses.lazy import LazyOutput
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.chunk_size import chunk_rows
+from compile_losses.recognize.aten_replay import AtenReplay, aten
 from compile_losses.recognize.guards import refusal
 from compile_losses.recognize.head import NotAbsorbedError, computed
 from compile_losses.recognize.logits import Logits, find_logits
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.returned_logits import Lazily, lazy_outputs
-from compile_losses.recognize.shadow import Shadow, aten
 from compile_losses.switches import is_set
 from compile_losses.torch_internals.tensors import shard_of, size_hint
 
@@ -52,10 +52,10 @@ class Options:
 
 
 #: The match of a loss and its layer; None where there is no layer.
-Take: TypeAlias = Callable[[Match, Shadow, Options], Match | None]
+Take: TypeAlias = Callable[[Match, AtenReplay, Options], Match | None]
 
 
-def through_linear(match: Match, shadow: Shadow, take: Take, options: Options) -> Match:
+def through_linear(match: Match, replay: AtenReplay, take: Take, options: Options) -> Match:
     """A match of a loss, taken back through the linear layer that makes its logits.
 
     Args:
@@ -68,7 +68,7 @@ def through_linear(match: Match, shadow: Shadow, take: Take, options: Options) -
     if refusal(match) is not None:
         return match
     try:
-        found = take(match, shadow, options)
+        found = take(match, replay, options)
         if found is None:
             return match
         reason = refusal(found)
@@ -80,9 +80,9 @@ def through_linear(match: Match, shadow: Shadow, take: Take, options: Options) -
     return match
 
 
-def take_cross_entropy(match: Match, shadow: Shadow, options: Options) -> Match | None:
+def take_cross_entropy(match: Match, replay: AtenReplay, options: Options) -> Match | None:
     """Cross entropy and its layer."""
-    logits = find_logits(match, shadow)
+    logits = find_logits(match, replay)
     if logits is None:
         return None
     target = example(match.args[1])
@@ -90,7 +90,7 @@ def take_cross_entropy(match: Match, shadow: Shadow, options: Options) -> Match 
         raise NotAbsorbedError("the target is not class indices")
     check_gain(match, logits, options)
     check_rows(match, match.args[3], logits, options)
-    returned = lazy_outputs(logits.head, logits.outputs, shadow, options.lazily)
+    returned = lazy_outputs(logits.head, logits.outputs, replay, options.lazily)
     return _match(match, logits, returned)
 
 

@@ -9,7 +9,6 @@ after ``total.backward()``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +16,8 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 
-from compile_losses.lower.aliases import is_view
+from compile_losses.lower.node_relations import is_view
 from compile_losses.ops.checks import CASTS
-from compile_losses.torch_internals.ops import is_pure
 
 aten = torch.ops.aten
 
@@ -115,34 +113,6 @@ def _is_number(node: Node) -> bool:
     if isinstance(value, Tensor):
         return has_one_element(value)
     return isinstance(value, SymInt | SymFloat)
-
-
-def move_before(nodes: list[Node], first: Node) -> bool:
-    """Moves what ``nodes`` are computed by to before ``first``; False where that can't be done."""
-    late = later_sources(nodes, first)
-    if first in late or not all(map(is_movable, late)):
-        return False
-    for node in late:
-        first.prepend(node)
-    return True
-
-
-def later_sources(nodes: Iterable[Node], first: Node) -> list[Node]:
-    """Nodes and what computes them, as far as that does not come before ``first``; in order."""
-    order = {node: i for i, node in enumerate(first.graph.nodes)}
-    late: set[Node] = set()
-    work = list(nodes)
-    while work:
-        node = work.pop()
-        if node not in late and order[node] >= order[first]:
-            late.add(node)
-            work += node.all_input_nodes
-    return sorted(late, key=order.__getitem__)
-
-
-def is_movable(node: Node) -> bool:
-    """Whether a call of an op gives the same wherever its arguments are there."""
-    return node.op == "call_function" and is_pure(node.target)
 
 
 def emit(factor: Factor, dtype: torch.dtype, like: Tensor, graph: Graph) -> Node:

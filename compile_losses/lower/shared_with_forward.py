@@ -1,4 +1,4 @@
-"""What an inlined gradient reads of the inlined loss, as torch's own saves it."""
+"""Nodes that a decomposed gradient shares with its decomposed loss, as torch's own saves them."""
 
 from __future__ import annotations
 

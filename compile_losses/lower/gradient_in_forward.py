@@ -4,13 +4,13 @@ In a joint graph a loss and its gradient read the same operands twice::
 
     loss = X_forward(input, target, ...)         grad = X_backward(grad_output, input, target, ...)
 
-Hoisting computes the gradient for a grad_output of 1 in the same read, and leaves to the backward
-only its scaling, which costs nothing when grad_output is 1::
+The pass computes the gradient for a grad_output of 1 in the same read. The backward only scales it,
+which costs nothing when grad_output is 1::
 
     loss, unit = X_with_grad(input, target, ...)         grad = scale(unit, grad_output)
 
-Where grad_output is the tangent of the whole times what the forward knows, ``factor`` puts that
-into X_with_grad, and the tangent alone is left for the scaling.
+Where grad_output is the tangent of the whole times factors that the forward knows,
+``known_factors`` puts the factors into X_with_grad, and the scaling is by the tangent alone.
 
 A backward that overwrites buffers anyway is given the unit gradient to scale in place. Any other
 must go on running as often as its graph is retained: it scales a copy then, see ``scale_saved``.
@@ -29,7 +29,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from compile_losses.lower.aliases import (
+from compile_losses.lower.decision import Decision
+from compile_losses.lower.fused_calls import Loss, find_losses, fused_call, fused_op
+from compile_losses.lower.known_factors import emit, factor_of
+from compile_losses.lower.node_order import move_before
+from compile_losses.lower.node_relations import (
     depends_on_tangents,
     graph_outputs,
     is_fused_into_readers,
@@ -37,9 +41,6 @@ from compile_losses.lower.aliases import (
     readers_of,
     storage_of,
 )
-from compile_losses.lower.calls import Loss, find_losses, fused_call, fused_op
-from compile_losses.lower.decision import Decision
-from compile_losses.lower.factor import emit, factor_of, move_before
 from compile_losses.ops.checks import REDUCTIONS, same_shape
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.graphs import EAGER_VALUES, RECOMPUTE
@@ -56,8 +57,8 @@ fused = torch.ops.fused
 SAVED = "compile_losses_saved"
 
 
-def hoist(graph: Graph) -> list[Decision]:
-    """Hoists every gradient of a joint graph that may be; says of each loss whether and why not."""
+def move_into_forward(graph: Graph) -> list[Decision]:
+    """Moves each gradient of a joint graph that may move; says of each loss whether and why not."""
     decisions = []
     losses = [loss for loss in find_losses(graph) if loss.backwards]
     overwrites = bool(losses) and overwrites_buffers(graph)
@@ -66,11 +67,11 @@ def hoist(graph: Graph) -> list[Decision]:
         reason = refusal(loss, overwrites)
         site = site_of(loss.forward)
         if reason is not None:
-            decisions.append(Decision(site, loss.name, "not hoisted", reason))
+            decisions.append(Decision(site, loss.name, "gradient in backward", reason))
         elif replace(loss, backward, owned=overwrites):
-            decisions.append(Decision(site, loss.name, "hoisted with its factor"))
+            decisions.append(Decision(site, loss.name, "gradient in forward with its factor"))
         else:
-            decisions.append(Decision(site, loss.name, "hoisted"))
+            decisions.append(Decision(site, loss.name, "gradient in forward"))
     return decisions
 
 
@@ -159,7 +160,7 @@ def _view(fake: Any) -> Tensor:
 
 
 def replace(loss: Loss, backward_nodes: set[Node], *, owned: bool) -> bool:
-    """Hoists a gradient; True if a factor of its grad_output went with it.
+    """Moves a gradient; True if a factor of its grad_output went with it.
 
     Args:
         owned: whether AOTAutograd may give the unit gradient to the backward for good.

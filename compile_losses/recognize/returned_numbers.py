@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.recognize.memory import bodies
-from compile_losses.recognize.values import example
+from compile_losses.recognize.symbolic_tensors import example
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.ops import HigherOrderOperator, tree_leaves
 

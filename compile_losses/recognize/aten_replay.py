@@ -1,7 +1,7 @@
 """A Dynamo graph seen as ATen ops.
 
 Dynamo keeps what the user wrote: ``(a - b) ** 2``, ``.pow(2)`` and ``torch.square`` are different
-nodes. The shadow replays a node on the values that tracing recorded and notes which ATen ops that
+nodes. The replay replays a node on the values that tracing recorded and notes which ATen ops that
 takes, so that a recogniser has one spelling to look for. Nodes are replayed only when asked for.
 """
 
@@ -20,8 +20,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from compile_losses.distributed import are_dtensors
+from compile_losses.recognize.symbolic_tensors import Value, example, examples, fake_mode, whole
 from compile_losses.recognize.unrolled import JOINS, rejoined
-from compile_losses.recognize.values import Value, example, examples, fake_mode, whole
 from compile_losses.torch_internals.eager import TorchDispatchMode
 from compile_losses.torch_internals.ops import (
     HigherOrderOperator,
@@ -82,7 +82,7 @@ class _Recorder(TorchDispatchMode):
         return self.values.setdefault(id(tensor), opaque)
 
 
-class Shadow:
+class AtenReplay:
     """The ATen view of one graph, built as it is looked at.
 
     Attributes:

@@ -3,7 +3,7 @@ statistics of each row that several losses are made of.
 
 Of a loss that is reduced autograd has put the gradients into the forward already, and a ``scale``
 for each into the backward. What is left to do is to take along what the forward knows of their
-factor (see ``factor``): the weight's gradient is often the largest tensor of a step.
+factor (see ``known_factors``): the weight's gradient is often the largest tensor of a step.
 
 Of one that is not reduced the gradients are in the backward, where the logits are computed again.
 They go into the forward where that can compute them (see ``row_gradients``). Otherwise a loss that
@@ -20,11 +20,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from compile_losses.lower.aliases import depends_on_tangents
-from compile_losses.lower.calls import fused_call, fused_op, same_arguments
 from compile_losses.lower.cost import Cost, hint_of, nbytes_of
 from compile_losses.lower.decision import Decision
-from compile_losses.lower.factor import emit, factor_of, move_before
+from compile_losses.lower.fused_calls import fused_call, fused_op, same_arguments
 from compile_losses.lower.held_logits import (
     call,
     grad_outputs_of,
@@ -34,6 +32,9 @@ from compile_losses.lower.held_logits import (
     put_values,
     take_logits_back,
 )
+from compile_losses.lower.known_factors import emit, factor_of
+from compile_losses.lower.node_order import move_before
+from compile_losses.lower.node_relations import depends_on_tangents
 from compile_losses.lower.row_gradients import RowGradients, row_gradients, values_of
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, plan
@@ -65,7 +66,11 @@ def plan_linear(graph: Graph) -> list[Decision]:
                 choice = "logits computed again, for an activation memory budget of 0"
         elif part == "with_grad":
             _save(node)
-            choice = "hoisted with its factor" if _take_factor(node, backward) else "hoisted"
+            choice = (
+                "gradient in forward with its factor"
+                if _take_factor(node, backward)
+                else "gradient in forward"
+            )
         decisions.append(Decision(site, name, choice, reason, cost, stock))
     return decisions
 
@@ -99,12 +104,12 @@ def _plan_rows(node: Node, backwards: list[Node], prefer_memory: bool) -> Decisi
         reason = "the activation memory budget is 0"
     elif needs == (True, False, False) and len(_given(backwards[0])) == 1:
         _scale_rows(node, backwards[0])
-        return Decision(site, name, "hoisted, scaled by row", chunks, cost, stock)
+        return Decision(site, name, "gradient in forward, scaled by row", chunks, cost, stock)
     else:
         found = row_gradients(node, grad_outputs_of(backwards[0]), depends_on_tangents(node.graph))
         if isinstance(found, RowGradients):
-            _hoist_rows(node, backwards[0], found)
-            return Decision(site, name, "hoisted by row", chunks, cost, stock)
+            _move_rows_into_forward(node, backwards[0], found)
+            return Decision(site, name, "gradient in forward by row", chunks, cost, stock)
         reason = found
     if site is not None and not prefer_memory and named.get("z_loss", 0) == 0:
         take_logits_back(node, backwards)
@@ -148,7 +153,7 @@ def _with_unit_gradients(
     return kept
 
 
-def _hoist_rows(node: Node, backward: Node, found: RowGradients) -> None:
+def _move_rows_into_forward(node: Node, backward: Node, found: RowGradients) -> None:
     units = _with_unit_gradients(node, backward, found.function, found.known)
     with node.graph.inserting_before(backward):
         scaled = {
