@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,33 +50,56 @@ def reference_of(name: str) -> Callable[..., Tensor] | None:
     return getattr(getattr(compile_losses.ops, name, None), "reference", None)
 
 
-def decompose(loss: Loss) -> bool:
-    """Replaces a loss and its gradients; False, and nothing changed, where that can't be done."""
+@dataclass(frozen=True)
+class Decomposition:
+    """A loss and its gradients in torch's own ops.
+
+    Attributes:
+        loss: the calls that are replaced.
+        replacements: a graph for each gradient, and one for the loss, as ``_trace`` makes them.
+    """
+
+    loss: Loss
+    replacements: tuple[Graph, ...]
+
+    def apply(self) -> None:
+        loss = self.loss
+        spliced = []
+        # The backward first: what the forward saves for it then has no reader.
+        for call, replacement in zip(_calls(loss), self.replacements, strict=True):
+            results, nodes = _splice(call.graph, call, replacement)
+            spliced.append(nodes)
+            if call is not loss.forward:
+                for gradient in results:
+                    _hold_layout(gradient)
+        *backwards, forward = spliced
+        # Torch's formulas for elementwise gradients read nothing of the forward.
+        if not is_elementwise(loss.name):
+            for backward in backwards:
+                share(forward, backward)
+
+
+def _calls(loss: Loss) -> list[Node]:
+    return [*loss.backwards, loss.forward]
+
+
+def decomposition_of(loss: Loss) -> Decomposition | None:
+    """The decomposition of a loss, None where there is none; the graph is not changed."""
     reference = reference_of(loss.name)
-    if reference is None:
-        return False
-    # The backward first: what the forward saves for it then has no reader.
-    calls = [*loss.backwards, loss.forward]
-    traced = [_trace(call, reference) for call in calls]
-    if None in traced or not _only_saved_for(loss):
-        return False
-    spliced = []
-    for call, replacement in zip(calls, traced, strict=True):
-        results, nodes = _splice(call.graph, call, replacement)  # type: ignore[arg-type]
-        spliced.append(nodes)
-        if call is not loss.forward:
-            for gradient in results:
-                _hold_layout(gradient)
-    *backwards, forward = spliced
-    # Torch's formulas for elementwise gradients read nothing of the forward.
-    if not is_elementwise(loss.name):
-        for backward in backwards:
-            share(forward, backward)
-    return True
+    if reference is None or not _only_saved_for(loss):
+        return None
+    replacements = []
+    for call in _calls(loss):
+        replacement = _trace(call, reference)
+        if replacement is None:
+            return None
+        replacements.append(replacement)
+    return Decomposition(loss, tuple(replacements))
 
 
 def decompose_backward(node: Node) -> bool:
-    """As :func:`decompose`, for a gradient whose loss is not in the graph."""
+    """Replaces a gradient whose loss is not in the graph; False, and nothing changed, where that
+    can't be done."""
     name, _ = fused_call(node) or ("", "")
     reference = reference_of(name)
     traced = _trace(node, reference) if reference is not None else None

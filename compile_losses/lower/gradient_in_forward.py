@@ -29,8 +29,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from compile_losses.lower.decision import Decision
-from compile_losses.lower.fused_calls import Loss, find_losses, fused_call, fused_op
+from compile_losses.lower.fused_calls import Loss, fused_call, fused_op
 from compile_losses.lower.known_factors import emit, factor_of
 from compile_losses.lower.node_order import move_before
 from compile_losses.lower.node_relations import (
@@ -42,7 +41,6 @@ from compile_losses.lower.node_relations import (
     storage_of,
 )
 from compile_losses.ops.checks import REDUCTIONS, same_shape
-from compile_losses.sites import site_of
 from compile_losses.torch_internals.graphs import EAGER_VALUES, RECOMPUTE
 from compile_losses.torch_internals.inductor import (
     activation_memory_budget,
@@ -55,24 +53,6 @@ fused = torch.ops.fused
 
 #: In the meta of a ``scale``: its gradient is autograd's, see ``scale_saved``.
 SAVED = "compile_losses_saved"
-
-
-def move_into_forward(graph: Graph) -> list[Decision]:
-    """Moves each gradient of a joint graph that may move; says of each loss whether and why not."""
-    decisions = []
-    losses = [loss for loss in find_losses(graph) if loss.backwards]
-    overwrites = bool(losses) and overwrites_buffers(graph)
-    backward = depends_on_tangents(graph)
-    for loss in losses:
-        reason = refusal(loss, overwrites)
-        site = site_of(loss.forward)
-        if reason is not None:
-            decisions.append(Decision(site, loss.name, "gradient in backward", reason))
-        elif replace(loss, backward, owned=overwrites):
-            decisions.append(Decision(site, loss.name, "gradient in forward with its factor"))
-        else:
-            decisions.append(Decision(site, loss.name, "gradient in forward"))
-    return decisions
 
 
 def refusal(loss: Loss, overwrites: bool) -> str | None:
@@ -159,10 +139,11 @@ def _view(fake: Any) -> Tensor:
         return fake.view_as(fake)
 
 
-def replace(loss: Loss, backward_nodes: set[Node], *, owned: bool) -> bool:
-    """Moves a gradient; True if a factor of its grad_output went with it.
+def move_into_forward(loss: Loss, backward_nodes: set[Node], *, owned: bool) -> bool:
+    """Moves the gradient of a loss without a refusal; True if a factor of its grad_output went too.
 
     Args:
+        backward_nodes: the nodes that depend on tangents.
         owned: whether AOTAutograd may give the unit gradient to the backward for good.
     """
     (backward,) = loss.backwards

@@ -95,7 +95,7 @@ def _gradient_over_input(node: Node, name: str) -> Decision:
 
 
 def _gradient_over_saved_input(node: Node, donated: Collection[int]) -> Decision:
-    """Cross entropy's gradient where it was gradient in backward, over the logits.
+    """Cross entropy's gradient over the logits, where it is computed in the backward.
 
     Torch's own ops, fused, write it there, too.
     """

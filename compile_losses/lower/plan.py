@@ -9,6 +9,7 @@ more bytes than torch's ops, or it is small.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,7 +26,11 @@ from compile_losses.lower.cost import (
 )
 from compile_losses.lower.dead_buffers import is_computed_where_it_stands, overwritable
 from compile_losses.lower.decision import Decision, log
-from compile_losses.lower.decompose import decompose, decompose_backward
+from compile_losses.lower.decompose import (
+    Decomposition,
+    decompose_backward,
+    decomposition_of,
+)
 from compile_losses.lower.elementwise import move_gradients
 from compile_losses.lower.fused_calls import (
     Loss,
@@ -68,8 +73,27 @@ def plan(graph: Graph, *, prefer_memory: bool = False, elementwise: bool = True)
     return [*decisions, *move_gradients(graph)] if elementwise else decisions
 
 
+@dataclass(frozen=True)
+class LossPlan:
+    """What becomes of a loss, decided on a graph in which no loss has been replaced yet.
+
+    Attributes:
+        loss: the calls.
+        decision: a kernel, or decomposed; with what either costs.
+        decomposition: what replaces the loss; None where the loss stays a kernel.
+        in_backward: why the gradient of a kernel stays in the backward; None where it moves.
+        owned: whether AOTAutograd may give a gradient that moves to the backward for good.
+    """
+
+    loss: Loss
+    decision: Decision
+    decomposition: Decomposition | None
+    in_backward: str | None
+    owned: bool
+
+
 def _plan_ops(graph: Graph, prefer_memory: bool) -> list[Decision]:
-    """Decomposes each loss that is an op, or moves its gradient into the forward."""
+    """Plans each loss that is an op, and then applies all plans."""
     merge_equal_losses(graph)
     by_row = plan_rows(graph, prefer_memory=prefer_memory)
     losses = find_losses(graph)
@@ -77,17 +101,41 @@ def _plan_ops(graph: Graph, prefer_memory: bool) -> list[Decision]:
         return by_row
     ops = get_default_op_list()
     overwrites = overwrites_buffers(graph)
-    decisions = by_row
-    for loss in losses:
-        decision = _choose(loss, ops, overwrites)
-        if decision.choice == "decomposed" and not decompose(loss):
-            decision = Decision(decision.site, loss.name, "kernel", "it can't be decomposed")
-        decisions.append(decision)
-    _decompose_unpaired_backwards(graph, ops)
-    decisions = [*decisions, *move_into_forward(graph), *plan_linear(graph)]
+    plans = [_plan(loss, ops, overwrites) for loss in losses]
+    decisions = [*by_row, *_apply(plans, graph, ops), *plan_linear(graph)]
     _decompose_short_backwards(graph)
     for decision in decisions:
         log.debug("%s", decision)
+    return decisions
+
+
+def _plan(loss: Loss, ops: OpTypes, overwrites: bool) -> LossPlan:
+    in_backward = refusal(loss, overwrites)
+    decision = _choose(loss, ops, in_forward=bool(loss.backwards) and in_backward is None)
+    decomposition = decomposition_of(loss) if decision.choice == "decomposed" else None
+    if decision.choice == "decomposed" and decomposition is None:
+        decision = Decision(decision.site, loss.name, "kernel", "it can't be decomposed")
+    return LossPlan(loss, decision, decomposition, in_backward, overwrites)
+
+
+def _apply(plans: Sequence[LossPlan], graph: Graph, ops: OpTypes) -> list[Decision]:
+    """Changes a graph as planned: decompositions first, so that gradients move past torch's ops."""
+    for each in plans:
+        if each.decomposition is not None:
+            each.decomposition.apply()
+    _decompose_unpaired_backwards(graph, ops)
+    decisions = [each.decision for each in plans]
+    backward = depends_on_tangents(graph)
+    for each in plans:
+        if each.decomposition is not None or not each.loss.backwards:
+            continue
+        choice = "gradient in forward"
+        if each.in_backward is not None:
+            choice = "gradient in backward"
+        elif move_into_forward(each.loss, backward, owned=each.owned):
+            choice += " with its factor"
+        reason = each.in_backward or ""
+        decisions.append(Decision(each.decision.site, each.loss.name, choice, reason))
     return decisions
 
 
@@ -117,9 +165,13 @@ def _decompose_short_backwards(graph: Graph) -> None:
             decompose_backward(node)
 
 
-def _choose(loss: Loss, ops: OpTypes, overwrites: bool) -> Decision:
+def _choose(loss: Loss, ops: OpTypes, *, in_forward: bool) -> Decision:
+    """A kernel or torch's own ops.
+
+    Args:
+        in_forward: whether a kernel computes the gradient with the loss.
+    """
     feeds = feeds_of(loss, ops)
-    in_forward = bool(loss.backwards) and refusal(loss, overwrites) is None
     kernel, stock = costs(loss, feeds, in_forward)
     site = site_of(loss.forward)
     saves = kernel.moved <= _MARGIN * stock.moved and kernel.held <= _MARGIN * stock.held
