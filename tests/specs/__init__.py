@@ -1,43 +1,19 @@
 """One spec a loss: what it is in float64, inputs that hurt, spellings that must and must not match.
 
-The suites iterate over ``SPECS``; a new loss is a new file here.
+The suites iterate over ``SPECS``; a new loss is a new file here. Spellings in torch's other
+functions are in a file of the same name in ``written``.
 """
 
-from tests.specs import (
-    binary_cross_entropy_with_logits,
-    cross_entropy,
-    cross_entropy_probabilities,
-    huber_loss,
-    kl_div,
-    l1_loss,
-    mse_loss,
-    nll_loss,
-    smooth_l1_loss,
-    softmax_js_div,
-    softmax_kl_div,
-)
-from tests.specs import written as written_out
+import importlib
+import pkgutil
+
+from tests.specs import written
 from tests.specs.spec import Spec
 
-SPECS: dict[str, Spec] = {
-    module.SPEC.name: module.SPEC
-    for module in (
-        mse_loss,
-        l1_loss,
-        smooth_l1_loss,
-        huber_loss,
-        kl_div,
-        binary_cross_entropy_with_logits,
-        cross_entropy,
-        cross_entropy_probabilities,
-        nll_loss,
-        softmax_kl_div,
-        softmax_js_div,
-    )
-}
+_MODULES = [importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__)]
 
-# Spellings in torch's other functions have files of their own.
-for _name in written_out.MODULES.keys() & SPECS.keys():
-    _module = written_out.MODULES[_name]
-    SPECS[_name].matches.extend(_module.MATCHES)
-    SPECS[_name].near_misses.extend(_module.NEAR_MISSES)
+SPECS: dict[str, Spec] = {m.SPEC.name: m.SPEC for m in _MODULES if hasattr(m, "SPEC")}
+
+for _name in written.MODULES.keys() & SPECS.keys():
+    SPECS[_name].matches.extend(written.MODULES[_name].MATCHES)
+    SPECS[_name].near_misses.extend(written.MODULES[_name].NEAR_MISSES)
