@@ -28,7 +28,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BUILT_FROM := constraints.txt pyproject.toml setup.py $(shell find csrc build_tools -name '*.py' -o -path 'csrc/*' -type f)
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-CUDA_FILES := $(wildcard csrc/cuda/*.cu)
+# What nvcc is called with: each source, and that of elementwise losses with the name of each.
+PER_LOSS := csrc/cuda/elementwise.cu
+LOSSES := $(basename $(notdir $(wildcard csrc/losses/elementwise/*.h)))
+CUDA_UNITS := $(filter-out $(PER_LOSS),$(wildcard csrc/cuda/*.cu)) \
+	$(foreach loss,$(LOSSES),'-DFUSED_LOSS=$(loss) $(PER_LOSS)')
 
 ARCHITECTURES := $(shell sed -n 's/^DEFAULT_ARCHITECTURES = "\(.*\)"/\1/p' build_tools/cuda.py)
 # Those that Inductor's C++ code, for which there has to be a compiler, adds nothing to.
@@ -128,7 +132,7 @@ docs: $(STAMP)  ## build/site: the pages of docs/ and the API; a warning or a br
 ARCHS ?= 9.0 8.0
 cuda-check:  ## compile every CUDA source, if there is an nvcc, for ARCHS="9.0 8.0"; needs no GPU
 	@if command -v $(NVCC) > /dev/null; then \
-		printf '%s\n' $(CUDA_FILES) | xargs -P "$$(getconf _NPROCESSORS_ONLN)" -I {} \
+		printf '%s\n' $(CUDA_UNITS) | xargs -P "$$(getconf _NPROCESSORS_ONLN)" -I {} \
 			sh -c 'echo "$(NVCC) {}"; exec $(NVCC) -std=c++20 -O3 -c -o /dev/null {} \
 				$(foreach arch,$(subst .,,$(ARCHS)),-gencode arch=compute_$(arch),code=sm_$(arch))'; \
 	else echo "cuda-check: skipped, there is no $(NVCC) on the PATH"; fi

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from setuptools import Extension
@@ -39,6 +40,29 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vecto
 NVCC_FLAGS = ["-std=c++20", "-O3", "-DNDEBUG", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 
 
+#: Every header here is an elementwise loss, of its name.
+ELEMENTWISE = ROOT / "csrc" / "losses" / "elementwise"
+#: The sources of this name are compiled for each elementwise loss, see csrc/this_loss.h.
+PER_LOSS = "elementwise"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a compiler is called for: a source, and the elementwise loss that it is compiled for."""
+
+    source: Path  # relative to ROOT
+    loss: str = ""
+
+    @property
+    def object(self) -> Path:
+        """Relative to the folder of a library's objects."""
+        return Path(f"{self.source}.{self.loss}.o" if self.loss else f"{self.source}.o")
+
+    @property
+    def flags(self) -> list[str]:
+        return [f"-DFUSED_LOSS={self.loss}"] if self.loss else []
+
+
 class Library(Extension):
     """A shared library of kernels. Where it is optional, a failure leaves it out of the package."""
 
@@ -58,6 +82,18 @@ class Library(Extension):
         self.compilers = compilers
         self.linker = [*COMPILER, "-shared"]
         self.link_flags = [*LINK_FLAGS, *link_flags]
+
+    @property
+    def units(self) -> list[Unit]:
+        found = []
+        for source in map(Path, self.sources):
+            losses = elementwise_losses() if source.stem == PER_LOSS else [""]
+            found += [Unit(source, loss) for loss in losses]
+        return found
+
+
+def elementwise_losses() -> list[str]:
+    return sorted(header.stem for header in ELEMENTWISE.glob("*.h"))
 
 
 def sources(*patterns: str) -> list[str]:

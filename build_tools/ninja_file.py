@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from build_tools.libraries import ROOT, Library
+from build_tools.libraries import ROOT, Library, Unit
 
 
 class BuildFile:
@@ -24,21 +24,26 @@ class BuildFile:
         for suffix, command in library.compilers.items():
             self.lines += [
                 f"rule {stem}{suffix}",
-                f"  command = {_shell(command)} -MD -MF $out.d -c $in -o $out",
-                f"  description = compile_losses: {stem}: $in",
+                f"  command = {_shell(command)} $flags -MD -MF $out.d -c $in -o $out",
+                f"  description = compile_losses: {stem}: $in $flags",
                 "  depfile = $out.d",
                 "  deps = gcc",
             ]
         objects = []
-        for source in map(Path, library.sources):
-            objects.append(self.path.parent / stem / f"{source}.o")
-            self._build(objects[-1], f"{stem}{source.suffix}", [source])
+        for unit in library.units:
+            objects.append(self.object_of(library, unit))
+            self._build(objects[-1], f"{stem}{unit.source.suffix}", [unit.source])
+            if unit.flags:
+                self.lines.append(f"  flags = {_shell(unit.flags)}")
         self.lines += [
             f"rule {stem}.so",
             f"  command = {_shell(library.linker)} $in -o $out {_shell(library.link_flags)}",
             f"  description = compile_losses: {stem}.so",
         ]
         self._build(self.outputs[library.name], f"{stem}.so", objects)
+
+    def object_of(self, library: Library, unit: Unit) -> Path:
+        return self.path.parent / library.name.rpartition(".")[2] / unit.object
 
     def _build(self, output: Path, rule: str, inputs: list[Path]) -> None:
         self.lines.append(f"build {_path(output)}: {rule} {' '.join(map(_path, inputs))}")
@@ -49,7 +54,7 @@ class BuildFile:
 
     def run(self, libraries: list[Library], verbose: bool) -> None:
         """Raises CalledProcessError where one of the libraries fails to build."""
-        command = [_program(), "-C", str(ROOT), "-f", str(self.path)]
+        command = [program(), "-C", str(ROOT), "-f", str(self.path)]
         if jobs := os.environ.get("MAX_JOBS"):
             command += ["-j", jobs]
         if not verbose:
@@ -67,7 +72,7 @@ def _path(path: Path) -> str:
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
-def _program() -> str:
+def program() -> str:
     """That of the package ninja, which need not be on the PATH, or another."""
     try:
         import ninja

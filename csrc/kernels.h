@@ -6,13 +6,10 @@
 
 namespace fused {
 
-void mse_loss(const ElementwiseArgs& args, void* stream);
-void l1_loss(const ElementwiseArgs& args, void* stream);
-void smooth_l1_loss(const ElementwiseArgs& args, void* stream);
-void huber_loss(const ElementwiseArgs& args, void* stream);
-// parameters: log_target, log_input (0 or 1 each)
-void kl_div(const ElementwiseArgs& args, void* stream);
-void binary_cross_entropy_with_logits(const ElementwiseArgs& args, void* stream);
+// Of an elementwise loss, by its Op (losses/elementwise.h). elementwise.cpp or elementwise.cu,
+// which is compiled for each loss, defines it.
+template <typename Op>
+void elementwise_loss(const ElementwiseArgs& args, void* stream);
 
 // Writes row_losses, total_weight, stats unless null and, unless the reduction is none, loss; with
 // grad_input also the gradient, in the same pass over the logits.

@@ -14,7 +14,7 @@ import torch
 
 from build_tools import cuda
 from build_tools.build_ext import BuildKernels
-from build_tools.libraries import ROOT, Library
+from build_tools.libraries import ROOT, Library, elementwise_losses
 from build_tools.ninja_file import BuildFile
 
 KNOWN = "sm_75\nsm_80\nsm_86\nsm_89\nsm_90\nsm_100\nsm_120"
@@ -278,6 +278,18 @@ def test_build_file_escapes_paths(tmp_path):
     assert "b$ c/_x/a.cpp.o: _x.cpp a.cpp" in text
     assert "x$$.so: _x.so" in text
     assert "'-DPRICE=$$5'" in text
+
+
+def test_a_source_that_is_compiled_for_each_elementwise_loss(tmp_path):
+    made = Library("_x", ["csrc/cpu/elementwise.cpp", "csrc/cpu/scale.cpp"], {".cpp": ["c++"]}, [])
+    units = {unit.object.name: unit.flags for unit in made.units}
+    assert units["elementwise.cpp.huber_loss.o"] == ["-DFUSED_LOSS=huber_loss"]
+    assert units["scale.cpp.o"] == []
+    assert len(units) == len(elementwise_losses()) + 1
+    file = BuildFile(tmp_path, {made.name: tmp_path / "x.so"})
+    file.add(made)
+    compiled = "_x/csrc/cpu/elementwise.cpp.kl_div.o: _x.cpp csrc/cpu/elementwise.cpp"
+    assert f"{compiled}\n  flags = -DFUSED_LOSS=kl_div\n" in "\n".join(file.lines)
 
 
 def test_what_a_wheels_libraries_must_not_be(tmp_path):

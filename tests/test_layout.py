@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from compile_losses.library import PACKAGE, public_ops
+from compile_losses.lower.calls import is_elementwise
 from compile_losses.recognize.table import TABLE
 from tests import ROOT
 from tests.specs import SPECS
@@ -25,6 +26,14 @@ SUITES = sorted((ROOT / "tests").glob("test_linear_*.py"))
 OPS = sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("fused::"))
 
 
+def kernel_sources(loss):
+    """The files of a loss of its own. Those of an elementwise loss are compiled from one header."""
+    if is_elementwise(loss):
+        return [ROOT / f"csrc/losses/elementwise/{loss}.h"]
+    folders = (("losses", "h"), ("cpu", "cpp"), ("cuda", "cu"))
+    return [ROOT / f"csrc/{folder}/{loss}.{suffix}" for folder, suffix in folders]
+
+
 def has(op, key):
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
 
@@ -32,6 +41,8 @@ def has(op, key):
 def test_there_are_losses():
     specified = {spec.public or spec.name for spec in SPECS.values()}
     assert specified - COMPOSED == set(LOSSES) - COMPOSED
+    headers = {path.stem for path in (ROOT / "csrc/losses/elementwise").iterdir()}
+    assert headers == {name for name in SPECS if is_elementwise(name)}
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -65,13 +76,8 @@ def test_loss(loss):
     others = {s.name.removeprefix(f"{loss}_") for s in SPECS.values() if s.public == loss}
     own = {part for part in made_of if not any(part.startswith(other) for other in others)}
     assert own == set(spec.parts)
-    for path in (
-        ROOT / f"csrc/losses/{loss}.h",
-        ROOT / f"csrc/cpu/{loss}.cpp",
-        ROOT / f"csrc/cuda/{loss}.cu",
-        PACKAGE / f"ops/{loss}.py",
-        ROOT / f"tests/specs/{loss}.py",
-    ):
+    specified = (PACKAGE / f"ops/{loss}.py", ROOT / f"tests/specs/{loss}.py")
+    for path in (*kernel_sources(loss), *specified):
         assert path.is_file(), f"{path} is missing"
     assert spec.near_misses, "no spelling that must not match"
     if hasattr(F, loss):
@@ -87,8 +93,7 @@ def test_specs():
         for part in spec.parts:
             assert f"fused::{spec.name}_{part}" in OPS
         if spec.public:
-            for folder, suffix in (("losses", "h"), ("cpu", "cpp"), ("cuda", "cu")):
-                assert (ROOT / f"csrc/{folder}/{spec.name}.{suffix}").is_file()
+            assert all(path.is_file() for path in kernel_sources(spec.name))
             assert spec.matches
             assert spec.near_misses
 
@@ -110,7 +115,7 @@ def test_kernel_sources_have_no_torch_headers():
     for path in [
         *(ROOT / "csrc").glob("*.h"),
         *(ROOT / "csrc").glob("c*/*"),
-        *(ROOT / "csrc/losses").glob("*"),
+        *(ROOT / "csrc/losses").rglob("*.h"),
     ]:
         assert "torch/" not in path.read_text(), f"{path} includes torch"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compile_losses.lower.calls import is_elementwise
 from tests.accuracy import RATIO, SIMILAR, assert_accurate, similar
 from tests.calls import deterministic, dtypes, leaves, loss_and_gradients, record_leaf_calls, specs
 from tests.specs import SPECS
@@ -57,8 +58,7 @@ def worst_gradient_error(spec, sample, index):
     return worst
 
 
-ELEMENTWISE = ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"]
-ELEMENTWISE += ["binary_cross_entropy_with_logits"]
+ELEMENTWISE = [name for name in SPECS if is_elementwise(name)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

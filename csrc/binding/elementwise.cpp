@@ -1,11 +1,14 @@
-// fused::X_forward, X_backward, X_with_grad and X_with_grad_ of every elementwise loss X. A loss is
-// one line at the end of this file; its schema is in compile_losses/ops/X.py.
+// fused::X_forward, X_backward, X_with_grad and X_with_grad_ of an elementwise loss X. The build
+// compiles this file for each of them. Its schema is in compile_losses/ops/X.py.
+#include "../this_loss.h"
 #include "tensors.h"
 
 namespace fused::binding {
 namespace {
 
-using Kernel = void (*)(const ElementwiseArgs&, void*);
+using this_loss::Op;
+
+constexpr const char* kName = kThisLoss;
 
 using OptionalTensor = std::optional<Tensor>;
 
@@ -52,7 +55,7 @@ double divisor(const Tensor& input, const Sizes& shape, int64_t reduction, const
                            "(sum) or 3 (batchmean), got " + std::to_string(reduction));
 }
 
-void run(Kernel kernel, ElementwiseArgs& args, const Tensor& like) {
+void run(ElementwiseArgs& args, const Tensor& like) {
   const Launch launch(like);
 #ifdef FUSED_CUDA
   std::optional<Tensor> workspace;
@@ -61,7 +64,7 @@ void run(Kernel kernel, ElementwiseArgs& args, const Tensor& like) {
     args.workspace = workspace->data_ptr();
   }
 #endif
-  kernel(args, launch.stream());
+  elementwise_loss<Op>(args, launch.stream());
 }
 
 // The tensors that a loss reads.
@@ -72,28 +75,32 @@ struct Inputs {
   const OptionalTensor* pos_weight = nullptr;  // likewise
 };
 
-template <typename...>
-struct Pack {};
+// The types of the loss's optional tensors, in the order of Inputs.
+template <Weights>
+struct OptionalTensors;
+template <>
+struct OptionalTensors<Weights::kNone> {
+  using Of = Types<>;
+};
+template <>
+struct OptionalTensors<Weights::kWeight> {
+  using Of = Types<const OptionalTensor&>;
+};
+template <>
+struct OptionalTensors<Weights::kWeightAndPosWeight> {
+  using Of = Types<const OptionalTensor&, const OptionalTensor&>;
+};
 
-using NoWeight = Pack<>;
-using Weight = Pack<const OptionalTensor&>;
-using WeightAndPosWeight = Pack<const OptionalTensor&, const OptionalTensor&>;
+// A bool for each argument after input and target that has a gradient.
+using WeightNeeds = std::conditional_t<Op::kWeightHasGradient, Types<bool>, Types<>>;
 
-// Whose strides the losses follow with reduction none, as torch's do: those of input and, where it
-// is broadcast, of target; of input alone; or those that target has in memory of its own, then
-// input's.
-enum class Like { kPair, kInput, kTarget };
-
-// kName: the loss's name as a static array, for messages. Optional: the types of the loss's
-// optional tensors, in the order of Inputs. Needs: bool for each argument after input and target
-// that has a gradient.
-template <Kernel kernel, const char* kName, Like kLike, typename Optional, typename Needs,
-          typename... Parameters>
+template <typename Optional, typename Needs, typename Parameters>
 struct Elementwise;
 
-template <Kernel kernel, const char* kName, Like kLike, typename... Optional, typename... Needs,
-          typename... Parameters>
-struct Elementwise<kernel, kName, kLike, Pack<Optional...>, Pack<Needs...>, Parameters...> {
+template <typename... Optional, typename... Needs, typename... Parameters>
+struct Elementwise<Types<Optional...>, Types<Needs...>, Types<Parameters...>> {
+  static_assert(sizeof...(Parameters) <= std::size(ElementwiseArgs().parameters));
+
   using Gradients = std::conditional_t<sizeof...(Needs) == 0, std::tuple<Tensor, Tensor>,
                                        std::tuple<Tensor, Tensor, Tensor>>;
 
@@ -120,7 +127,7 @@ struct Elementwise<kernel, kName, kLike, Pack<Optional...>, Pack<Needs...>, Para
 
     void launch() {
       lay_out(args, kName, shape, operands);
-      run(kernel, args, inputs.input);
+      run(args, inputs.input);
     }
   };
 
@@ -133,8 +140,8 @@ struct Elementwise<kernel, kName, kLike, Pack<Optional...>, Pack<Needs...>, Para
       call.launch();
       return loss;
     }
-    const Tensor losses = kLike == Like::kInput ? empty_like(input, call.shape, dtype)
-                          : kLike == Like::kTarget
+    const Tensor losses = Op::kLike == Like::kInput ? empty_like(input, call.shape, dtype)
+                          : Op::kLike == Like::kTarget
                               ? empty_pointwise(target, input, call.shape, dtype, true)
                               : empty_pointwise(input, target, call.shape, dtype, false);
     call.operands.push_back({&call.args.losses, &losses, "dtype"});
@@ -231,27 +238,10 @@ struct Elementwise<kernel, kName, kLike, Pack<Optional...>, Pack<Needs...>, Para
   }
 };
 
-constexpr char kMseLoss[] = "mse_loss";
-constexpr char kL1Loss[] = "l1_loss";
-constexpr char kSmoothL1Loss[] = "smooth_l1_loss";
-constexpr char kHuberLoss[] = "huber_loss";
-constexpr char kKlDiv[] = "kl_div";
-constexpr char kBinaryCrossEntropyWithLogits[] = "binary_cross_entropy_with_logits";
-
-// Losses whose weight has a gradient, too.
-template <Kernel kernel, const char* kName, Like kLike, typename... Parameters>
-using Weighted = Elementwise<kernel, kName, kLike, Weight, Pack<bool>, Parameters...>;
+using Ops = Elementwise<OptionalTensors<Op::kWeights>::Of, WeightNeeds, typename Op::Parameters>;
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fused, FUSED_DISPATCH_KEY, library) {
-  Weighted<&mse_loss, kMseLoss, Like::kPair>::implement(library);
-  Weighted<&l1_loss, kL1Loss, Like::kPair>::implement(library);
-  Weighted<&smooth_l1_loss, kSmoothL1Loss, Like::kPair, double>::implement(library);
-  Weighted<&huber_loss, kHuberLoss, Like::kInput, double>::implement(library);
-  Elementwise<&kl_div, kKlDiv, Like::kTarget, NoWeight, Pack<>, bool, bool>::implement(library);
-  Elementwise<&binary_cross_entropy_with_logits, kBinaryCrossEntropyWithLogits, Like::kTarget,
-              WeightAndPosWeight, Pack<>>::implement(library);
-}
+STABLE_TORCH_LIBRARY_IMPL(fused, FUSED_DISPATCH_KEY, library) { Ops::implement(library); }
 
 }  // namespace fused::binding

@@ -5,9 +5,9 @@
 // are kept: where ours are not finite, theirs are taken.
 #pragma once
 
-#include "math.h"
+#include "../elementwise.h"
 
-namespace fused {
+namespace fused::binary_cross_entropy_with_logits {
 
 template <typename acc_t>
 struct Logit {
@@ -86,4 +86,15 @@ struct BinaryCrossEntropyWithPosWeight {
   }
 };
 
-}  // namespace fused
+struct Op : AnyOp {
+  static constexpr Weights kWeights = Weights::kWeightAndPosWeight;
+  static constexpr Like kLike = Like::kTarget;
+
+  template <typename Run>
+  static void choose(const ElementwiseArgs& args, const Run& run) {
+    if (args.pos_weight.data) return run(Functor<BinaryCrossEntropyWithPosWeight>());
+    run(Functor<BinaryCrossEntropyWithLogits>());
+  }
+};
+
+}  // namespace fused::binary_cross_entropy_with_logits

@@ -2,9 +2,9 @@
 // torch.nn.functional.huber_loss (Huber, Robust Estimation of a Location Parameter, 1964).
 #pragma once
 
-#include "math.h"
+#include "../elementwise.h"
 
-namespace fused {
+namespace fused::huber_loss {
 
 template <typename acc_t>
 struct HuberLoss {
@@ -28,4 +28,11 @@ struct HuberLoss {
   }
 };
 
-}  // namespace fused
+struct Op : OpOf<HuberLoss> {
+  using Parameters = Types<double>;  // delta
+  static constexpr Weights kWeights = Weights::kWeight;
+  static constexpr bool kWeightHasGradient = true;
+  static constexpr Like kLike = Like::kInput;
+};
+
+}  // namespace fused::huber_loss

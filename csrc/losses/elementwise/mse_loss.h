@@ -1,9 +1,9 @@
 // Squared error (input - target)^2, as torch.nn.functional.mse_loss.
 #pragma once
 
-#include "math.h"
+#include "../elementwise.h"
 
-namespace fused {
+namespace fused::mse_loss {
 
 template <typename acc_t>
 struct MseLoss {
@@ -19,4 +19,9 @@ struct MseLoss {
   FUSED_HOST_DEVICE acc_t grad_target(acc_t input, acc_t target) const { return target - input; }
 };
 
-}  // namespace fused
+struct Op : OpOf<MseLoss> {
+  static constexpr Weights kWeights = Weights::kWeight;
+  static constexpr bool kWeightHasGradient = true;
+};
+
+}  // namespace fused::mse_loss

@@ -1,9 +1,9 @@
 // Absolute error |input - target|, as torch.nn.functional.l1_loss.
 #pragma once
 
-#include "math.h"
+#include "../elementwise.h"
 
-namespace fused {
+namespace fused::l1_loss {
 
 template <typename acc_t>
 struct L1Loss {
@@ -22,4 +22,9 @@ struct L1Loss {
   }
 };
 
-}  // namespace fused
+struct Op : OpOf<L1Loss> {
+  static constexpr Weights kWeights = Weights::kWeight;
+  static constexpr bool kWeightHasGradient = true;
+};
+
+}  // namespace fused::l1_loss

@@ -2,9 +2,9 @@
 // L1 loss. As torch.nn.functional.smooth_l1_loss (Girshick, Fast R-CNN, 2015).
 #pragma once
 
-#include "math.h"
+#include "../elementwise.h"
 
-namespace fused {
+namespace fused::smooth_l1_loss {
 
 template <typename acc_t>
 struct SmoothL1Loss {
@@ -36,4 +36,10 @@ struct SmoothL1Loss {
   }
 };
 
-}  // namespace fused
+struct Op : OpOf<SmoothL1Loss> {
+  using Parameters = Types<double>;  // beta
+  static constexpr Weights kWeights = Weights::kWeight;
+  static constexpr bool kWeightHasGradient = true;
+};
+
+}  // namespace fused::smooth_l1_loss

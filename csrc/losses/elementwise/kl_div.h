@@ -7,9 +7,9 @@
 // gives nan, and the gradient for a target of 0 is nan.
 #pragma once
 
-#include "math.h"
+#include "../elementwise.h"
 
-namespace fused {
+namespace fused::kl_div {
 
 template <bool kLogInput, bool kLogTarget>
 struct KlDiv {
@@ -76,4 +76,20 @@ struct KlDiv {
   };
 };
 
-}  // namespace fused
+struct Op : AnyOp {
+  using Parameters = Types<bool, bool>;  // log_target, log_input
+  static constexpr Like kLike = Like::kTarget;
+
+  template <typename Run>
+  static void choose(const ElementwiseArgs& args, const Run& run) {
+    const bool log_target = args.parameters[0] != 0, log_input = args.parameters[1] != 0;
+    if (log_input) {
+      if (log_target) return run(Functor<KlDiv<true, true>::template Loss>());
+      return run(Functor<KlDiv<true, false>::template Loss>());
+    }
+    if (log_target) return run(Functor<KlDiv<false, true>::template Loss>());
+    run(Functor<KlDiv<false, false>::template Loss>());
+  }
+};
+
+}  // namespace fused::kl_div

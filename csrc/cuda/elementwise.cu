@@ -1,0 +1,14 @@
+// The kernels of an elementwise loss. The build compiles this file for each of them.
+#include "../kernels.h"
+#include "../this_loss.h"
+#include "elementwise.cuh"
+
+template <>
+void fused::elementwise_loss<fused::this_loss::Op>(const ElementwiseArgs& args, void* stream) {
+  this_loss::Op::choose(args, [&]<template <typename> class Loss>(Functor<Loss>) {
+    if constexpr (this_loss::Op::kWeights == Weights::kNone)
+      cuda::elementwise<Loss>(args, stream);
+    else
+      cuda::weighted_elementwise<Loss>(args, stream);
+  });
+}
