@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from compile_losses.library import PACKAGE, public_ops
-from compile_losses.lower.calls import is_elementwise
+from compile_losses.lower.fused_calls import is_elementwise
 from compile_losses.recognize.table import TABLE
 from tests import ROOT
 from tests.specs import SPECS

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_losses.lower.calls import is_elementwise
+from compile_losses.lower.fused_calls import is_elementwise
 from tests.accuracy import RATIO, SIMILAR, assert_accurate, similar
 from tests.calls import deterministic, dtypes, leaves, loss_and_gradients, record_leaf_calls, specs
 from tests.specs import SPECS
