@@ -2,9 +2,9 @@
 
 A model returns its logits beside the loss, and a training step reads the loss alone. With
 ``options={"lazy_logits": True}`` a compiled graph returns the hidden state in the logits' place
-(``outputs``), and its caller gets a :class:`LazyLogits` (``tensor``). Its numbers are computed of
-the ``head``, if nobody changed that (``source``). A compiled graph that is given one takes its
-hidden state and head instead, and finds the loss of them (``inputs``).
+(``outputs``), and its caller gets a :class:`LazyLogits` (``tensor``). The numbers of that tensor
+are computed from the ``head``, if nobody changed the head (``source``). A compiled graph that is
+given a LazyLogits takes the hidden state and the head instead, and finds their loss (``inputs``).
 """
 
 from compile_losses.lazy.inputs import open_lazy_inputs

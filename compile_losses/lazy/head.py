@@ -1,4 +1,4 @@
-"""The linear layer behind lazy logits: what it computes, of all rows or of some."""
+"""The linear layer behind lazy logits: its output, for all rows or for some."""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""A graph that is given lazy logits made into one that is given what they are computed of."""
+"""From a graph that is given lazy logits to a graph that is given their hidden state and head.
+
+The placeholder of the logits becomes those of hidden state, weight and bias. The layer follows,
+and the ops that lead from its output to the logits. So AOTAutograd never sees the tensor subclass.
+If the logits were read before, have hooks, or are written to by the graph, the graph gets their
+numbers instead.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +34,8 @@ def open_lazy_inputs(
         gm, example_inputs: what Dynamo passes to a backend; they stay as they are.
 
     Returns:
-        The same where no input is lazy, and None; else a new graph, examples of its inputs, and
-        what makes of the compiled graph one that takes the inputs of ``gm``.
+        If no input is lazy, the same and None; else a new graph, examples of its inputs, and a
+        function that makes of the compiled graph one that takes the inputs of ``gm``.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     if not any(isinstance(node.meta.get(EXAMPLE), LazyLogits) for node in placeholders):
@@ -123,7 +129,7 @@ class _Opened:
 
 
 def _open(graph: Graph, node: Node, fake: LazyLogits) -> _Opened | None:
-    """None where the logits have to be computed before: if they were read, if the graph writes to
+    """None if the logits have to be computed before: if they were read, if the graph writes to
     them, or if autocast would change them."""
     head = fake.unread_head()
     if head is None or version_of(fake) > 0:

@@ -1,4 +1,8 @@
-"""A graph that returns logits made into one that returns what they are computed of."""
+"""From a graph that returns logits to a graph that returns their hidden state.
+
+AOTAutograd then hands the backward a gradient of the hidden state's size. For logits that are
+returned and not read it would hand zeros of the logits' size.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,7 @@ class LazyOutput:
 def return_lazily(
     gm: GraphModule, outputs: list[LazyOutput], compile: Callable[[GraphModule], Compiled]
 ) -> Compiled:
-    """Compiles a graph that returns, in the place of some outputs, what they are computed of.
+    """Compiles a graph that returns, in the place of some outputs, the layer's input.
 
     Args:
         gm: as Dynamo captured it, its losses rewritten; some of its outputs change.
@@ -59,7 +63,8 @@ def return_lazily(
         compile: the rest of the backend.
 
     Returns:
-        What returns all that ``gm`` did, with a :class:`LazyLogits` in the place of each.
+        A function that returns the results of ``gm``, with a :class:`LazyLogits` in the place of
+        each of these outputs.
     """
     (output,) = gm.graph.find_nodes(op="output")
     returned: list[Any] = list(output.args[0])
@@ -72,7 +77,7 @@ def return_lazily(
             places.setdefault(node, place)
 
     def getter(source: Node) -> Callable[[Any, Any], Tensor]:
-        """Takes a tensor from what the graph was given, or else from what it returned."""
+        """Takes a tensor from the graph's inputs, or else from its results."""
         if source in inputs:
             place = inputs[source]
             return lambda given, made: given[place]
@@ -96,7 +101,7 @@ def return_lazily(
     def run(*given: Any) -> list[Any]:
         made = compiled(*given)
         rest = iter(made)
-        #: The output of each head, of which all that is returned of it are views.
+        #: The output of each head; the results that are made of it start from it.
         heads: dict[tuple[Node, ...], Tensor] = {}
         results = []
         for node in returned:

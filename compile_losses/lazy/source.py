@@ -1,4 +1,4 @@
-"""What lazy logits are computed of, and when: a head that must not have changed, and the memory."""
+"""The head and the memory of lazy logits. The head must not change before they are computed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from compile_losses.lazy.head import Head
 from compile_losses.switches import LAZY_LOGITS
 from compile_losses.torch_internals.tensors import shard_of, storage_id, version_of
 
-#: What messages call the tensors of a head.
+#: The names of a head's tensors in messages.
 _NAMES = ("hidden state", "head's weight", "head's bias")
-#: Those that lazy logits are computed of.
+#: The sources of all lazy logits.
 _sources: WeakSet[Source] = WeakSet()
 
 
@@ -32,7 +32,7 @@ def _note_step(optimizer: Optimizer, *_: Any) -> None:
     """Fused optimizers write to parameters without counting that as a write."""
     if torch.compiler.is_compiling() or not _sources:
         return
-    # Sharded training gathers a weight from shards that nothing here knows of.
+    # Sharded training gathers a weight from shards that are not known here.
     sharded = torch.distributed.is_available() and torch.distributed.is_initialized()
     written = set()
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -43,11 +43,11 @@ def _note_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 class Source:
-    """A head as a compiled graph returned it, and what was done to it since.
+    """A head as a compiled graph returned it, and the changes to it since.
 
     Attributes:
         head: outside of the autograd graph.
-        rows: how many rows of its output were computed for those who read only some.
+        rows: how many rows of its output were computed for readers of only some rows.
     """
 
     def __init__(self, head: Head) -> None:
@@ -77,7 +77,7 @@ class Source:
             _refuse(self._refusal)
 
     def note_step(self, written: set[int] | None) -> None:
-        """Notes that an optimizer wrote to these storages; None are those that nobody knows."""
+        """Notes that an optimizer wrote to these storages; None stands for unknown ones."""
         if written is None:
             self._refusal = "an optimizer made a step"
             return
@@ -95,10 +95,10 @@ def _refuse(what: str) -> NoReturn:
 
 
 class Memory:
-    """What the storage of a plain tensor is: one for a tensor and all its views.
+    """The counterpart of a plain tensor's storage: one for a tensor and all its views.
 
     Args:
-        make: what computes it.
+        make: computes the tensor.
         source: the memory that it is computed of, if any.
 
     Attributes:
@@ -109,7 +109,7 @@ class Memory:
         self.made: Tensor | None = None
         self._make: Callable[[], Tensor] | None = make
         self._source = source
-        #: What waits for numbers of this memory, and has to have them before they change.
+        #: The memories that are computed of this one, and must be before its numbers change.
         self._readers: WeakSet[Memory] = WeakSet()
         self._lock: threading.RLock = threading.RLock() if source is None else source._lock
         if source is not None:
@@ -125,12 +125,12 @@ class Memory:
             return self.made
 
     def is_unread(self) -> bool:
-        """Whether neither it nor what it is computed of is there."""
+        """Whether neither this memory nor its source has been computed."""
         with self._lock:
             return self.made is None and (self._source is None or self._source.is_unread())
 
     def share(self) -> Tensor:
-        """Reads it for somebody who may write to it; what waits is computed before."""
+        """Reads it for somebody who may write to it; waiting memories are computed before."""
         with self._lock:
             made = self.read()
             for reader in list(self._readers):

@@ -35,7 +35,7 @@ __all__ = ["rewrite", "rewrite_graph"]
 
 #: Higher-order ops whose body AOTAutograd traces in their place, and differentiates with the rest.
 _TRACED_IN_PLACE = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
-#: Why a loss in the graph of another one is left alone, where that is not that it is apart.
+#: Why a loss inside a higher-order op is left alone, for ops with a reason of their own.
 _INSIDE = {
     "autograd_function_apply": "inside an autograd.Function, which has a gradient of its own",
 }
@@ -64,23 +64,25 @@ def rewrite(
 
     Args:
         gm: a graph module as Dynamo hands it to a backend; changed in place.
-        verify: whether to evaluate every loss and its rewrite on random numbers first, and to
-            leave alone what differs; by default if COMPILE_LOSSES_VERIFY=1 is in the environment.
-        strict: whether to raise what goes wrong inside this package, instead of leaving a loss to
-            torch; by default if COMPILE_LOSSES_STRICT=1 is in the environment.
-        prefer_memory: whether a loss of a linear layer is also taken where it saves less than half
-            of the logits, or has to compute them twice, which may cost time; by default if
-            COMPILE_LOSSES_PREFER_MEMORY=1 is in the environment.
+        verify: whether to evaluate every loss and its rewrite on random numbers first. A loss whose
+            rewrite differs is left alone. By default if COMPILE_LOSSES_VERIFY=1 is in the
+            environment.
+        strict: whether to raise an error inside this package, instead of leaving a loss to torch;
+            by default if COMPILE_LOSSES_STRICT=1 is in the environment.
+        prefer_memory: whether a loss is taken together with its linear layer even if that saves
+            less than half of the logits, or computes them twice, which may cost time; by default
+            if COMPILE_LOSSES_PREFER_MEMORY=1 is in the environment.
         losses: the names of the ops to rewrite to; by default those that COMPILE_LOSSES_ONLY and
             COMPILE_LOSSES_EXCEPT leave, which are all.
-        lowers: whether AOTAutograd's graph of it will be given to ``lower.plan``, as the backend
-            does: unreduced losses are then taken together with their linear layer, too.
-        lazily: gets the outputs that the caller has to make lazy, logits of losses that were taken
-            together with their linear layer; by default logits that are returned stay.
+        lowers: whether ``lower.plan`` will work on AOTAutograd's graph of ``gm``, as it does under
+            the backend. If so, unreduced losses are taken together with their linear layer, too.
+        lazily: collects the outputs that the caller has to make lazy: logits of losses that were
+            taken together with their linear layer. By default returned logits stay.
 
     Returns:
         ``gm``, recompiled, with a :class:`compile_losses.report.Report` in
-        ``gm.meta["compile_losses"]``. Whatever is not certain to be the same is left alone.
+        ``gm.meta["compile_losses"]``. A loss is left alone if its rewrite is not certain to be the
+        same.
     """
     gm.meta["compile_losses"] = rewrite_graph(
         gm.graph,
@@ -106,7 +108,7 @@ def rewrite_graph(
     lowers: bool = False,
     lazily: Lazily | None = None,
 ) -> Report:
-    """As :func:`rewrite`, for the graph alone; with the graphs of its higher-order ops."""
+    """As :func:`rewrite`, for a graph and the graphs of its higher-order ops."""
     verify = verify_by_default() if verify is None else verify
     if prefer_memory is None:
         prefer_memory = prefer_memory_by_default()
@@ -121,7 +123,7 @@ def rewrite_graph(
 
 
 class _Rewriting:
-    """One graph and those inside it. Sites are collected from the end."""
+    """One graph and the graphs inside it. Sites are collected from the end."""
 
     def __init__(
         self,
@@ -158,7 +160,7 @@ class _Rewriting:
         look_at(graph, outer, at)
         recognizer = Recognizer(graph)
         taken: set[Node] = set()
-        #: The nodes of losses that were declined; a part of one may be a loss that is not.
+        #: The nodes of declined losses. A part of such a loss may be a loss that is not declined.
         declined: dict[Node, Site] = {}
         # From the end: the outermost spelling of a loss claims the nodes inside it.
         for node in reversed(graph.nodes):
@@ -199,8 +201,8 @@ class _Rewriting:
             attempt(lambda: add_logits_without_loss(graph, replay, lazily), strict=self.strict)
 
     def _shared_logits(self, graph: Graph, options: Options) -> None:
-        """Takes heads along whose logits several losses and metrics read."""
-        # Losses have become ops, which what was seen of the graph before knows nothing of.
+        """Takes heads whose logits several losses and metrics read."""
+        # Losses have become ops, of which the earlier replay knows nothing.
         replay = Recognizer(graph).replay
         for found in take_shared_logits(graph, replay, options, verify=self.verify):
             marks = {site_of(reader) for reader in found.readers} - {None}
@@ -234,7 +236,7 @@ class _Rewriting:
     def _loss(
         self, node: Node, recognizer: Recognizer, inside: str | None, lazily: Lazily | None
     ) -> tuple[Site, list[Node]] | None:
-        """What becomes of the loss that a node holds, if it holds one, and the nodes it takes."""
+        """The site of a node's loss, if the node holds one, and the nodes that the loss takes."""
         refused: tuple[Site, list[Node]] | None = None
         for candidate in recognizer.candidates(node):
             found = candidate
@@ -279,7 +281,7 @@ def _site(found: Match | Decline, reason: str | None, mark: int) -> Site:
 
 
 def _failed(node: Node, failure: Failure) -> Site:
-    """The site of a node that may hold a loss; this must not fail as well."""
+    """The site of a node that may hold a loss. This function must not fail as well."""
     call = attempt(lambda: bind(node), strict=False)
     name = call[0].name if isinstance(call, tuple) else str(node.target)
     source = attempt(lambda: source_of(node), strict=False)

@@ -1,4 +1,4 @@
-"""What feeds a loss and costs nothing to take into its op: a logarithm, casts to a wider dtype."""
+"""Absorption: a logarithm, or a cast to a wider dtype, before a loss becomes part of its op."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compile_losses.recognize.symbolic_tensors import Value, whole
 
 
 def absorb(match: Match) -> None:
-    """Moves a match's arguments up past what its op can do itself."""
+    """Moves a match's arguments up past nodes whose work its op can do itself."""
     if not isinstance(example(match.root), Tensor):
         return
     if match.op == "kl_div":
@@ -24,8 +24,8 @@ def absorb(match: Match) -> None:
     # cross_entropy's target may be an index; the other losses' may be cast like input.
     for i in range(len(_floating_arguments(match))):
         _absorb_cast(match, i)
-    # An absorbed cast or autocast makes a loss wider than its arguments, and torch's autocast does
-    # not do so with one that is written out.
+    # An absorbed cast or autocast makes a loss wider than its arguments. Torch's autocast does not
+    # widen a loss that is written out.
     result = example(match.root).dtype
     dtypes = [argument.dtype for argument in _floating_arguments(match)]
     if any(dtype in NARROW for dtype in dtypes) and (result == torch.float32 or match.interior):
@@ -89,7 +89,7 @@ def _absorb_cast(match: Match, index: int) -> None:
 
 
 def _without_cast(match: Match, argument: Any) -> tuple[Any, Node | None] | None:
-    """What a cast is made of, and its node if it has one; views in between stay."""
+    """The source of a cast, and the cast's node if it has one; views in between stay."""
     if isinstance(argument, Node):
         source = _cast_source(argument)
         if source is None or not _absorbable(match, argument, source):
@@ -125,8 +125,9 @@ def _cast_source(node: Any) -> Node | None:
 def _absorbable(match: Match, node: Node, argument: Any) -> bool:
     """Whether a match may read ``argument`` in place of ``node``, which has no user outside it.
 
-    With another user the node's tensor is in memory anyway, and gradients would be added up in
-    another dtype. Neither may be written to meanwhile, nor may the node cut gradients off.
+    If the node has another user, its tensor is in memory anyway, and gradients would be added up in
+    another dtype. Node and argument must not be written to in between, and the node must not cut
+    gradients off.
     """
     value, source = example(node), example(argument)
     return (

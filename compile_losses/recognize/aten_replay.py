@@ -1,8 +1,8 @@
 """A Dynamo graph seen as ATen ops.
 
 Dynamo keeps what the user wrote: ``(a - b) ** 2``, ``.pow(2)`` and ``torch.square`` are different
-nodes. The replay replays a node on the values that tracing recorded and notes which ATen ops that
-takes, so that a recogniser has one spelling to look for. Nodes are replayed only when asked for.
+nodes. The replay runs a node on the fake values that tracing recorded and notes the ATen ops of the
+run, so that a recogniser has one spelling to look for. Nodes are replayed only when asked for.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class _Recorder(TorchDispatchMode):
 
 
 class AtenReplay:
-    """The ATen view of one graph, built as it is looked at.
+    """One graph as ATen ops, replayed a node at a time.
 
     Attributes:
-        replayed: how many nodes were replayed, which is what recognition costs.
+        replayed: how many nodes were replayed: the cost of recognition.
     """
 
     def __init__(self) -> None:
@@ -131,9 +131,9 @@ class AtenReplay:
         if depth == _DEEPEST or packet_of(value.op) not in _REPEATABLE:
             return value
         parts = tree_map_only(Value, lambda v: self.key(v, depth + 1), (value.args, value.kwargs))
-        # Computed once more without gradients a tensor has the same numbers, and is another one.
+        # A second computation without gradients has the same numbers, but is another tensor.
         differentiable = getattr(example(value.node), "requires_grad", False)
-        # The first one stands for all, so that keys do not grow with the graph.
+        # The first of equal Values stands for all, so that keys do not grow with the graph.
         return self._first.setdefault((value.op, _hashable(parts), differentiable), value)
 
     def _replay(self, node: Node) -> Value:
@@ -150,21 +150,21 @@ class AtenReplay:
         inputs = [n for n in node.all_input_nodes if isinstance(example(n), Tensor)]
         if not inputs or not all(_is_replayable(example(n)) for n in inputs):
             return leaf
-        # Keyed by identity: the fakes of this node's inputs, then of whatever the replay makes.
+        # Keyed by identity: the fakes of this node's inputs, then the fakes that the replay makes.
         values = {id(example(n)): whole(n) for n in inputs}
         args, kwargs = map_arg((node.args, node.kwargs), example)
         self.replayed += 1
         try:
             with _quietly(example(inputs[0])), _Recorder(values, node):
                 result = _call(node, args, kwargs)
-        except Exception:  # whatever can't be replayed is opaque, and nothing more
+        except Exception:  # a node that can't be replayed is opaque
             return leaf
         value = values.get(id(result)) if isinstance(result, Tensor) else None
-        # Autocast regions are nodes of the graph and not in force here: their casts would be
-        # missed.
+        # Autocast regions are nodes of the graph and not in force here, so that the replay would
+        # miss their casts.
         if value is None or result.dtype != leaf.fake.dtype:
             return leaf
-        if value.op is None:  # a node that hands an argument on, such as float() of float32
+        if value.op is None:  # a node that returns an argument, such as float() of float32
             return self.of(value.node)
         return value if value.op not in JOINS else rejoined(value, self.resolve, compute) or value
 
@@ -236,9 +236,10 @@ def same_sizes(left: Any, right: Any) -> bool:
 
 
 def equal_sizes(left: Any, right: Any) -> bool:
-    """Whether two shapes are equal, if need be by a guard that they stay so.
+    """Whether two shapes are equal; if need be, by a guard that they stay equal.
 
-    For what torch does not require but a loss does: gather takes an index of fewer rows.
+    It is for sizes that a loss requires to be equal and torch does not: gather takes an index of
+    fewer rows.
     """
     if len(left) != len(right):
         return False

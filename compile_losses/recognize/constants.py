@@ -1,8 +1,8 @@
 """Numbers that a graph holds as tensors: ``beta = torch.tensor(0.1)``, ``torch.log1p(-beta)``.
 
-They are computed in float64 from the numbers in the source. That torch rounds them to their dtype
-is rounding like any other, if what they are combined with is not wider: two weights that are meant
-to add up to 1 do so here.
+They are computed in float64 from the numbers in the source. Torch rounds them to their dtype. If
+the tensor that they are combined with is not wider, that is rounding like any other: two weights
+that are meant to add up to 1 do add up to 1 here.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _SOURCES = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 
 
 def constant(argument: Any, dtype: torch.dtype, replay: AtenReplay) -> float | None:
-    """The number that an argument is, or that a tensor without dimensions certainly holds.
+    """The number of an argument, also of a tensor without dimensions that certainly holds one.
 
     Args:
-        dtype: of what it is combined with.
+        dtype: of the tensor that it is combined with.
     """
     if isinstance(argument, int | float):
         return None if isinstance(argument, bool) else float(argument)
@@ -66,7 +66,7 @@ def constant(argument: Any, dtype: torch.dtype, replay: AtenReplay) -> float | N
 
 
 def _source(value: Value) -> float | None:
-    """A tensor made of a number; one with gradients is a parameter."""
+    """The number that a tensor is made of. A tensor with gradients is a parameter."""
     node = value.node
     if node.op != "call_function" or node.target not in _SOURCES or len(node.args) != 1:
         return None

@@ -1,10 +1,10 @@
-"""Losses of one difference: what function of ``a - b`` a body is.
+"""Losses of one difference: which function of ``a - b`` a body is.
 
-Such a body is a piecewise polynomial, so it is enough to evaluate it: at more points than its
-degree in each interval between the numbers at which it may change. These are known because only
-comparisons of a multiple of the difference, or of its absolute value, with a number are accepted.
-The body's own ATen ops run on the points, and their gradients must agree, too, at the breakpoints
-included.
+Such a body is a piecewise polynomial. So it is enough to evaluate it at more points than its degree
+in each interval between its breakpoints. The breakpoints are known, because only comparisons of a
+number with a multiple of the difference, or of its absolute value, are accepted. The body's own
+ATen ops run on the points. Their gradients must agree as well, also at the breakpoints. So a clamp
+at a hundred, or constants that do not agree, are noticed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _points(breakpoints: set[float]) -> Tensor:
 
 
 def find_difference(body: Value, replay: AtenReplay) -> list[Found]:
-    """The families that a body belongs to, whichever its scale; none if it is no such function."""
+    """The families that a body belongs to, with any scale; empty if it belongs to none."""
     for pair in differences(body, replay):
         try:
             found = _classify(body, pair, replay)

@@ -1,4 +1,9 @@
-"""Divergences of two softmaxes: Kullback-Leibler's, and Jensen-Shannon's of their mixture."""
+"""Divergences of two softmaxes: Kullback-Leibler's, and Jensen-Shannon's of their mixture.
+
+The logarithm of a mixture is one atom, and the weights of the mixture must be those of the terms.
+Weights may be tensors that hold numbers: they count as the numbers in the source
+(:mod:`compile_losses.recognize.constants`).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,11 @@ from compile_losses.recognize.symbolic_tensors import Value, example
 def softmax_divergences(
     form: NormalForm, polynomial: Polynomial, algebra: SoftmaxAlgebra
 ) -> Iterator[Written]:
-    """What a sum over the classes may be, which starts with what each class adds to it."""
+    """The divergences that a sum over the classes may be.
+
+    Args:
+        polynomial: the term of each class.
+    """
     for found in polynomial.atoms():
         if found[0] == "log_mixture":
             yield from _of_mixture(form, polynomial, found, algebra)
@@ -65,7 +74,7 @@ def _of_mixture(
     if dim != other_dim:
         return
     if not _differentiable(x, form, algebra) and _differentiable(z, form, algebra):
-        # The roles may be exchanged. The op's input is what its gradient can be computed with.
+        # The rows may be exchanged. The op can compute the gradient of its input with the loss.
         x, z, beta = z, x, parts[0][2]
     options = {} if beta == 0.5 else {"beta": beta}
     scaled = replace(form, constant=form.constant * unrounded(scale))
@@ -86,7 +95,7 @@ def _of_rows(
     options: dict[str, Any],
     algebra: SoftmaxAlgebra,
 ) -> Iterator[Written]:
-    """The divergence, where the form adds up all classes of both rows."""
+    """The divergence, if the form adds up all classes of both rows."""
     x, z = (algebra.value(key, form.root.node) for key in (input, target))
     if x is None or z is None or dim not in (sums_classes(form) or ()):
         return
@@ -116,9 +125,10 @@ def _of_rows(
 
 
 def _of_selected_rows(selection: Selection, rank: int) -> Steps:
-    """From the loss of each row to the sum of those that a mask takes; none if there is no way.
+    """The steps from the loss of each row to the sum of the rows that a mask takes.
 
-    The others are set to 0: their sum needs nobody to wait for the count.
+    The other rows are set to 0, so that nobody waits for the number of rows. Without a way to do
+    that there are no steps.
     """
     outside = compute(aten.logical_not.default, selection.mask)
     count = compute(aten.sum.default, selection.mask)
@@ -131,7 +141,7 @@ def _of_selected_rows(selection: Selection, rank: int) -> Steps:
 
 
 def _temperature(x: Value, z: Value, replay: AtenReplay) -> tuple[float, Value, Value]:
-    """What both tensors are divided by, and what they are before."""
+    """The divisor of both tensors, and the tensors before the division."""
     found = []
     for value in (x, z):
         resolved = replay.resolve(value)

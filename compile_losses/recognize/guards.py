@@ -30,7 +30,7 @@ def unknown_values(match: Match) -> str | None:
 
 
 def symbols(match: Match) -> str | None:
-    """A size that is a symbol belongs to a node; what the rewrite computes can't hold one."""
+    """A symbolic size belongs to a node. An argument that the rewrite computes can't hold one."""
     waiting = [match.args, match.kwargs]
     while waiting:
         for argument in tree_leaves(waiting.pop()):
@@ -53,7 +53,7 @@ def tensor_subclass(match: Match) -> str | None:
             are_dtensors(tensor)
         ):
             return f"{type(tensor).__name__} arguments are not supported yet"
-    # Without a __torch_dispatch__ of its own, a class is not seen in tracing; the ops meet it.
+    # Tracing does not see a class without a __torch_dispatch__ of its own; the ops would get it.
     classes = memory_of(match.root.graph).classes
     for tensor in _tensors(match):
         storage = storage_of(tensor)
@@ -81,11 +81,11 @@ def no_kernels(match: Match) -> str | None:
 
 
 def mutated(match: Match) -> str | None:
-    """The graph writes to what the loss is made of, so that the op would read other values.
+    """The graph writes to memory that the loss reads, so that the op would read other values.
 
-    Writes that come before all that the loss reads of a piece of memory are no reason. Those after
-    the loss are one where gradients are recorded: the op's backward reads its arguments, and
-    torch's what its forward made.
+    A write before all reads of the loss from that memory is no reason. A write after the loss is a
+    reason if gradients are recorded: the op's backward reads the op's arguments, and torch's
+    backward reads results of torch's forward.
     """
     span, memory = match.span, memory_of(match.root.graph)
     if match.interior and any(
@@ -113,7 +113,7 @@ def mutated(match: Match) -> str | None:
 def gradient_cut(match: Match) -> str | None:
     """An intermediate computed under no_grad stops gradients, which the op would let through.
 
-    The op runs in the grad mode of the root. Where no node between an intermediate and the root
+    The op runs in the grad mode of the root. If no node between an intermediate and the root
     changes that mode, the root is under no_grad as well, and so is the op.
     """
     for node in match.interior:
@@ -131,9 +131,10 @@ def gradient_cut(match: Match) -> str | None:
 
 
 def gradient_lost(match: Match) -> str | None:
-    """Torch sends gradients to what the match reads besides the op's arguments.
+    """Torch also sends gradients to tensors that the match reads besides the op's arguments.
 
-    Through the op they get there only where arguments that are made of it have them.
+    Through the op, such a tensor gets its gradient only from arguments that are made of it. If one
+    of these has no gradient, the tensor's is lost.
     """
     inputs, inside = set(match.inputs), {match.root, *match.interior}
     for source in {s for node in inside for s in node.all_input_nodes} - inside - inputs:
@@ -182,7 +183,7 @@ def different_result(match: Match) -> str | None:
             return f"the loss would change its {name} from {torchs} to {ours}"
     if result.stride() != expected.stride():
         return f"the loss would change its strides from {expected.stride()} to {result.stride()}"
-    # A DTensor that is the same loss may be placed otherwise: a rank's own part of it is another.
+    # The same loss may be a DTensor of other placements, whose part on a rank is another.
     is_read = any("local" in str(user.target) for user in match.root.users)
     ours, torchs = (getattr(tensor, "placements", None) for tensor in (result, expected))
     if is_read and ours != torchs:

@@ -1,4 +1,4 @@
-"""The linear layer that makes logits, however it is spelled."""
+"""The linear layer that makes logits, in any spelling."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Head:
 
 
 def find_head(node: Node) -> Head | None:
-    """The linear layer that a node holds the output of, its arguments in the output's dtype.
+    """The linear layer whose output a node holds, its arguments in the output's dtype.
 
-    Autocast casts each argument that has another.
+    Autocast casts each argument of another dtype.
     """
     if node.op not in ("call_function", "call_method"):
         return None
@@ -117,7 +117,7 @@ def _einsum(node: Node) -> tuple[Value, Value, Value | None] | None:
 
 
 def _tensors(node: Node, many: int) -> list[Value]:
-    """The arguments of a node that takes so many tensors and was given nothing else."""
+    """The arguments of a node that takes so many tensors and nothing else."""
     nodes = [argument for argument in node.args if isinstance(argument, Node)]
     if len(node.args) != many or len(nodes) != many or node.kwargs:
         return []
@@ -131,7 +131,7 @@ def _cast(value: Value, dtype: torch.dtype) -> Value:
 
 
 def computed(op: Any, *args: Any) -> Value:
-    """What an op makes of tensors, ahead of the loss.
+    """The result of an op, which the rewrite computes ahead of the loss.
 
     Raises:
         NotAbsorbedError: the op refuses its arguments.

@@ -1,4 +1,4 @@
-"""Losses that leave out some of their terms by value, which no op does: they are declined."""
+"""Losses that leave out terms by their value. No op does that, so they are declined."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _DEEPEST = 4
 
 
 def without_infinities(form: NormalForm, replay: AtenReplay) -> NormalForm | None:
-    """A form whose body is not set to 0 where something is infinite; None if it is nowhere."""
+    """A form without the masks that set its body to 0 at infinities; None if it has none."""
     body = _kept(form.body, replay, 0)
     return None if body is form.body else replace(form, body=body)
 
 
 def without_nan(value: Value, replay: AtenReplay) -> NormalForm | None:
-    """What ``nansum`` or ``nanmean`` of all elements leaves nan out of."""
+    """The form of a ``nansum`` or ``nanmean`` of all elements, nan included."""
     node = value.node
     if len(node.args) != 1 or node.kwargs or not node.all_input_nodes:
         return None

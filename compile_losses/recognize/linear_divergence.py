@@ -1,7 +1,8 @@
 """A divergence of a linear layer's output from a teacher's: one op, which never holds the logits.
 
-The teacher has no gradient. Its logits are multiplied a chunk at a time as the student's are where
-nothing else reads them and their layer can be taken along; otherwise they are read as they are.
+The teacher has no gradient. If nothing else reads the teacher's logits and their layer can be taken
+along, they are computed a chunk at a time, as the student's are. Otherwise the op reads them as
+they are.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from compile_losses.recognize.with_head import Options, check_gain, check_rows, 
 
 
 def take_divergence(match: Match, replay: AtenReplay, options: Options) -> Match | None:
-    """A divergence of two softmaxes and the layer of the student's logits, or of both."""
+    """The match of a divergence with the layer of the student's logits, or with both layers."""
     reverse = _is_reverse(match)
     student, teacher = (1, 0) if reverse else (0, 1)
     logits = find_logits(match, replay, student)
@@ -80,7 +81,7 @@ def _check_gain(
 
 
 def _is_reverse(match: Match) -> bool:
-    """Whether the student's logits are the second argument: where only that has a gradient."""
+    """Whether the student's logits are the second argument: only that one has a gradient then."""
     first, second = map(has_gradient, match.args[:2])
     return _is_trained(match) and second and not first
 
@@ -90,7 +91,7 @@ def _is_trained(match: Match) -> bool:
 
 
 def _check(match: Match, logits: Logits) -> None:
-    """That a layer makes logits whose rows the op can compare."""
+    """Checks that a layer makes logits whose rows the op can compare."""
     if logits.softcap is not None:
         raise NotAbsorbedError("a soft-cap of its logits, which the op has not")
     check_no_dtensors(logits)
@@ -105,7 +106,7 @@ def check_no_dtensors(logits: Logits) -> None:
 
 
 def _match(match: Match, logits: Logits, of_teacher: Logits | None, reverse: bool) -> Match:
-    """The match of loss, student's layer and, where it is taken along, the teacher's."""
+    """The match of loss, student's layer and, if it is taken along, teacher's layer."""
     target = match.args[0 if reverse else 1]
     given: dict[str, Any] = {}
     if of_teacher is not None:
@@ -140,7 +141,7 @@ def _absorbed(match: Match, logits: Logits, of_teacher: Logits | None) -> list[s
 
 
 def without_gradient(value: Value) -> Node | Value:
-    """Without its gradient: the original has none there, though the layer's weights may."""
+    """A tensor without a gradient: the original has none, even if the layer's weights have."""
     if not has_gradient(value.argument):
         return value.argument
     return computed(aten.detach.default, value).argument

@@ -4,9 +4,14 @@ A body becomes a polynomial of a logit x, its softplus and tensors taken as they
 ``logsigmoid(x)`` is ``x - softplus(x)``, ``softplus(-x)`` is ``softplus(x) - x``, and the loss
 ``softplus(x) - x * target``.
 
-The positive part of a logit and its absolute value occur in stable ways to write a softplus. What
-torch's gradient of them is where the logit is 0 depends on the function, so that each is an atom of
-its own; what is left of them in the end has another gradient there than the loss.
+The positive part of a logit and its absolute value occur in stable ways to write a softplus. For a
+logit of 0 torch's gradient of a positive part depends on the function: 1/2 of ``torch.maximum``, 0
+of ``relu``, 1 of ``clamp``. So each of these is an atom of its own. If they do not cancel, as in
+``clamp(x, min=0) - x * y + log(1 + exp(-|x|))``, the spelling is declined: its gradient at 0 is not
+the loss's, and a head that starts with zeros would train differently.
+
+A spelling that saturates or overflows for finite logits is no such loss, as ``log(sigmoid(x))`` and
+``log(1 + exp(x))``. Nor is SigLIP's ``logsigmoid(labels * x)``: it is finite for infinite logits.
 """
 
 from __future__ import annotations
@@ -31,14 +36,14 @@ from compile_losses.recognize.polynomial import (
 from compile_losses.recognize.symbolic_tensors import Value, example
 from compile_losses.torch_internals.ops import packet_of
 
-#: What is looked for, in words.
+#: The bodies that are looked for, in words.
 BODY = (
     "softplus(x) - x y, also with a weight of the positive class; softplus, logsigmoid, logaddexp, "
     "or a positive part plus log(1 + exp(-|x|))"
 )
 
 X, SOFTPLUS = atom(("x",)), atom(("softplus",))
-#: max(x, 0) by its derivative where x is 0: 1/2, as that of torch.maximum; 0; 1.
+#: max(x, 0) by its derivative at 0: 1/2, as of torch.maximum; 0; 1.
 HALF, ZERO, ONE = (atom(("positive", at_zero)) for at_zero in ("half", "zero", "one"))
 _POSITIVE = (HALF, ZERO, ONE)
 
@@ -64,7 +69,7 @@ class Logistic:
     """``body == scale * weights * binary_cross_entropy_with_logits(input, target, pos_weight)``.
 
     Attributes:
-        reason: why it must stay torch's nevertheless.
+        reason: why the loss must stay torch's nevertheless.
     """
 
     input: Value
@@ -76,7 +81,7 @@ class Logistic:
 
 
 def find_logistic(body: Value, replay: AtenReplay) -> Iterator[Logistic]:
-    """Whether a body is the loss of one of the tensors that it is made of."""
+    """The losses that a body may be, each with one of the body's tensors as its logit."""
     parts = _parts(body, replay)
     if not any(part.op and packet_of(part.op) in _LOGARITHMS for part in parts):
         return
@@ -98,7 +103,7 @@ def find_logistic(body: Value, replay: AtenReplay) -> Iterator[Logistic]:
 
 
 def _parts(body: Value, replay: AtenReplay) -> list[Value]:
-    """What a body is made of, outermost first."""
+    """The parts of a body, outermost first."""
     waiting, found = [body], dict[Value, None]()
     while waiting and len(found) < _LARGEST_BODY:
         value = replay.resolve(waiting.pop(0))
@@ -146,7 +151,7 @@ class _Body:
     def _target(
         self, polynomial: Polynomial, parts: list[Value]
     ) -> tuple[float, Value, None] | None:
-        """The target is a part of the body, a tensor taken as it is or made of some."""
+        """The scale and the target: a part of the body, made of tensors taken as they are."""
         for part in parts:
             value = self.of(part)
             if value.atoms() and all(found[0] == "leaf" for found in value.atoms()):
@@ -281,7 +286,7 @@ class _Body:
         return SOFTPLUS if sign > 0 else SOFTPLUS - X
 
     def _log_of_two(self, packet: Any, args: tuple[Any, ...]) -> Polynomial:
-        """log(exp(a) + exp(b)), where neither overflows."""
+        """log(exp(a) + exp(b)), if neither overflows."""
         if packet is aten.logaddexp:
             a, b = (self._operand(argument, args[0]) for argument in args)
             if (b - a) in (X, X * -1.0):
@@ -341,7 +346,7 @@ class _Body:
         return given
 
     def _where(self, condition: Any, chosen: Any, other: Any) -> Polynomial:
-        """Of lines on either side of 0."""
+        """``where`` with a line on either side of 0."""
         compared = self.replay.resolve(condition)
         packet = packet_of(compared.op) if compared.op else None
         if packet in (aten.lt, aten.le):
@@ -383,7 +388,7 @@ def _merged(polynomial: Polynomial) -> Polynomial:
 
 
 def _without_factors(polynomial: Polynomial) -> tuple[Polynomial, list[Atom]]:
-    """A polynomial less the tensors that are a factor of all of it."""
+    """A polynomial without the tensors that are a factor of every term, and these tensors."""
     common: set[Any] = set.intersection(*map(set, polynomial)) if polynomial else set()
     factors = {factor for factor in common if factor[0][0] == "leaf" and factor[1] == 1}
     rest = Polynomial({monomial - factors: c for monomial, c in polynomial.items()})

@@ -1,8 +1,12 @@
-"""Where logits come from: the linear layer that makes them, and what is done to them before a loss.
+"""From a loss back to the linear layer that makes its logits, and the ops in between.
 
-The nodes between are walked as ATen ops. Each of them acts either on whole rows, like a view, a
-slice or an index, and then acts on the layer's input instead; or on classes, like an addend for
-each, and then on its weight and bias; or on every logit alike, like a cast, a factor or a soft-cap.
+The ops in between are ATen's, by the replay. An op on whole rows, like a view, a slice or an index,
+is applied to the layer's input instead. An op on classes, like an addend for each class, is applied
+to the layer's weight and bias. A cast, a factor and a soft-cap act on every logit alike.
+
+A factor is applied to the layer's input, which rounds it. After a cast to float32 only a power of
+two is taken, whose product is not rounded. ``c * tanh(x / d)`` is a soft-cap of c with a factor
+inside. ``c * sigmoid(x / d)`` is one of c / 2: it differs by a constant, which softmax drops.
 """
 
 from __future__ import annotations
@@ -34,11 +38,11 @@ _MASKS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self)
 #: The same values in another layout or dtype.
 _COPIES = (aten.clone.default, aten._to_copy.default, aten.alias.default)
 
-#: How many ops a layer and its loss are apart at most: what is further up is no layer of classes.
+#: The most ops between a layer and its loss. A layer further up is no layer of classes.
 FURTHEST = 32
-#: Why logits keep their layer out of reach.
+#: Why the layer of some logits can't be found.
 OUTSIDE = "its logits are an input of this graph"
-#: Other ops that some models have between a layer and its loss: why they stay.
+#: Why a layer stays if one of these ops is between it and its loss, as in some models.
 _STAY = {
     **dict.fromkeys(
         (aten.clamp, aten.clamp_min, aten.clamp_max, aten.hardtanh),
@@ -58,14 +62,14 @@ class Logits:
 
     Attributes:
         head: the linear layer, as the graph has it.
-        nodes: those after it, up to the logits.
+        nodes: the nodes after the layer, up to the logits.
         input, weight, bias: of a layer that makes the logits themselves, but for the soft-cap.
         class_dim: the dimension of the classes in the result, and of hidden in input.
-        softcap: what tanh is divided and multiplied by, or None.
+        softcap: the number that tanh is multiplied by and its argument divided by, or None.
         cast: the dtype that the output was cast to, or None.
         copies_weight: whether weight is another tensor than the layer's.
-        is_shifted: whether a number that is added to all of them was left out, as softmax does.
-        absorbed: what was done to the logits, in words.
+        is_shifted: whether a number that is added to all logits was left out, as softmax drops it.
+        absorbed: the ops on the logits, in words.
         outputs: the outputs of the graph that are made of the layer's output.
     """
 
@@ -89,13 +93,13 @@ class Logits:
 
 
 def find_logits(match: Match, replay: AtenReplay, place: int = 0) -> Logits | None:
-    """The linear layer behind a match's argument and the way from it, None where there is none.
+    """The linear layer behind a match's argument and the ops after it; None without a layer.
 
     Args:
         place: of the argument, which holds logits.
 
     Raises:
-        NotAbsorbedError: there is one, and something on the way can't be taken along.
+        NotAbsorbedError: there is a layer, and an op after it can't be taken along.
     """
     way = _way_to(match.args[place], replay)
     if way is None:
@@ -109,10 +113,10 @@ def find_logits(match: Match, replay: AtenReplay, place: int = 0) -> Logits | No
 
 
 def logits_of(tensor: Node | Value, replay: AtenReplay) -> Logits | None:
-    """The same for any tensor, whoever reads the logits besides; it may be detached from them.
+    """As :func:`find_logits`, for any tensor, which may be detached; the logits may have readers.
 
     Raises:
-        NotAbsorbedError: something on the way can't be taken along.
+        NotAbsorbedError: an op after the layer can't be taken along.
     """
     way = _way_to(tensor, replay)
     return None if way is None else _logits(way, replay, may_detach=True)
@@ -146,7 +150,7 @@ def _way_to(tensor: Node | Value, replay: AtenReplay) -> _Way | None:
                 break
             nodes.append(node)
             value = replay.of(node)
-            if value.node is not node:  # the node hands an argument on, maybe that of another one
+            if value.node is not node:  # the node returns an argument, maybe another node's
                 passed = (n for n in node.all_input_nodes if isinstance(example(n), Tensor))
                 current = next((n for n in passed if replay.of(n) is value), value.node)
                 continue
@@ -200,7 +204,7 @@ def _is_convolution_of_width_1(value: Value) -> bool:
 
 
 def _followed(value: Value) -> Value | None:
-    """The argument of an ATen op that the logits come in by: of two, the one of their size."""
+    """The argument of an ATen op that holds the logits: of two, the one of the result's size."""
     arguments = value.args
     if value.op is aten.cat.default:
         arguments = tuple(arguments[0][:1])
@@ -218,7 +222,7 @@ def _followed(value: Value) -> Value | None:
 
 
 def _check_readers(nodes: set[Node], root: Node) -> None:
-    """That nothing else which is made of the logits goes into the loss."""
+    """Checks that nothing else made of the logits goes into the loss."""
     for user in readers(nodes, root):
         if _leads_to(user, {*nodes, root}):
             raise NotAbsorbedError(
@@ -241,9 +245,9 @@ class _Walk:
     """From the output of the linear layer to the logits, one ATen op after the other.
 
     Attributes:
-        factor: a number that the logits, or what is inside of their soft-cap, are to be multiplied
-            by still.
-        height: what tanh is multiplied by so far; None where there is no tanh.
+        factor: a number by which the logits, or the argument of their soft-cap, are still to be
+            multiplied.
+        height: the number that tanh is multiplied by so far; None without a tanh.
         shifted: whether a number was added to all logits, which softmax drops.
     """
 
@@ -300,7 +304,7 @@ class _Walk:
         self.factor = 1.0
 
     def _operand(self, step: Value) -> Any:
-        """What an op combines the logits with: a number, or a Value of a tensor."""
+        """The other operand of an op on the logits: a number, or a Value of a tensor."""
         other = next((a for a in step.args[:2] if a is not _followed(step)), None)
         if isinstance(other, Value):
             number = constant(other, step.fake.dtype, self.replay)
@@ -316,7 +320,7 @@ class _Walk:
             raise NotAbsorbedError(f"a number is added to the logits before {step.node.name}")
 
     def _check_dtype(self, step: Value) -> None:
-        """That what is done to layer and input rounds as what is done to the logits."""
+        """Checks that an op on the layer or its input rounds like the op on the logits."""
         if self.logits.cast is not None or step.fake.dtype != self.logits.input.fake.dtype:
             raise NotAbsorbedError(f"{step.node.name} computes in float32 after a narrower product")
 
@@ -453,7 +457,7 @@ class _Walk:
             return
         if (before, after) not in {(narrow, torch.float32) for narrow in NARROW}:
             raise NotAbsorbedError(f"a cast of the logits from {before} to {after}")
-        if self.height is None:  # what has been done so far rounds to the narrower dtype
+        if self.height is None:  # the factor so far rounds to the narrower dtype
             self._apply_factor()
         self.logits.cast = after
         self._note(f"a cast from {str(before).removeprefix('torch.')}")
@@ -527,7 +531,7 @@ class _Walk:
 
 
 def _check_size(step: Value) -> None:
-    """That a tensor which the logits are combined with does not enlarge them."""
+    """Checks that the other operand of an op does not enlarge the logits."""
     followed = _followed(step)
     assert followed is not None
     if not same_sizes(step.fake.shape, followed.fake.shape):
@@ -546,7 +550,7 @@ def _name(operand: Any) -> str:
 
 
 def _filled(value: Any, replay: AtenReplay) -> float | None:
-    """Infinities too, which are no constants that one computes with."""
+    """The number that logits are filled with. Infinities too, which are no ``constant``."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, Value):
@@ -571,7 +575,7 @@ def _why_it_stays(step: Value) -> str:
 
 
 def _dims(step: Value) -> list[int]:
-    """The dimensions that an op is told, as it is told them."""
+    """The dimensions among an op's arguments, as they are given."""
     if step.op in (aten.slice.Tensor, aten.select.int, aten.squeeze.dim):
         return [step.args[1]] if len(step.args) > 1 else [0]
     if step.op is aten.transpose.int:

@@ -1,4 +1,4 @@
-"""What a recogniser returns, and how a match becomes a node."""
+"""The results of recognisers, matches and declined losses, and how a match becomes a node."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Match:
         op: the name of the public fused op.
         args, kwargs: the op's arguments: nodes, Values computed from nodes, or constants.
         interior: nodes between the arguments and the root that the op makes superfluous. They are
-            erased where nothing else uses them.
-        detached: likewise superfluous, and without gradients in the original as in the op, whatever
-            they are computed from.
-        absorbed: what those nodes did beyond the op's plain meaning, in words.
-        steps: what makes the root of the op's result: functions, each with further arguments.
-        notes: what else the report should say.
+            erased if nothing else uses them.
+        detached: nodes that are superfluous as well and have no gradients, neither in the original
+            nor in the op, whatever they are computed from.
+        absorbed: the effects of these nodes beyond the op's plain meaning, in words.
+        steps: functions, each with further arguments, that make the root of the op's result.
+        notes: further remarks for the report.
         returned: the outputs of the graph that have to become lazy.
     """
 
@@ -65,7 +65,7 @@ class Match:
 
     @property
     def span(self) -> set[Node]:
-        """The nodes that compute the root from the inputs: what the rewrite computes instead."""
+        """The nodes that compute the root from the inputs, which the rewrite replaces."""
         inputs = set(self.inputs)
         extra = [arguments for _, arguments in self.steps]
         waiting = {
@@ -82,7 +82,7 @@ class Match:
         return span
 
     def replace(self) -> list[Node]:
-        """Puts the op where the root stood, and erases what nobody uses any more.
+        """Puts the op in the root's place, and erases nodes that nothing uses any more.
 
         Returns:
             The nodes erased.
@@ -97,8 +97,8 @@ class Match:
                 graph.erase_node(self.root.prev)
             raise
         self.root.replace_all_uses_with(node)
-        # Only the match's own nodes: dead-code elimination on a Dynamo graph would take in-place
-        # operations with it, whose effect is not in their result.
+        # Only the match's own nodes: dead-code elimination on a Dynamo graph would also erase
+        # in-place operations, whose effect is not in their result.
         erased = []
         for old in [self.root, *self.interior, *self.detached]:
             if not old.users:
@@ -107,7 +107,7 @@ class Match:
         return erased
 
     def _emit(self, graph: Graph) -> Node:
-        """Puts the op, and what it needs, where new nodes go at present."""
+        """Inserts the op, and the nodes that it needs, at the graph's insertion point."""
         meta = self.root.meta
         args = [emit(graph, argument, meta) for argument in self.args]
         kwargs = {key: emit(graph, argument, meta) for key, argument in self.kwargs.items()}
@@ -121,7 +121,7 @@ class Match:
         return node
 
     def _before_steps(self) -> list[Tensor]:
-        """The examples of the op's result and of what each step but the last makes of it."""
+        """The examples of the op's result and of the result of each step but the last."""
         values: list[Tensor] = []
         if self.steps:
             mode = fake_mode(example(self.root))
@@ -131,7 +131,7 @@ class Match:
                 values.append(self.overload(*args, **kwargs))
                 for function, rest in self.steps[:-1]:
                     values.append(function(values[-1], *examples(rest)))
-        # What a rewrite computes has examples without gradients: the root's tells.
+        # Computed examples have no gradients: the root's tells whether they need one.
         return [value.detach().requires_grad_(example(self.root).requires_grad) for value in values]
 
 

@@ -1,9 +1,9 @@
-"""What tensors of a Dynamo graph lie in: which nodes write to it and when, and whose it is.
+"""The memory of a Dynamo graph's tensors: which nodes mutate it, and when.
 
-A Dynamo graph is not functional: ``labels[labels == -100] = 0`` is a node without a result that
-anyone reads. An op that takes a loss's place reads its arguments where the loss stood, and again in
-the backward. So a write is no reason to refuse if it comes before everything that the loss reads
-of that memory; it is one in between; and it is one after the loss where gradients are recorded.
+A Dynamo graph is not functional: ``labels[labels == -100] = 0`` is a node whose result nothing
+reads. An op in the place of a loss reads its arguments where the loss stood, and again in the
+backward. If a write comes before all reads of the loss from that memory, it is no reason to refuse.
+A write between these reads is a reason. So is a write after the loss, if gradients are recorded.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _OPERATORS = {operator.setitem, operator.delitem} | {
         *("and", "or", "xor", "lshift", "rshift", "concat"),
     )
 }
-#: End in an underscore and write no elements.
+#: Methods that end in an underscore and write no elements.
 _NOT_WRITES = {"requires_grad_", "share_memory_", "rename_"}
-#: Give their first argument other memory; autograd counts that as a write to the one before.
+#: Functions that give their first argument other memory, which counts as a write to the old one.
 _SWAPS = {"set_", Tensor.set_, *(getattr(aten.set_, name) for name in aten.set_.overloads())}
 #: The classes of graph inputs that the kernels take as they are.
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -53,12 +53,12 @@ _TRANSPARENT = ("torch", "_operator", "operator", "math", "builtins", "itertools
 
 
 class Memory:
-    """What is known of the memory of one graph's tensors.
+    """The writes to the memory of one graph's tensors.
 
     Args:
         graph: as Dynamo captured it.
-        outer, at: of a graph that is the body of a higher-order op: the same of the graph around
-            it, and the node there that runs it.
+        outer, at: if the graph is the body of a higher-order op, the memory of the graph around it,
+            and the op's node in that graph.
     """
 
     def __init__(self, graph: Graph, outer: Memory | None = None, at: Node | None = None):
@@ -67,7 +67,7 @@ class Memory:
         for node in graph.nodes:
             for written in {storage_of(value) for value in _written_by(node)} - {None}:
                 self.writers.setdefault(written, []).append(node)
-        #: Memory that was written to by nodes that are not known.
+        #: Memory that was written to, by unknown nodes.
         self.unexplained = {
             storage
             for value in map(example, graph.nodes)
@@ -75,7 +75,7 @@ class Memory:
         }
         #: Memory that the graphs around this one write to after it has run.
         self.later: dict[int | None, str] = {}
-        #: Graph inputs of a class that their example values don't have, and its name.
+        #: The class of graph inputs, by name, if their example values hide it.
         self.classes: dict[int | None, str] = {}
         for node in graph.find_nodes(op="placeholder"):
             given = getattr(node.meta.get(GRAPH_ARGUMENT), "example", None)
@@ -103,7 +103,7 @@ class Memory:
         return {*self.writers, *self.unexplained}
 
     def conflict(self, storage: int | None, first: Node, root: Node) -> str | None:
-        """Why an op in the place of ``root`` may not read a piece of memory; None where it may.
+        """Why an op in the place of ``root`` may not read a piece of memory; None if it may.
 
         Args:
             storage: the memory, as :func:`storage_of` names it.
@@ -132,7 +132,7 @@ _found: WeakKeyDictionary[Graph, Memory] = WeakKeyDictionary()
 
 
 def memory_of(graph: Graph) -> Memory:
-    """What :func:`look_at` has found in a graph."""
+    """The result of :func:`look_at` for a graph."""
     if graph not in _found:
         _found[graph] = Memory(graph)
     return _found[graph]
@@ -148,7 +148,7 @@ def look_at(graph: Graph, outer: Graph | None = None, at: Node | None = None) ->
 
 
 def storage_of(value: Any) -> int | None:
-    """The identity of a tensor's memory; None for what has none that can be told apart."""
+    """The identity of a tensor's memory; None if it has no memory that can be told apart."""
     while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
         value = get_unwrapped(value)
     if are_dtensors(value):
@@ -181,7 +181,7 @@ def _version(value: Any) -> int:
 
 
 def _written_by(node: Node) -> list[Any]:
-    """The example values of what a node may write to."""
+    """The example values of the tensors that a node may write to."""
     return [example(argument) for argument in tree_leaves(list(_written_arguments(node)))]
 
 
@@ -215,7 +215,10 @@ def _written_arguments(node: Node) -> Iterator[Any]:
 
 
 def _before_swap(node: Node) -> Iterator[Any]:
-    """What shares a version with a tensor that is given other memory, which its example now has."""
+    """The tensors that share the old memory, and version, of a tensor that is given other memory.
+
+    The tensor's example already has the new memory.
+    """
     for tensor in node.all_input_nodes[:1]:
         yield from tensor.all_input_nodes
 
@@ -239,7 +242,7 @@ def _says_in_place(node: Node) -> bool:
 
 
 def _by_schema(node: Node, overloads: Iterable[Any]) -> Iterator[Any]:
-    """What one of some overloads would write to, of the arguments that the node gives."""
+    """The node's arguments that one of some overloads would write to."""
     for overload in overloads:
         for place, argument in enumerate(schema_of(overload).arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
@@ -251,13 +254,13 @@ def _by_schema(node: Node, overloads: Iterable[Any]) -> Iterator[Any]:
 
 
 def _by_bodies(node: Node) -> Iterator[Any]:
-    """What the graphs of a higher-order op write to; all of its tensors if it has no graphs."""
+    """The tensors that a higher-order op's graphs write to; all of its inputs without a graph."""
     found = [body for _, body in bodies(node)]
     if not found:
         yield from node.all_input_nodes
         return
     written = {storage for body in found for storage in Memory(body.graph).storages}
     yield from (n for n in node.all_input_nodes if storage_of(example(n)) in written)
-    # What a body writes to may be a view of what it is given, or be returned by it.
+    # A body may write to a view of an input, and may return a tensor that it writes to.
     if storage_of(example(node)) in written:
         yield node

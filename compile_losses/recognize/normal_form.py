@@ -1,8 +1,8 @@
 """The normal form of a loss: ``scale * sum(weights * body)``.
 
 Means, sums, views, constant factors and weights are peeled off a root, from the outside in. Each
-step leaves a form whose body may be a loss's; which one is for the families to say. The scale is
-kept as integers and symbols, so that ``.sum() / a.numel()`` is a mean under dynamic shapes, too.
+step leaves a form whose body may be that of a loss; the families decide that. The scale is kept as
+integers and symbols, so that ``.sum() / a.numel()`` is a mean under dynamic shapes, too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Selection:
     """``body[mask]``, for a mask of the body's leading dimensions.
 
     Attributes:
-        mean: whether the sum is divided by how many the mask takes.
+        mean: whether the sum is divided by the number that the mask takes.
     """
 
     mask: Value
@@ -63,12 +63,12 @@ class NormalForm:
 
     Attributes:
         root: the Value that holds the loss.
-        body: what is left of it.
+        body: the tensor that is left of it.
         weights: tensors, broadcast with the body, that its elements are multiplied by.
         reduced: the dimensions added up and whether they are kept, for each sum or mean on the way;
             None for all dimensions.
         views: whether elements were rearranged on the way.
-        selection: what the sum was taken of, where that is not all of the body.
+        selection: the part of the body that is summed, if that is not all of it.
     """
 
     root: Value
@@ -82,11 +82,11 @@ class NormalForm:
     selection: Selection | None = None
 
     def scale(self, counts: dict[str, Any], sized: list[Node]) -> tuple[str, Steps] | None:
-        """The reduction that makes the scale, and what then remains to be done.
+        """The op's reduction that gives the scale, and the steps that remain after it.
 
         Args:
-            counts: what each reduction of the op divides its sum by.
-            sized: tensors in whose sizes the remaining divisor may be said.
+            counts: the divisor of each reduction of the op.
+            sized: tensors whose sizes may express the remaining divisor.
         """
         constant, numerator, denominator = self.constant, self.numerator, self.denominator
         divisors: list[Size] = []
@@ -114,9 +114,9 @@ class Written:
     """A loss found in a normal form: ``root == scale of the form * op(*args, **kwargs)``.
 
     Attributes:
-        counts: what the op's reductions divide a sum by.
+        counts: the divisor of each reduction of the op.
         each: whether the root holds a number for each row, instead of their sum.
-        last: what then remains to be done to the shape.
+        last: the steps that then change the shape.
     """
 
     op: str
@@ -135,8 +135,8 @@ def normal_forms(node: Node, replay: AtenReplay) -> Iterator[NormalForm]:
 
 
 def added_forms(form: NormalForm, replay: AtenReplay) -> Iterator[tuple[NormalForm, NormalForm]]:
-    """Forms of both parts of a sum, where these are reduced alike: the body of the whole is the sum
-    of both bodies, each times its constant."""
+    """Forms of both parts of a sum, if these are reduced alike. The body of the whole is then the
+    sum of both bodies, each times its constant."""
     value = form.body
     if value.op not in (aten.add.Tensor, aten.sub.Tensor) or value.kwargs or form.weights:
         return
@@ -191,7 +191,7 @@ def _peel(form: NormalForm, replay: AtenReplay) -> list[NormalForm]:
     if value.op in _SUMS or value.op in _MEANS:
         return _reduction(form, replay) if whole or not form.reduced else []
     if value.op in _VIEWS:
-        # Ahead of the last sum the order of elements does not matter; behind it there is but one.
+        # Before the last sum the order of elements does not matter; after it there is one element.
         movable = whole and (form.reduced or value.fake.numel() == 1)
         if not movable or value.kwargs.get("memory_format") not in (None, torch.contiguous_format):
             return []
@@ -237,7 +237,7 @@ def _reduction(form: NormalForm, replay: AtenReplay) -> list[NormalForm]:
 
 
 def _selection(form: NormalForm) -> list[NormalForm]:
-    """Elements, or rows, taken by a mask. How many they are only a count of the mask says."""
+    """Elements, or rows, taken by a mask. Only a count of the mask gives their number."""
     value = form.body
     inner, indices = value.args
     mask = indices[0]
@@ -246,7 +246,7 @@ def _selection(form: NormalForm) -> list[NormalForm]:
     masked = mask.fake.dim()
     if masked == 0 or not same_sizes(mask.fake.shape, inner.fake.shape[:masked]):
         return []
-    # Replayed, the number that the mask takes is another symbol.
+    # In the replay the number that the mask takes is another symbol.
     count, *rest = example(value.node).shape if value.whole else value.fake.shape
     mean = False
     for each in {1, math.prod(rest)}:
@@ -254,7 +254,7 @@ def _selection(form: NormalForm) -> list[NormalForm]:
             form, mean = replace(form, numerator=1, denominator=each), True
             break
     dims, keep = form.reduced[-1]
-    if dims is not None:  # the first of them stands for all of the mask's
+    if dims is not None:  # dimension 0 stands for all of the mask's
         others = tuple(d + masked - 1 for d in dims if d > 0)
         dims = (*range(masked), *others) if 0 in dims else others
     reduced = (*form.reduced[:-1], (dims, keep))
@@ -273,8 +273,8 @@ def _view(form: NormalForm, inner: Value) -> list[NormalForm]:
 
 
 def _unviewed(weight: Value, after: Value, before: Value) -> Value | None:
-    """A weight from before a view, where that is known: the view merged or split dimensions along
-    which the weight is the same."""
+    """A weight as before a view, None if unknown. It is known if the view merged or split
+    dimensions along which the weight is the same."""
     if after.op is aten.clone.default:
         return weight
     if after.op not in (aten.view.default, aten._unsafe_view.default):
@@ -348,7 +348,7 @@ def _weights(
             weight = compute(_CAST, factor, body.fake.dtype)
         while weight is not None and weight.fake.dim() < form.body.fake.dim():
             weight = compute(aten.unsqueeze.default, weight, 0)
-        # A factor that enlarges what it weighs would repeat it in the sum.
+        # A factor that enlarges the body would repeat the body's elements in the sum.
         if weight is None or not same_sizes(body.fake.shape, form.body.fake.shape):
             continue
         if body.fake.is_floating_point() and weight.fake.is_floating_point():

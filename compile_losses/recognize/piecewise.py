@@ -1,8 +1,8 @@
 """Functions of one difference, evaluated: a body's own ATen ops run on values of ``a - b``.
 
-A body of the ops accepted here is a piecewise polynomial of the difference. Where its pieces meet
-is known, because only a multiple of the difference or of its absolute value, plus a number, may be
-compared.
+A body of the ops accepted here is a piecewise polynomial of the difference. The points at which its
+pieces meet are known, because only a multiple of the difference or of its absolute value, plus a
+number, may be compared.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Evaluation:
         return result, self._line(packet, lines, value)
 
     def _cast(self, value: Value) -> tuple[Tensor, _Line | None]:
-        """Of a comparison's result only: another would round the body."""
+        """A cast of a comparison's result. Any other cast would round the body."""
         values, line = self.of(value.args[0])
         if values.dtype != torch.bool or not value.fake.is_floating_point():
             raise NotPiecewiseError

@@ -1,10 +1,10 @@
 """Polynomials of tensors, their logarithms and exponentials, and quantities of a row.
 
-An *atom* is a tuple: its kind, then what it is of.
+An *atom* is a tuple: its kind, then its operands.
 
 ``("leaf", key)``               a tensor taken as it is
-``("log", key)``                its logarithm
-``("log_mixture", polynomial)`` that of a mixture of softmaxes, whose weights add up to 1
+``("log", key)``                the logarithm of a tensor
+``("log_mixture", polynomial)`` the logarithm of softmaxes' mixture, whose weights add up to 1
 ``("exp", polynomial)``         an exponential
 ``("lse", key, dim)``           logsumexp, one number for each row
 ``("sumexp", key, dim)``        the sum of exponentials of a row
@@ -85,9 +85,9 @@ class Polynomial(Mapping[Monomial, float]):
 
 
 _MOST_TERMS = 64
-#: Of numbers in exponents: their exponentials are far from overflow.
+#: The largest number in an exponent, whose exponential is far from overflow.
 _LARGEST_SHIFT = 100.0
-#: By so much, relative to them, numbers differ through rounding alone.
+#: The relative difference of numbers that differ through rounding alone.
 _ROUNDING = 1e-12
 
 
@@ -102,7 +102,7 @@ class OpaqueError(Exception):
 
 
 def _add(terms: dict[Monomial, float], monomial: Monomial, coefficient: float) -> None:
-    """What cancels but for rounding is gone."""
+    """Adds to a coefficient. A term that cancels but for rounding becomes 0."""
     total = terms.get(monomial, 0.0) + coefficient
     terms[monomial] = 0.0 if abs(total) <= _ROUNDING * abs(coefficient) else total
 
@@ -130,7 +130,7 @@ def sum_of(polynomials: Sequence[Polynomial]) -> Polynomial:
 
 
 def combined(packet: Any, left: Polynomial, right: Polynomial) -> Polynomial | None:
-    """What an op of ATen makes of two polynomials; None if it is no sum, difference or product."""
+    """The result of an ATen op on two polynomials; None if it is no sum, difference or product."""
     if packet is aten.add:
         return left + right
     if packet is aten.sub:
@@ -141,7 +141,7 @@ def combined(packet: Any, left: Polynomial, right: Polynomial) -> Polynomial | N
 
 
 def exp(exponent: Polynomial) -> Polynomial:
-    """A number in the exponent is a factor."""
+    """The exponential of a polynomial. A number in the exponent becomes a factor."""
     if _ONE in exponent:
         shift = exponent[_ONE]
         if not -_LARGEST_SHIFT < shift < _LARGEST_SHIFT:
@@ -158,7 +158,8 @@ def exp(exponent: Polynomial) -> Polynomial:
 
 
 def log(argument: Polynomial) -> Polynomial:
-    """Of a product, of leaves only if there is one, or a quotient of two; of a mixture."""
+    """The logarithm of a product or quotient, whose factors but exponentials occur once, or of a
+    mixture."""
     if len(argument) > 1:
         return log_mixture(argument)
     if len(argument) != 1 or next(iter(argument.values())) != 1.0:
@@ -179,7 +180,7 @@ def log(argument: Polynomial) -> Polynomial:
 
 
 def log_mixture(argument: Polynomial) -> Polynomial:
-    """Of a weighted sum of softmaxes. What its weights add up to is a number beside it."""
+    """The logarithm of a weighted sum of softmaxes. The sum of its weights becomes an addend."""
     if len(argument) < 2:
         raise OpaqueError
     for monomial, weight in argument.items():
@@ -219,7 +220,7 @@ def row_dim(found: Atom) -> int | None:
 
 
 def picked(polynomial: Polynomial, target: Hashable, dim: int) -> Polynomial:
-    """Picking an entry of each row commutes with whatever is done elementwise."""
+    """A polynomial's entry at an index of each row: picking commutes with elementwise ops."""
     result = Polynomial({})
     for monomial, coefficient in polynomial.items():
         term = number(coefficient)
@@ -243,7 +244,7 @@ def _picked_atom(found: Atom, target: Hashable, dim: int) -> Polynomial:
 
 
 def selected(polynomial: Polynomial, dim: int) -> Polynomial | None:
-    """What is left of the sum over classes of a one-hot target times something."""
+    """The sum over classes of a one-hot target times a polynomial, as picked entries."""
     hot = [found for found in polynomial.atoms() if found[0] == "one_hot" and found[2] == dim]
     if len(hot) != 1 or not all((hot[0], 1) in monomial for monomial in polynomial):
         return None

@@ -1,7 +1,7 @@
 """Losses of probabilities: cross entropy and Kullback-Leibler divergence, written out.
 
-A body is turned into a polynomial (:mod:`compile_losses.recognize.softmax_algebra`) and compared
-with that of each loss, for every choice of arguments among the tensors that the body is made of.
+A body becomes a polynomial (:mod:`compile_losses.recognize.softmax_algebra`). It is compared with
+the polynomial of each loss, for every choice of arguments among the body's tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from compile_losses.recognize.softmax_algebra import SoftmaxAlgebra
 from compile_losses.recognize.symbolic_tensors import Value
 from compile_losses.torch_internals.ops import packet_of
 
-#: What is looked for, in words: q and p are probabilities, x and z logits, t a class index.
+#: The bodies that are looked for: q and p are probabilities, x and z logits, t a class index.
 BODIES = [
     (
         "cross_entropy",
@@ -98,7 +98,7 @@ def _cross_entropy_of_one_hot(
         rows = selected(polynomial, hot[2])
         if rows is None:
             continue
-        # With the sum over classes done, that over rows is left.
+        # After the sum over classes, the sum over rows is left.
         whole = form.root.fake.dim() == 0
         reduced = form.reduced if whole and (len(dims) > 1 or len(form.reduced) > 1) else ()
         shape = list(form.body.fake.shape)
@@ -183,8 +183,8 @@ def _divergence(
         for options, pattern in _divergences(p, q, algebra):
             scale = polynomial.ratio(pattern)
             if scale is not None:
-                # What the graph holds anyway comes before what would be computed once more, then
-                # what is computed first: logarithms are left to the op.
+                # Tensors that the graph holds come before tensors that would be computed again,
+                # then tensors that are computed first: logarithms are left to the op.
                 preference = (not p.whole) + (not q.whole), -i - j
                 found.append((preference, p, q, options, scale))
     for _, p, q, options, scale in sorted(found, key=lambda candidate: candidate[0]):
@@ -205,8 +205,8 @@ def _softmax_dims(polynomial: Polynomial) -> set[int]:
 def _guarded(p: Value) -> bool:
     """Whether a logarithm is kept from 0, by a number added to its argument or by a bound.
 
-    The loss would still be that of the tensor with the number added; but it would have to be
-    computed, and Inductor has better ways to do it.
+    The loss would be that of the tensor with the number added. That tensor would have to be
+    computed before the op, and Inductor has better ways.
     """
     if p.op is None:
         return False
@@ -248,7 +248,7 @@ def named_values(body: Value, replay: AtenReplay) -> list[Value]:
 
 
 def _classes_second(x: Value, dim: int, replay: AtenReplay) -> Value | None:
-    """A view of x with the classes where cross_entropy looks for them."""
+    """A view of x with the classes in cross_entropy's dimension."""
     return x if x.fake.dim() == 1 else _move(x, dim, 1, replay)
 
 

@@ -1,4 +1,4 @@
-"""Logits that a graph computes a loss of and returns: what keeps them, or how they become lazy."""
+"""Logits that a graph computes a loss of and returns: how they become lazy, or why they stay."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from compile_losses.torch_internals.tensors import FakeTensor, size_hint
 
 @dataclass
 class Lazily:
-    """That logits which a graph returns are to be lazy.
+    """A request to make the logits lazy that a graph returns.
 
     Attributes:
-        refusal: why they can't be, in words.
-        outputs: gets the outputs that the caller of the graph has to make lazy.
+        refusal: why they can't be lazy, in words.
+        outputs: collects the outputs that the caller of the graph has to make lazy.
     """
 
     refusal: str | None = None
@@ -44,7 +44,7 @@ _READ = "the logits have other users"
 
 
 def readers(nodes: set[Node], root: Node | None) -> Iterator[Node]:
-    """Who needs the numbers of some nodes, besides those and the loss that is made of them."""
+    """The users of some nodes' numbers, other than these nodes and the loss made of them."""
     for node in sorted(nodes):
         for user in node.users:
             is_size = isinstance(example(user), int | torch.SymInt)
@@ -86,10 +86,10 @@ def lazy_outputs(
     """How the outputs of a graph that are made of a head's output become lazy.
 
     Args:
-        lazily: None where nobody asked for it.
+        lazily: None if nobody asked for it.
 
     Raises:
-        NotAbsorbedError: the logits have to be there, and why.
+        NotAbsorbedError: the logits have to be computed; the message says why.
     """
     if not outputs:
         return []
@@ -112,10 +112,10 @@ def lazy_outputs(
 
 
 def add_logits_without_loss(graph: Graph, replay: AtenReplay, lazily: Lazily) -> None:
-    """Makes logits lazy that a graph returns and computes no loss of: the next graph may.
+    """Makes returned logits lazy of which the graph computes no loss: the next graph may.
 
-    That is done where a layer looks like a head: it makes more features than it takes, and enough
-    of them for chunks to pay.
+    This is done if a layer looks like a head: it makes at least twice as many features as it takes,
+    of enough rows for chunks to pay.
     """
     if lazily.refusal is not None:
         return
@@ -136,7 +136,7 @@ def add_logits_without_loss(graph: Graph, replay: AtenReplay, lazily: Lazily) ->
 
 
 def _head_behind(node: Node, replay: AtenReplay) -> Head | None:
-    """The linear layer whose output a node is made of, alone."""
+    """The linear layer whose output alone a node is made of."""
     while True:
         head = find_head(node)
         if head is not None:

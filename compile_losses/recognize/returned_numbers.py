@@ -1,7 +1,7 @@
-"""The numbers that a graph returns to be differentiated, and what tensors are reduced to them by.
+"""The numbers that a graph returns to be differentiated, and the reductions that make them.
 
-For reports alone: nothing is changed. A reduction that no site covers may be a loss that was not
-recognised, which is not the same as that there is none.
+This is for reports alone, and no graph is changed. A reduction that no site covers may be a loss
+that was not recognised.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Returned:
     """A number that a graph returns and that needs a gradient.
 
     Attributes:
-        node: what computes it.
+        node: the node that computes it.
         marks: of the sites that it is made of.
-        reductions: the nodes that no site covers and that make one number of tensors of more.
+        reductions: the nodes that no site covers and that reduce a tensor of several elements.
     """
 
     node: Node
@@ -37,12 +37,12 @@ class Returned:
 
 
 def returned_numbers(graph: Graph, marks: set[int]) -> list[Returned]:
-    """Those of a graph whose sites have these marks, and those that it differentiates itself."""
+    """The numbers that a graph returns or differentiates itself; its sites have these marks."""
     return _Scan(graph, marks).returned()
 
 
 def of_parameters(reduction: Node) -> bool:
-    """Whether it reads parameters alone, as a penalty on weights does."""
+    """Whether a reduction reads parameters alone, as a penalty on weights does."""
     seen, waiting, found = {reduction}, [reduction], False
     while waiting:
         for source in waiting.pop().all_input_nodes:
@@ -62,8 +62,8 @@ class _Scan:
     """One graph.
 
     Args:
-        inside: whether it is the body of a higher-order op, in which tracing need not have noted
-            what needs a gradient.
+        inside: whether it is the body of a higher-order op, in which tracing may not have noted
+            which tensors need a gradient.
     """
 
     def __init__(self, graph: Graph, marks: set[int], *, inside: bool = False) -> None:
@@ -97,7 +97,7 @@ class _Scan:
         return [one for one in found if one.marks or one.reductions]
 
     def _walk(self, root: Node) -> Returned:
-        """Back through numbers to the sites and to the nodes that read tensors of more."""
+        """Goes back through numbers to the sites and to the nodes that read larger tensors."""
         result = Returned(root)
         seen, waiting = {root}, [root]
         while waiting:
@@ -133,7 +133,7 @@ class _Scan:
         )
 
     def _is_of_numbers(self, node: Node, depth: int = 0) -> bool:
-        """Whether it is a number, several results, or made of numbers alone: a stack of losses."""
+        """Whether a node is a number, several results, or made of numbers alone, as a stack is."""
         if _is_number(node) or not isinstance(example(node), Tensor):
             return True
         if node.op not in ("call_function", "call_method") or depth > 3:

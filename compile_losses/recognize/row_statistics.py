@@ -1,9 +1,9 @@
-"""What is read of each row of a tensor of logits: statistics that one op computes together.
+"""Readers of logits that need a few statistics of each row, which one op computes together.
 
-A reader of logits is looked at as an ATen op. It is a cross entropy, which the op computes a
-negative log-likelihood for; or a divergence from the rows of a teacher; or a sum of multiples of
-the statistics, such as a picked logit, which is the logsumexp less the negative log-likelihood; or
-the maximum, or where that is.
+A reader is looked at as an ATen op. It may be a cross entropy, for which the op computes a negative
+log-likelihood; a divergence from the rows of a teacher; or a sum of multiples of the statistics,
+such as a picked logit, which is the logsumexp less the negative log-likelihood. It may also be the
+maximum or the argmax.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from compile_losses.torch_internals.ops import OpOverload, named_arguments, pack
 Move: TypeAlias = tuple[OpOverload[..., Any], list[Any]]
 
 _CROSS_ENTROPY = torch.ops.fused.cross_entropy.default
-#: Whose target and reduction have the same places in their arguments.
+#: Their kinds. Target and reduction have the same places in the arguments of both.
 _DIVERGENCES = {
     torch.ops.fused.softmax_kl_div.default: "kl",
     torch.ops.fused.softmax_js_div.default: "js",
@@ -74,15 +74,15 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Reading:
-    """A node that holds what is read of each row.
+    """A node that holds statistics of each row.
 
     Attributes:
-        logits: what it reads, the classes in dimension dim.
+        logits: the tensor that it reads, with the classes in dimension dim.
         dim: as above.
-        terms: what each statistic is multiplied by; the sum of all is what the node holds.
+        terms: the factor of each statistic; the node holds the sum of all.
         target: the class that is picked of each row, if one is.
-        call: for a cross entropy its arguments by name.
-        divergence: for a divergence what it is.
+        call: the arguments by name of a cross entropy.
+        divergence: the kind and the teacher of a divergence.
         what: in words.
     """
 
@@ -106,10 +106,10 @@ class Reading:
 
 
 def reading_of(node: Node, replay: AtenReplay, logits: Container[Node] = ()) -> Reading | None:
-    """What a node reads of each row of a tensor, None where that is no statistic.
+    """The statistics that a node reads of each row of a tensor; None if it reads anything else.
 
     Args:
-        logits: the nodes that may be the logits of a divergence; the others are a teacher's.
+        logits: the nodes that may be the student's logits of a divergence; others are a teacher's.
     """
     if node.target is _CROSS_ENTROPY:
         return _cross_entropy(node, replay, logits)
@@ -311,7 +311,7 @@ def _softmax_of(value: Value, replay: AtenReplay, *, logarithm: bool) -> tuple[V
         if pushed is None or (pushed.op is aten._log_softmax.default) is not logarithm:
             return None
         found = pushed.args[0], pushed.args[1]
-    # A softmax is that of its log-probabilities, too, as torch's Categorical has it.
+    # The softmax of log-probabilities is the same softmax; torch's Categorical writes that.
     again = _softmax_of(found[0], replay, logarithm=True)
     return again if again is not None and again[1] == found[1] else found
 
@@ -319,7 +319,7 @@ def _softmax_of(value: Value, replay: AtenReplay, *, logarithm: bool) -> tuple[V
 def _unbounded(value: Value, replay: AtenReplay) -> Value:
     """A factor of probabilities without the least number of its dtype as a bound.
 
-    ``Categorical.entropy`` has it, so that 0 times what would be -inf is 0.
+    ``Categorical.entropy`` has this bound, so that 0 times -inf becomes 0.
     """
     resolved = replay.resolve(value)
     if resolved.op is not aten.clamp.default or len(resolved.args) != 2:
@@ -335,12 +335,12 @@ def is_join(node: Node) -> bool:
 
 
 class Readings:
-    """Computes what readers hold of the op's results: with tensors, or as nodes of a graph.
+    """Computes the readers from the op's results: with tensors, or as nodes of a graph.
 
     Args:
         call: applies an op to arguments.
-        statistics: what the op returned.
-        target: [rows], None where no class is picked.
+        statistics: the op's results.
+        target: [rows], None if no class is picked.
         linear_weight: [classes, hidden].
         weight: of each class, [classes].
     """
@@ -365,12 +365,12 @@ class Readings:
         base_shape: list[Any],
         moves: Sequence[Move],
     ) -> Any:
-        """What a reader holds.
+        """The value of a reader.
 
         Args:
-            dtype, shape: of it.
+            dtype, shape: of the value.
             base_shape: of the rows that were computed.
-            moves: what makes the reader's rows of these, with a last dimension of one.
+            moves: the ops that make the reader's rows of these, with a last dimension of one.
         """
         result = self._sum_of(reading.terms)
         if reading.call is not None:
@@ -400,7 +400,7 @@ class Readings:
         return total
 
     def _reduced(self, reading: Reading, losses: Any) -> Any:
-        """Of the divergence of each row, as torch reduces that of each class."""
+        """Reduces the divergence of each row as torch reduces the terms of all classes."""
         assert reading.divergence is not None
         reduction = reading.divergence.reduction
         if reduction == REDUCTIONS["none"]:
@@ -418,7 +418,7 @@ class Readings:
         return mean if factor == 1 else self.call(aten.mul.Tensor, mean, factor)
 
     def _cross_entropy(self, given: dict[str, Any], losses: Any) -> Any:
-        """Of the negative log-likelihood of each row, as torch defines it."""
+        """Cross entropy from the negative log-likelihood of each row, as torch defines it."""
         call, dtype = self.call, example(losses).dtype
         kept = call(aten.ne.Scalar, self.target, self.ignore_index)
         count = None

@@ -42,7 +42,7 @@ def target_of_gather(value: Value, replay: AtenReplay) -> tuple[Value, int]:
 
 
 def _unexpanded(value: Value, replay: AtenReplay) -> Value:
-    """A tensor before it was expanded, and cut to the size that it had, as Categorical does."""
+    """A tensor before it was expanded and cut to its size again, as Categorical does."""
     expanded = replay.resolve(value.args[0]) if value.op is aten.slice.Tensor else value
     if expanded.op is not aten.expand.default:
         return value
@@ -147,7 +147,7 @@ def pushed_under_softmax(value: Value, replay: AtenReplay) -> Value | None:
 
 
 def _without_symbol(size: Any, x: Value) -> Any:
-    """A size as a rewrite may say it: a number, that of a tensor in the graph, or what is left."""
+    """A size as a rewrite may express it: a number, a size of a tensor in the graph, or -1."""
     if isinstance(size, int):
         return size
     for dim, candidate in enumerate(x.fake.shape if x.whole else ()):
@@ -156,7 +156,7 @@ def _without_symbol(size: Any, x: Value) -> Any:
     return -1
 
 
-#: Views that leave the classes of a row together, if they do.
+#: Views that may leave the classes of a row together.
 VIEWS = {aten.slice, aten.select, aten.permute, aten.transpose, aten.t, aten.view}
 
 

@@ -1,11 +1,11 @@
 """Logits of one head that several losses and metrics read: one op for all that they read.
 
-Where each reader of a head's output needs a few numbers of each row (``row_statistics``), none
-needs the logits. One call of ``fused::linear_row_statistics_forward`` takes the place of the linear
-layer, and the readers are computed of its results, by row.
+If each reader of a head's output needs a few numbers of each row (``row_statistics``), none needs
+the logits. One call of ``fused::linear_row_statistics_forward`` takes the place of the linear
+layer, and the readers are computed from its results, by row. Each reader passes the guards of a
+match of its own. The end of an unrolled loop stands for the loop's turns.
 
-This is looked for when all else is done: a loss that reads its logits alone is taken together with
-its layer before.
+This search comes last. Before it, a loss that alone reads its logits was taken with its layer.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from compile_losses.torch_internals.ops import schema_of
 _OP = "linear_row_statistics_forward"
 #: The place of ignore_index among its arguments.
 _IGNORED = [a.name for a in schema_of(forward).arguments].index("ignore_index")
-#: How many nodes between a head and what is read of its output are looked at.
+#: The most nodes between a head and the readers of its output that are looked at.
 _MOST_NODES = 4096
-#: How many nodes there may be from a reader in a loop to where the loop's results come together.
+#: The most nodes from a reader in a loop to the node that joins the loop's results.
 _STEPS_TO_JOIN = 8
-#: What makes some rows of others, or another order of them.
+#: Ops that take some of the rows, or change their order or shape.
 _ROW_MOVES = (
     aten.permute.default,
     aten.reshape.default,
@@ -73,7 +73,7 @@ class Shared:
 
     Attributes:
         head: the linear layer.
-        readings: what is read, by the node that holds it.
+        readings: the statistics that are read, by the node that holds them.
         between: the nodes from the head to these.
         outputs: the outputs of the graph that are made of the logits.
     """
@@ -91,7 +91,7 @@ class Rewritten:
     Attributes:
         node: the call.
         readers: the nodes that were replaced.
-        notes: what the report should say.
+        notes: remarks for the report.
         returned: the outputs of the graph that have to become lazy.
     """
 
@@ -120,7 +120,7 @@ def take_shared_logits(
     """Replaces every head whose output several readers share.
 
     Yields:
-        what was rewritten; or, where it was not, why.
+        a head that was rewritten, or one that stays, with the reason.
     """
     for node in list(graph.nodes):
         try:
@@ -157,7 +157,7 @@ def _is_worthwhile(head: Head, options: Options) -> bool:
 
 
 def _shared(head: Head, replay: AtenReplay) -> Shared | Kept | None:
-    """The readers of a head's output, or why they keep it; None where a loss reads it alone."""
+    """The readers of a head's output, or why they keep it; None if one loss alone reads it."""
     classes = example(head.node).shape[-1]
     found = Shared(head, between=[head.node])
     seen = {head.node}
@@ -186,9 +186,9 @@ def _shared(head: Head, replay: AtenReplay) -> Shared | Kept | None:
 
 
 def _is_declined(found: Shared, replay: AtenReplay) -> bool:
-    """Whether there is nothing, or one loss that was declined together with its layer before.
+    """Whether there is no reader, or one loss that was declined together with its layer before.
 
-    A divergence of logits with a soft-cap was declined for that.
+    A divergence of logits with a soft-cap was declined for the soft-cap, which this op has.
     """
     if len(found.readings) != 1:
         return not found.readings
@@ -214,7 +214,7 @@ def _holds(value: Any, classes: Any) -> bool:
 
 
 class _Taking:
-    """From what is read of a head's output to the op.
+    """Replaces a head by the op that computes the statistics of its readers.
 
     Raises NotAbsorbedError before anything is changed.
     """
@@ -224,9 +224,9 @@ class _Taking:
     ) -> None:
         self.shared, self.replay, self.options = shared, replay, options
         self.verify = verify
-        #: The layer of a teacher's logits, where these are computed with the student's.
+        #: The layer of a teacher's logits, if these are computed with the student's.
         self.of_teacher: Logits | None = None
-        #: For each reader what makes its rows of those that the op computes, of this shape.
+        #: For each reader the ops that make its rows of the op's rows, which have this shape.
         self.moves: dict[Node, list[Move]] = {}
         self.base_shape: list[Any] = []
 
@@ -278,7 +278,7 @@ class _Taking:
         return self._replace(place, args, sizes, logits, returned, notes)
 
     def _join_loops(self) -> None:
-        """Takes the ends of loops for their turns: a stack of what is read of each sample."""
+        """Replaces the readers in a loop by the loop's end: a stack of each sample's statistics."""
         readings = self.shared.readings
         for node in list(readings):
             join = _join_after(node) if node in readings else None
@@ -302,10 +302,10 @@ class _Taking:
         return before & of_logits
 
     def _logits(self) -> Logits:
-        """How the logits are made that all readers read, the classes last in input.
+        """How the logits that all readers read are made, with the classes last in input.
 
-        Rows that are picked a class of, or compared with a teacher's, are computed, or else the
-        most rows; the others are some of these.
+        The op computes the rows that have a target or a teacher, or else the most rows. The rows
+        of other readers are some of these.
         """
         every: dict[Node, Logits] = {}
         for node, reading in self.shared.readings.items():
@@ -341,7 +341,7 @@ class _Taking:
         return chosen
 
     def _target(self) -> tuple[Value | None, int]:
-        """The class that all readers pick of each row, in any shape, and the index that is none."""
+        """The class that all readers pick of each row, in any shape, and the ignored index."""
         target: Value | None = None
         ignored: set[int] = set()
         for node, reading in self.shared.readings.items():
@@ -361,7 +361,7 @@ class _Taking:
         return target, ignored.pop() if ignored else NOTHING_IGNORED
 
     def _teacher(self, logits: Logits) -> tuple[tuple[Any, ...], tuple[Any, Any, Any], list[str]]:
-        """The divergence that is read, its teacher's arguments, and what the report should say."""
+        """The divergence that is read, its teacher's arguments, and remarks for the report."""
         readings = self.shared.readings
         found = [(r, r.divergence) for r in readings.values() if r.divergence is not None]
         if not found:
@@ -387,11 +387,11 @@ class _Taking:
 
     @property
     def _way_of_teacher(self) -> list[Node]:
-        """What makes a teacher's logits that nothing else reads."""
+        """The nodes that make a teacher's logits, if nothing else reads these."""
         return [] if self.of_teacher is None else self.of_teacher.way
 
     def _is_same(self, one: Divergence, other: Divergence) -> bool:
-        """Whether two divergences are the same but for how they are reduced."""
+        """Whether two divergences are the same but for their reduction."""
         alike = replace(one, teacher=other.teacher, reduction=other.reduction) == other
         return alike and self.replay.same(one.teacher, other.teacher)
 
@@ -413,9 +413,9 @@ class _Taking:
         return found
 
     def _only_readings(self, nodes: set[Node], divergence: Divergence) -> bool:
-        """Whether a teacher's logits are read for what is read of the student's alone.
+        """Whether the readers of the student's logits alone read the teacher's.
 
-        What leads from logits to the readers, such as a softmax, is superfluous as well.
+        Nodes between these logits and the readers, such as a softmax, are superfluous as well.
         """
         waiting, seen = sorted(nodes), set(nodes)
         while waiting:
@@ -463,7 +463,7 @@ class _Taking:
         return needed
 
     def _place(self, needed: list[Node]) -> Node:
-        """Where the op can be: after its arguments, before what uses its results."""
+        """The place of the op: after its arguments, before the users of its results."""
         readings, head = self.shared.readings, self.shared.head.node
         records = self._records()
 
@@ -481,12 +481,12 @@ class _Taking:
         raise NotAbsorbedError("what is read of its rows is used before all of it is known")
 
     def _records(self) -> set[Node]:
-        """The readers with gradients; all where none has any."""
+        """The readers with gradients; all readers if none has a gradient."""
         readings = self.shared.readings
         return {node for node in readings if example(node).requires_grad} or set(readings)
 
     def _check_closed(self) -> None:
-        """That nothing but the readers needs a node between."""
+        """Checks that the readers alone need the nodes in between."""
         inside = {*self.shared.between, *self.shared.readings}
         for node in self.shared.between:
             for user in node.users:
@@ -498,7 +498,7 @@ class _Taking:
     def _match(
         self, reader: Node, reading: Reading, args: tuple[Any, ...], sizes: list[Any]
     ) -> Match:
-        """One reader alone, for the guards and for verification."""
+        """The match of one reader alone, for the guards and for verification."""
         has_gradient = example(reader).requires_grad
         inputs = set(Match(reader, _OP, args).inputs)
         interior: set[Node] = set()
@@ -591,7 +591,7 @@ def _is_of_other_rows(reading: Reading) -> bool:
 
 
 def _as_rows(value: Value) -> Value:
-    """[rows, what was the last dimension]."""
+    """A tensor as [rows, last dimension]."""
     return computed(aten.reshape.default, value, [-1, value.fake.shape[-1]])
 
 
@@ -607,7 +607,7 @@ def _made_of(node: Node, inputs: set[Node]) -> set[Node]:
 
 
 def _sizes_of(shape: torch.Size, needed: list[Node]) -> list[Any]:
-    """A shape as a rewrite may say it."""
+    """A shape as a rewrite may express it."""
     symbols = sum(not isinstance(size, int) for size in shape)
     if symbols <= 1:
         return [size if isinstance(size, int) else -1 for size in shape]
@@ -627,7 +627,7 @@ def _sizes_of(shape: torch.Size, needed: list[Node]) -> list[Any]:
 
 
 def _join_after(node: Node) -> Node | None:
-    """Where the results of a loop come together that a node is in."""
+    """The node that joins the results of the loop that a node is in; None without a loop."""
     for _ in range(_STEPS_TO_JOIN):
         if len(node.users) != 1:
             return None
@@ -655,7 +655,7 @@ def _classes_last(input: Value, dim: int) -> Value:
 
 
 def _flat_rows(input: Value) -> tuple[Value, list[float]]:
-    """Input before its rows were brought into another shape, and what it was multiplied by."""
+    """Input before its rows were brought into another shape, and its factors."""
     factors: list[float] = []
     while not input.whole:
         op, (inner, *rest) = input.op, input.args
@@ -673,7 +673,7 @@ def _flat_rows(input: Value) -> tuple[Value, list[float]]:
 
 
 def _permuted_back(value: Value, order: list[int]) -> tuple[Value, list[float]] | None:
-    """What a tensor was before its dimensions were permuted, if an order brings them back."""
+    """A tensor before a permutation that an order undoes, and its factors; else None."""
     factors: list[float] = []
     while value.op is aten.mul.Tensor and isinstance(value.args[1], int | float):
         factors.append(float(value.args[1]))
@@ -688,10 +688,10 @@ def _permuted_back(value: Value, order: list[int]) -> tuple[Value, list[float]] 
 
 
 def _moves(one: Logits, other: Logits) -> list[Move] | None:
-    """The ops that make the rows of another tensor of those of one; none where they are the same.
+    """The ops that make the rows of ``other`` of those of ``one``; empty if they are the same.
 
     Returns:
-        None where the other one has more rows, or differs in more than its rows.
+        None if ``other`` has more rows, or differs in more than its rows.
     """
     parts = zip((one.weight, one.bias), (other.weight, other.bias), strict=True)
     if one.softcap != other.softcap or not all(_same(left, right) for left, right in parts):

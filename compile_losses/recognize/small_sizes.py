@@ -22,7 +22,7 @@ class NoSizeError(Exception):
 
 
 class Sizes:
-    """What each size of some tensors is replaced by.
+    """A replacement for each size of some tensors.
 
     Attributes:
         elements: of the largest tensor, as traced.
@@ -63,7 +63,7 @@ class Sizes:
         self._replaced.update(single)
 
     def of(self, number: Any) -> Any:
-        """A size, or a number that is one, as it is here; anything else as it is."""
+        """The replacement of a size, or of a number that is one; anything else as it is."""
         if isinstance(number, torch.SymInt):
             number = _hint(number)
         if isinstance(number, torch.SymFloat | torch.SymBool):

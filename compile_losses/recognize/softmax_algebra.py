@@ -2,8 +2,8 @@
 
 A Value becomes a polynomial of *atoms*: tensors taken as they are, logarithms and exponentials,
 and two quantities of a row, its logsumexp and the entry at an index. ``log_softmax(x)`` is
-``x - logsumexp(x)``, ``softmax(x)`` its exponential, and a gathered log-probability the difference
-of an entry and a logsumexp; so that spellings of the same loss become the same polynomial.
+``x - logsumexp(x)``, ``softmax(x)`` is its exponential, and a gathered log-probability is an entry
+less a logsumexp. So spellings of the same loss become the same polynomial.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class SoftmaxAlgebra:
         return key
 
     def value(self, key: Hashable, root: Node) -> Value | None:
-        """A tensor with this key that is there ahead of root: others may be computed later, or
-        have gone with another match."""
+        """A tensor with this key that the graph computes before root. Others may come later, or
+        may have been erased with another match."""
         for value in self._values[key]:
             if not is_erased(value.node) and value.node < root:
                 return value
@@ -159,7 +159,8 @@ class SoftmaxAlgebra:
         return log(self._argument(value, depth))
 
     def _argument(self, value: Value, depth: int) -> Polynomial:
-        """Of a logarithm, an exponential or a pick, where sums and scaled tensors are leaves."""
+        """The operand of a logarithm, exponential or pick, in which sums and scaled tensors are
+        leaves."""
         resolved = self.replay.resolve(value)
         inner = self.of(resolved, depth)
         if resolved.op is aten.div.Tensor and isinstance(resolved.args[1], Value):
@@ -176,7 +177,7 @@ class SoftmaxAlgebra:
         if result is not None:
             return result
         if packet is aten.xlogy:
-            # Of two tensors it is 0 wherever the first is; their product may be nan.
+            # xlogy of two tensors is 0 wherever the first one is; their product may be nan.
             if not self.replay.same(*value.args[:2]):
                 raise OpaqueError
             return left * self.log_of(value.args[1], depth)
@@ -187,7 +188,8 @@ class SoftmaxAlgebra:
         return left * Polynomial({inverse: 1.0 / coefficient})
 
     def _operand(self, argument: Any, value: Value, depth: int) -> Polynomial:
-        """Tensors combine if they have the result's rank: a row's numbers are kept in place."""
+        """The polynomial of an operand. A tensor must have the result's rank, so that the numbers
+        of a row stay in place."""
         if isinstance(argument, bool) or not isinstance(argument, int | float | Value):
             raise OpaqueError
         if not isinstance(argument, Value):
@@ -253,7 +255,7 @@ class SoftmaxAlgebra:
         return self._under_softmax(value) if of_rows is None else of_rows
 
     def _logsumexp_of_rows(self, value: Value) -> Polynomial | None:
-        """A view of the logsumexp of a view, as that of the tensor which both are views of."""
+        """A view of the logsumexp of a view, as the logsumexp of the tensor before both views."""
         inner = self.replay.resolve(value.args[0])
         if inner.op is not aten.logsumexp.default or value.op not in RESHAPES:
             return None
@@ -269,7 +271,7 @@ class SoftmaxAlgebra:
         return atom(("lse", self.leaf(rows), len(shape) - 1))
 
     def _sum(self, value: Value, depth: int) -> Polynomial:
-        """Over the classes: of exponentials, and of what a one-hot target selects."""
+        """A sum over the classes: of exponentials, or of entries that a one-hot target selects."""
         inner = value.args[0]
         dims: Any = value.args[1] if value.op is aten.sum.dim_IntList else ()
         if len(dims) != 1 or value.kwargs.get("dtype") is not None:

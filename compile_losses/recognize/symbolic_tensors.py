@@ -22,10 +22,10 @@ class Value:
     Attributes:
         fake: its dtype, shape and so on.
         node: the Dynamo node during which it was computed.
-        op: the ATen op that made it, None where the replay does not look further.
+        op: the ATen op that made it; None if the replay goes no further.
         args, kwargs: the op's arguments; tensors are Values.
         whole: whether it is all that its node returns.
-        is_new: whether no node of the graph computes it; node is then that of an argument.
+        is_new: whether no node of the graph computes it; node is then an argument's node.
     """
 
     fake: Tensor
@@ -38,17 +38,17 @@ class Value:
 
     @property
     def rank(self) -> int:
-        """What negative dimensions count from: torch takes -1 and 0 of a tensor without any."""
+        """The number of dimensions, at least 1: torch takes -1 and 0 of a tensor without any."""
         return max(self.fake.dim(), 1)
 
     @property
     def argument(self) -> Node | Value:
-        """What a rewrite reads: the node, or this Value, which it then computes."""
+        """The argument of a rewrite: the node, or this Value, which the rewrite computes."""
         return self.node if self.whole else self
 
 
 def whole(node: Node) -> Value:
-    """What a node returns, not looked into."""
+    """The Value of all that a node returns, without its op."""
     return Value(example(node), node, whole=True)
 
 
@@ -93,7 +93,7 @@ def sources(arguments: Any) -> Iterator[Node]:
 
 
 def computed_at(arguments: Any) -> Iterator[Node]:
-    """The nodes during which the graph computes what a rewrite computes once more."""
+    """The nodes that compute Values which a rewrite computes once more."""
     for argument in tree_leaves(arguments):
         if isinstance(argument, Value) and not argument.whole:
             if not argument.is_new:
@@ -102,10 +102,10 @@ def computed_at(arguments: Any) -> Iterator[Node]:
 
 
 def emit(graph: Graph, argument: Any, meta: dict[str, Any]) -> Any:
-    """Puts what an argument needs into the graph, where new nodes go at present.
+    """Inserts the nodes that an argument needs, at the graph's insertion point.
 
     Args:
-        meta: of the node that is replaced; new nodes inherit where they come from.
+        meta: of the node that is replaced; new nodes inherit its place in the program.
     """
     if isinstance(argument, Size):
         node = graph.call_method("size", (argument.node, argument.dim))
@@ -122,5 +122,5 @@ def emit(graph: Graph, argument: Any, meta: dict[str, Any]) -> Any:
 
 
 def has_gradient(argument: Node | Value) -> bool:
-    """Whether a tensor has one where the rewrite reads or computes it."""
+    """Whether a tensor has a gradient when the rewrite reads or computes it."""
     return any(getattr(example(node), "requires_grad", False) for node in sources((argument,)))

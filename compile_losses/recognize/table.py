@@ -35,7 +35,7 @@ class Loss:
         name: the op's name, and that of torch.nn.functional's function.
         aten: the name of the ATen op.
         convert: from bound arguments to the op's positional and keyword arguments; raises
-            UnsupportedError. None where there is no op yet.
+            UnsupportedError. None if there is no op yet.
     """
 
     name: str
@@ -184,7 +184,7 @@ def bind(node: Node) -> Call | Decline | None:
 
 
 def recognize_call(node: Node) -> Match | Decline | None:
-    """A loss that is one call of torch's, with what feeds it absorbed where that is free."""
+    """A loss that is one call of torch's, after absorption of casts and logarithms before it."""
     bound = bind(node)
     if bound is None or isinstance(bound, Decline):
         return bound
@@ -199,7 +199,7 @@ def recognize_call(node: Node) -> Match | Decline | None:
     if not all(isinstance(argument, Node) for argument in args[:2]):
         return Decline(node, loss.name, "input and target are not both tensors of the graph")
     absorb(match)
-    # torch's weighted losses are several ops, whose dtype autocast does not settle as the op's.
+    # Torch's weighted losses are several ops, for which autocast settles the dtype otherwise.
     if "weight" in kwargs and isinstance(example(node), torch.Tensor):
         match.kwargs["dtype"] = example(node).dtype
     return match

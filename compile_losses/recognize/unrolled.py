@@ -1,8 +1,8 @@
 """Loops over the samples of a batch, which Dynamo has unrolled, as one computation.
 
 ``torch.stack([f(row) for row in x])`` and ``torch.cat([f(part) for part in x.split(n)])`` hold as
-many nodes of each kind as there are turns. Where all turns do the same, to pieces that make up
-whole tensors, and each does it row by row, the result is ``f(x)``.
+many nodes of each kind as there are turns. If all turns run the same ops on pieces that make up
+whole tensors, and each op works row by row, the result is ``f(x)``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 #: From a Value that stands for a whole node to the Value of the op that made it.
 Resolve: TypeAlias = Callable[[Value], Value]
-#: What an op makes of arguments; None where it refuses them.
+#: The result of an op on some arguments; None if the op refuses them.
 Compute: TypeAlias = Callable[..., Value | None]
 
 JOINS = (aten.stack.default, aten.cat.default)
@@ -42,7 +42,7 @@ _SPLITS = (torch.split, torch.chunk, torch.functional.split, "split", "chunk")
 
 
 def rejoined(value: Value, resolve: Resolve, compute: Compute) -> Value | None:
-    """A stack or a concatenation as what it is computed by without the loop; else None."""
+    """A stack or a concatenation at the end of a loop, as computed without the loop; else None."""
     pieces, *rest = value.args
     if rest not in ([], [0]) or value.kwargs or len(pieces) < 2:
         return None
@@ -86,7 +86,7 @@ def _join(pieces: list[Any], stacks: bool, resolve: Resolve, compute: Compute) -
     if place is not None:
         (rank,) = ranks
         given = arguments[place]
-        # A dimension that unsqueeze makes is counted in what it returns.
+        # unsqueeze counts its dimension in the result.
         rank += first.op is aten.unsqueeze.default
         dims = [dim % rank for dim in (given if isinstance(given, list) else [given])]
         if 0 in dims and not stacks:
@@ -112,7 +112,7 @@ class _Piece:
 
 
 def _source(values: list[Value], stacks: bool, resolve: Resolve) -> Value | None:
-    """The tensor that values are all of, in order; None where they are not."""
+    """The tensor whose pieces, all of them and in order, some values are; else None."""
     pieces = []
     place = 0
     for value in values:
@@ -128,7 +128,7 @@ def _source(values: list[Value], stacks: bool, resolve: Resolve) -> Value | None
 
 
 def _piece(value: Value, stacks: bool, resolve: Resolve) -> _Piece | None:
-    """A row of a tensor, without its dimension, where they are stacked; else some rows."""
+    """The piece that a value is: a row without its dimension, for a stack, or some rows."""
     node = value.node
     if value.whole and node.target is operator.getitem and isinstance(node.args[0], Node):
         parts, index = node.args
@@ -145,13 +145,13 @@ def _piece(value: Value, stacks: bool, resolve: Resolve) -> _Piece | None:
         return None
     start = bounds[1] if len(bounds) > 1 and bounds[1] is not None else 0
     start %= rows
-    # What is taken says where it ends, whatever the bound was.
+    # The size of the piece says where it ends, whatever the bound is.
     stop = start + (1 if stacks else value.fake.shape[0])
     return _Piece(tensor.node, start, stop, rows)
 
 
 def _part(parts: Node, index: int, stacks: bool) -> _Piece | None:
-    """What a node that takes a tensor apart returns at an index."""
+    """The piece at an index of a node that takes a tensor apart."""
     if parts.target not in (_UNBINDS if stacks else _SPLITS) or not parts.args:
         return None
     tensor, place = parts.args[0], 1 if stacks else 2

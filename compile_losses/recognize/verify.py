@@ -1,8 +1,8 @@
-"""Evaluates a match and what it replaces on the same numbers, and compares them.
+"""Evaluates a match and the nodes that it replaces on the same numbers, and compares the results.
 
-Off by default, for it costs some milliseconds a site. It guards against what no recogniser thought
-of: the original nodes run as they are, in float64, from the tensors that the rewrite reads to the
-root.
+Verification guards against errors of recognisers: the original nodes run as they are, in float64,
+from the tensors that the rewrite reads to the root. It costs some milliseconds a site, and so is
+off by default.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from compile_losses.torch_internals.ops import given_arguments, tree_leaves, tre
 
 _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CASTS = {"float", "half", "bfloat16"}
-#: More elements than this are only tried where smaller sizes gave different results.
+#: The most elements of a tensor with which a difference at smaller sizes is tried again.
 _MOST_ELEMENTS = 2**22
 
 
@@ -39,11 +39,11 @@ def verify_by_default() -> bool:
 
 
 def verify(match: Match) -> tuple[str | None, str]:
-    """Compares a match with what it replaces.
+    """Compares a match with the nodes that it replaces.
 
     Returns:
-        A reason to decline the match, or None; and a remark for the report, where the two could
-        not be compared.
+        A reason to decline the match, or None; and a remark for the report if the two could not be
+        compared.
     """
     try:
         sizes = Sizes([example(node) for node in match.inputs])
@@ -176,7 +176,7 @@ class _Comparison:
 
 @contextmanager
 def _as_outside() -> Iterator[None]:
-    """Runs ops as outside any compiler, whatever is in force here."""
+    """Runs ops as outside of any compiler, mode or autocast."""
     plain = torch.autocast("cpu", enabled=False)
     with no_modes(), torch.inference_mode(False), torch.enable_grad(), plain:
         yield
@@ -194,11 +194,11 @@ def _plain(arguments: Any) -> Any:
 
 
 def _slice(match: Match) -> tuple[list[Node], list[Node]]:
-    """The nodes to evaluate, up to the root and in order, and all that these start from."""
+    """The nodes to evaluate, up to the root and in order, and the nodes that these start from."""
     inside = {match.root, *match.interior, *match.detached}
     starts = {source for node in inside for source in node.all_input_nodes} - inside
-    # What the rewrite reads may depend on what the original starts from: softmax(x) beside a
-    # log_softmax(x) that stays. Independent numbers would not do for both.
+    # An input of the rewrite may depend on a start of the original: softmax(x) beside a
+    # log_softmax(x) that stays. Independent numbers for both would be wrong.
     shared = starts - set(match.inputs)
     for node in match.inputs:
         inside |= _made_from(node, shared | inside)
@@ -270,7 +270,7 @@ def _close(actual: Tensor, expected: Tensor, of_all: float) -> bool:
     if actual.shape != expected.shape or expected.numel() == 0:
         return actual.shape == expected.shape
     largest = float(expected.abs().max())
-    # Gradients of softmaxes of one class alone are what is left of cancelled terms, which may be
-    # as large as the loss.
+    # Gradients of softmaxes of one class alone are the rounding of cancelled terms, which may be as
+    # large as the loss.
     tolerance = max(1e-9 * largest, 1e-12 * of_all) + 1e-30
     return torch.allclose(actual, expected, rtol=1e-6, atol=tolerance)

@@ -22,11 +22,11 @@ from compile_losses.recognize.returned_logits import Lazily, lazy_outputs
 from compile_losses.switches import is_set
 from compile_losses.torch_internals.tensors import shard_of, size_hint
 
-#: Chunks of more than this part of the logits save too little for their launches, unless memory
-#: is preferred. A label shifted away leaves one row less than twice a chunk.
+#: Chunks of more than this part of the logits save too little for their launches, unless memory is
+#: preferred. It is more than half: of two chunks of rows a label shifted away leaves one row less.
 LARGEST_CHUNK = 0.51
-#: A copy of the layer's weight, and of its gradient, pay from so many rows of logits for each
-#: feature: twice what both take.
+#: From so many rows of logits for each feature on, copies of the layer's weight and of its gradient
+#: pay: the logits take twice as much as both.
 COPIED_WEIGHTS = 4
 
 
@@ -40,10 +40,11 @@ class Options:
     """How a loss may be taken through its layer.
 
     Attributes:
-        prefer_memory: whether to take it where the op saves memory and may be the slower one.
-        lowers: whether ``lower.plan`` will see the op: it finds gradients by row that the forward
-            can compute, and else has the logits computed as torch does.
-        lazily: whether the graph may return what its logits are computed of; None if nobody asked.
+        prefer_memory: whether to take it also if the op saves memory but may be slower.
+        lowers: whether ``lower.plan`` will work on the graph. It moves gradients by row into the
+            forward if it can, and else has the logits computed as torch does.
+        lazily: a request to return the layer's arguments in the place of logits; None if nobody
+            asked.
     """
 
     prefer_memory: bool = False
@@ -51,7 +52,7 @@ class Options:
     lazily: Lazily | None = None
 
 
-#: The match of a loss and its layer; None where there is no layer.
+#: From the match of a loss to the match of the loss and its layer; None if there is no layer.
 Take: TypeAlias = Callable[[Match, AtenReplay, Options], Match | None]
 
 
@@ -59,11 +60,11 @@ def through_linear(match: Match, replay: AtenReplay, take: Take, options: Option
     """A match of a loss, taken back through the linear layer that makes its logits.
 
     Args:
-        take: the way of this loss.
+        take: the function for this loss.
 
     Returns:
-        A match of the loss with its layer, or the given one, with the reason noted where there is a
-        linear layer that can't be taken along.
+        A match of the loss with its layer, or the given one. If there is a linear layer that can't
+        be taken along, the reason is among the match's notes.
     """
     if refusal(match) is not None:
         return match
@@ -81,7 +82,7 @@ def through_linear(match: Match, replay: AtenReplay, take: Take, options: Option
 
 
 def take_cross_entropy(match: Match, replay: AtenReplay, options: Options) -> Match | None:
-    """Cross entropy and its layer."""
+    """The match of cross entropy and its layer; None if there is no layer."""
     logits = find_logits(match, replay)
     if logits is None:
         return None
@@ -95,16 +96,16 @@ def take_cross_entropy(match: Match, replay: AtenReplay, options: Options) -> Ma
 
 
 def check_gain(match: Match, logits: Logits, options: Options, buffers: int = 1) -> None:
-    """Linear layer and loss together pay where a chunk is about half of the logits, or less.
+    """Checks that a chunk is about half of the logits, or less.
 
-    They take more launches than a kernel over the logits of one large product.
+    Linear layer and loss together take more launches than a kernel over the logits of one product.
 
     Args:
         buffers: tensors of a chunk's size that the op holds at a time.
     """
     output = example(logits.head.node)
     needs_grad = example(match.root).requires_grad
-    output = shard_of(output)  # of a DTensor the shard is what is held
+    output = shard_of(output)  # a rank holds the shard of a DTensor
     if needs_grad and output.dtype == torch.float16:
         raise NotAbsorbedError("gradients in float16 would need the logits twice")
     hidden, classes = logits.input.fake.shape[logits.class_dim], output.shape[-1]
@@ -131,7 +132,7 @@ def check_gain(match: Match, logits: Logits, options: Options, buffers: int = 1)
 
 
 def check_rows(match: Match, reduction: int, logits: Logits, options: Options) -> None:
-    """The gradients of a loss that is not reduced need the logits twice, or lowering."""
+    """Checks that an unreduced loss with a gradient is lowered, or may compute its logits twice."""
     if not example(match.root).requires_grad or reduction != REDUCTIONS["none"]:
         return
     if options.prefer_memory:
@@ -150,7 +151,7 @@ def rows_of(tensor: Tensor, columns: int) -> int | None:
 
 
 def _match(match: Match, logits: Logits, returned: list[LazyOutput]) -> Match:
-    """The match of both."""
+    """The match of cross entropy and its layer."""
     input = logits.input
     rank = input.fake.dim()
     if logits.class_dim != (0 if rank == 1 else 1):

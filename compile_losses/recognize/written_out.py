@@ -40,26 +40,26 @@ from compile_losses.recognize.table import (
 )
 from compile_losses.torch_internals.ops import SIZE_ASSERTIONS, schema_of
 
-#: Cheap tests of what a root can be: names of functions and methods. A whole graph's sum, first;
+#: Names of functions and methods, for cheap tests of a root. A sum to one number is one of these.
 _TOTALS = {
     *("mean", "sum", "div", "truediv", "true_divide", "mul", "multiply", "divide", "neg"),
     *("negative", "pow", "square", "multilabel_soft_margin_loss"),
 }
-#: then numbers for each row, which come out of a softmax
+#: Numbers for each row come out of one of these,
 _SOFTMAXES = {"softmax", "log_softmax", "logsumexp", "exp"}
-#: through these.
+#: through some of these.
 _ROWS = {
     *_TOTALS,
     *("sub", "subtract", "rsub", "add", "gather", "take_along_dim", "getitem", "squeeze", "view"),
     *("reshape", "log", "exp", "unsqueeze", "kl_div", "xlogy", "flatten", "transpose", "permute"),
     *("stack", "cat", "concat", "concatenate", "logaddexp", "lerp", "broadcast_tensors"),
 }
-#: What keeps a part of the rows, and is no loss itself.
+#: Functions that keep a part of the rows and are no loss themselves.
 _MASKS = {"masked_fill"}
 _WITHOUT_NAN = {"nanmean", "nansum"}
 _BINARY = "binary_cross_entropy_with_logits"
 _LEARNED_WEIGHT = "a weight requires a gradient, which the op does not compute"
-#: Losses that no function of torch's is alone; kl_div is a part of them.
+#: Losses that are no single function of torch's; kl_div is a part of them.
 _DIVERGENCES = ("softmax_kl_div", "softmax_js_div")
 
 
@@ -87,7 +87,7 @@ class Recognizer:
                 self._from_softmax.add(node)
 
     def candidates(self, node: Node) -> Iterator[Match | Decline]:
-        """What ``node`` may hold, the match that takes most into its op first."""
+        """The losses that ``node`` may hold, the match that takes most into its op first."""
         call = bind(node)
         for match in self._written(node, call):
             if isinstance(match, Match):
@@ -261,7 +261,7 @@ class Recognizer:
         kwargs = dict(kwargs)
         result = example(node).dtype
         if result == torch.float16 and (steps or weighted or "weight" in kwargs):
-            # A sum may leave float16's range where what is made of it does not, and so may weights.
+            # A sum, or weights, may leave float16's range although the result does not.
             kwargs["dtype"] = torch.float32
             steps = [*steps, (aten.to.dtype, (result,))]
         match = Match(node, op, args, kwargs, steps=steps)
@@ -288,7 +288,7 @@ class Recognizer:
 
 
 def _size_checks(node: Node) -> set[Node]:
-    """The assertions about a size that only the data say, where nothing else asks for it."""
+    """The assertions about a size that depends on data, if nothing else reads that size."""
     value = example(node)
     if not isinstance(value, torch.Tensor) or not free_unbacked_symbols(value):
         return set()

@@ -1,1 +1,1 @@
-"""What losses of a linear layer's output are made of: checks, torch's formulas, chunks of rows."""
+"""The parts of losses of a linear layer's output: checks, torch's formulas, chunks of rows."""

@@ -1,4 +1,4 @@
-"""What the arguments of linear cross entropy must be."""
+"""Checks of the arguments of linear cross entropy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ def check(
     *,
     leaf: bool = False,
 ) -> None:
-    """Raises torch's classes of exceptions; leaf: as the leaf ops take their arguments."""
+    """Raises torch's classes of exceptions.
+
+    Args:
+        leaf: whether the arguments are those of a leaf op.
+    """
     checks.check_reduction(NAME, reduction)
     for tensor in (input, linear_weight, target, linear_bias, weight):
         if tensor is not None and tensor.layout != torch.strided:
@@ -69,7 +73,7 @@ def check(
 
 
 def _check_weight_of_classes(weight: Tensor, dtype: torch.dtype, probabilities: bool) -> None:
-    """Beside probabilities it promotes, as they do, and is differentiable."""
+    """Beside probabilities a weight takes part in type promotion, and is differentiable."""
     if weight.is_complex():
         raise RuntimeError(f"{NAME}: expected weight to be of real numbers, got {weight.dtype}")
     if probabilities:
@@ -97,7 +101,7 @@ def _check_linear(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | No
 def check_linear(
     op: str, names: tuple[str, str, str], input: Tensor, weight: Tensor, bias: Tensor | None
 ) -> None:
-    """The arguments of a linear layer, which an op has names for."""
+    """Checks the arguments of a linear layer, which have these names in an op."""
     of_input, of_weight, of_bias = names
     if input.dim() < 1:
         raise RuntimeError(f"{op}: expected {of_input} to have at least 1 dimension, got 0")

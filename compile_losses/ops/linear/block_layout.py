@@ -1,17 +1,17 @@
-"""Where a chunk's logits lie while the weight's gradient is not yet written: in its memory.
+"""The places of a chunk's logits in the memory of the weight's gradient, which is written last.
 
-The classes are dealt out to blocks of equal width, of which the last holds the rest too. The last
-blocks' logits lie in a scratch buffer, those of the others, dense [rows, width], one after another
-at the end of the weight's gradient, [classes, hidden]::
+The classes are divided into blocks of equal width; the last block holds the rest, too. The logits
+of the last blocks lie in a scratch buffer. The logits of the others, dense [rows, width], lie one
+after another at the end of the weight's gradient, [classes, hidden]::
 
     |                  gradient of the weight, classes * hidden                  |
     |                        | logits 0 | logits 1 | ... | logits of the last packed block |
     | rows of block 0 | rows of block 1 | ...
 
-The gradient's rows are written a block at a time, from the first on, each from its own block's
-logits, which nobody needs afterwards. So what is written up to block b must end before the logits
-of b begin: both bounds are linear in b, and it is enough that the first and the last packed block
-keep to it.
+The gradient's rows are written a block at a time, from the first on, each from the logits of its
+own block, which nobody needs afterwards. So the rows up to those of block b must end before the
+logits of b begin. Both bounds are linear in b, so it is enough to check the first and the last
+packed block.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class BlockLayout:
 
     @cached_property
     def width(self) -> int:
-        """Of every block but the last."""
+        """The classes of every block but the last."""
         return self.classes // self.blocks // ALIGNED * ALIGNED
 
     @property
     def widest(self) -> int:
-        """Of the last block."""
+        """The classes of the last block."""
         return self.classes - (self.blocks - 1) * self.width
 
     def classes_of(self, block: int) -> slice:
@@ -69,7 +69,7 @@ class BlockLayout:
         return self.rows * (self.classes - self.packed * self.width)
 
     def elements(self, buffers: int = 0) -> int:
-        """Of the scratch buffer, and so many buffers of a block's size."""
+        """The elements of the scratch buffer, and of so many buffers of a block's size."""
         return self.scratch_elements + buffers * self.rows * self.widest
 
     def fits(self) -> bool:
@@ -84,7 +84,7 @@ class BlockLayout:
 def smallest_scratch(rows: int, hidden: int, classes: int, blocks: int) -> BlockLayout | None:
     """The layout with so many blocks that has the fewest of them in the scratch buffer.
 
-    Where all blocks are equally wide, those fit of which rows * packed <= hidden * (blocks - 1) and
+    If all blocks are equally wide, a layout fits if rows * packed <= hidden * (blocks - 1) and
     rows <= hidden * scratch.
     """
     layout = BlockLayout(rows, hidden, classes, blocks, 1)

@@ -1,4 +1,8 @@
-"""How many rows of logits are held at a time, and where."""
+"""How many rows of logits are held at a time, and where.
+
+Fewer rows hold less memory, but the weight's gradient is read and written once more for each chunk.
+How much memory that is worth depends on the device (:mod:`compile_losses.device_constants`).
+"""
 
 from __future__ import annotations
 
@@ -54,12 +58,15 @@ def plan(
     """The cheapest way to the gradients of a loss with one grad_output, the weight's among them.
 
     Each chunk of rows but the first reads and writes the weight's gradient once more. A first chunk
-    whose logits lie in that gradient holds far more rows in the same memory, often all, and saves
-    those of the chunks that it replaces. In return its logits are read once more, and the gradient
-    of its input is a sum over the blocks of classes. As many bytes as that moves are compared; the
-    products are the same. What the first rows take besides is at most COUNTED of what chunk_rows
-    may take; the other chunks are as large as without them. A gradient in a 16-bit dtype is the sum
-    of at most MOST_NARROW_SUMS products. Rows that fit one chunk are left to it.
+    whose logits lie in that gradient holds far more rows in the same memory, often all rows. It
+    saves the reads and writes of the chunks that it replaces. In return its logits are read once
+    more, and the gradient of its input is a sum over the blocks of classes. The bytes that either
+    way moves are compared; the products are the same. Many features and classes gain (8192 x 4096
+    x 128256, 4096 x 8192 x 262144), few do not (8192 x 1024 x 151936).
+
+    The other buffers of the first rows take at most COUNTED of the budget of chunk_rows; the other
+    chunks are as large as without first rows. A gradient in a 16-bit dtype is the sum of at most
+    MOST_NARROW_SUMS products. If all rows fit one chunk, there are no first rows.
 
     Args:
         rows, hidden, classes, dtype, device, buffers: as those of chunk_rows.
@@ -134,10 +141,10 @@ def chunk_rows(
     """How many rows of logits to compute at a time.
 
     As many multiples of the device's least_rows as the budget holds, and never fewer than one, or
-    than least_elements asks for. Where a 16-bit weight gradient would be the sum of more than
-    MOST_NARROW_SUMS chunks, which takes a sum in float32 beside it, chunks are larger: as large as
-    it takes to do without that sum, if they need no more memory than it; else as large as that
-    gradient itself.
+    than least_elements asks for. If a 16-bit weight gradient would be the sum of more than
+    MOST_NARROW_SUMS chunks, it would take a sum in float32 beside it. Then chunks are larger: so
+    large that they do without that sum, if they need no more memory than the sum; else as large as
+    the gradient itself.
 
     Args:
         rows, hidden, classes: input is [rows, hidden], the logits [rows, classes].
@@ -182,7 +189,7 @@ def sums_in_float32(rows: int, chunk: int, dtype: torch.dtype) -> bool:
 def _budget_of_sums(
     rows: int, hidden: int, classes: int, dtype: torch.dtype, constants: DeviceConstants
 ) -> int:
-    """What logits may take where the weight's gradient is a sum over chunks."""
+    """The bytes that logits may take if the weight's gradient is a sum over chunks."""
     of_weight = int(constants.part_of_weight * hidden * classes * dtype.itemsize)
     most = max(constants.summed_bytes, min(of_weight, constants.most_bytes))
     of_logits = int(constants.part_of_logits * rows * classes * dtype.itemsize)

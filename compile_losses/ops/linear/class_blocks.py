@@ -2,14 +2,15 @@
 
 The logits are made in blocks of classes, which lie as BlockLayout says, and stay until the
 gradient's rows there are written. First every block is computed and read once, for its parts of
-each row's softmax; merged, as shards' parts are, they are the statistics of all classes. Then, from
-the first block on, each block's gradient replaces its logits, and is multiplied into input's
-gradient, a sum over blocks, and into the weight's, whose rows of these classes it alone makes.
+each row's softmax. These parts are merged, like those of shards, into the statistics of all
+classes. Then, from the first block on, each block's gradient replaces its logits. One product adds
+a part to input's gradient, a sum over blocks; another makes the weight's gradient of the block's
+classes.
 
-Three products in all. The weight's gradient is written once, and not read. Never in memory besides:
-logits of more than the scratch buffer's blocks. The sum over blocks of input's gradient is in
-float32 where that is in a 16-bit dtype: in the memory of the gradient for all rows, where these are
-at most half of them.
+There are three products in all. The weight's gradient is written once, and not read. Besides its
+memory, only the scratch buffer holds logits. If input's gradient is in a 16-bit dtype, its sum over
+blocks is in float32. That sum lies in the memory of the gradient for all rows, if the first rows
+are at most half of them.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from compile_losses.ops.linear.row_losses import SUM, RowLosses, gradient_from_s
 
 
 class FirstRows:
-    """What the first ``layout.rows`` rows add to the gradients, which hold nothing yet.
+    """The part of the first ``layout.rows`` rows in the gradients, which hold nothing yet.
 
-    Making one allocates all that is needed; nothing is computed before ``add``.
+    The constructor allocates all memory that is needed; nothing is computed before ``add``.
     """
 
     def __init__(self, gradients: Gradients, layout: BlockLayout, losses: RowLosses) -> None:
@@ -39,7 +40,7 @@ class FirstRows:
             self.total = _in_idle_memory(gradients.input, self.of_input.shape, losses.dtype)
 
     def add(self, input: Tensor, linear_bias: Tensor | None) -> None:
-        """Adds what input, [layout.rows, hidden], does to the gradients. Called once."""
+        """Adds the part of input, [layout.rows, hidden], to the gradients. Called once."""
         assert len(input) == self.layout.rows  # out= would resize the logits, over others
         gradients, losses, total = self.gradients, self.losses, self.total
         weight, of_weight = gradients.linear_weight, gradients.weight
@@ -99,7 +100,7 @@ class _BlockLosses:
         self.z_factor = one if losses.z_factor is None else losses.z_factor
 
     def part(self, classes: slice, logits: Tensor) -> Tensor:
-        """What a block says of each row's softmax."""
+        """A block's parts of each row's softmax."""
         losses = self.losses
         return vocabulary_parallel.parts(
             logits, self.target, losses.weight, classes.start, self.layout.classes,

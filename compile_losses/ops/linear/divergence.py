@@ -3,8 +3,8 @@
 ``fused::linear_X`` is public: checks, autocast and type promotion, then the ops of
 :mod:`compile_losses.ops.linear.leaf_ops`. It equals ``fused::X`` of ``linear(input, linear_weight,
 linear_bias)``, the student's logits, and of the teacher's: ``target`` itself, or
-``linear(target, target_weight, target_bias)``. Neither tensor of logits is ever held that is not
-given: both are computed a chunk of rows at a time.
+``linear(target, target_weight, target_bias)``. Logits that are not given are never held: they are
+computed a chunk of rows at a time.
 
 Input is [hidden], [rows, hidden] or with any other leading dimensions, linear_weight [classes,
 hidden], linear_bias [classes]; target has input's leading dimensions and then the classes, or with
@@ -12,10 +12,10 @@ target_weight, [classes, target's hidden], as many features as that. Student and
 in dtype. Reductions are those of ``X``, as if the logits were there; with 0 (none) the loss of each
 row, of input's leading shape.
 
-The gradients of input, linear_weight and linear_bias are computed with a loss that is reduced, in
-three matrix products in all and one for the teacher's logits, and only those that are needed. Where
-that can't be (reduction none, float16, whose unit gradients underflow) the backward recomputes both
-rows of logits. The teacher has no gradient.
+If a loss is reduced, the gradients of input, linear_weight and linear_bias are computed with it, in
+three matrix products in all and one for the teacher's logits, and only those that are needed. With
+reduction none, or in float16, whose unit gradients underflow, the backward computes both rows of
+logits again. The teacher has no gradient.
 
 ``dtype`` is that of the loss; the result is that of casting the logits to it. When it is given
 autocast changes nothing; otherwise arguments are cast as autocast casts those of ``linear``.
@@ -65,11 +65,11 @@ _TEACHER = ("target", "target_weight", "target_bias")
 
 @dataclass(frozen=True)
 class _Arguments:
-    """Those of the leaf ops, whose input is [rows, hidden]; of the public op before it flattens.
+    """The arguments of a leaf op, whose input is [rows, hidden], or of the public op.
 
     Attributes:
-        reduction: 0 (none), or 2 (sum) of which divisor divides.
-        own: what the loss has besides the temperature.
+        reduction: 0 (none), or 2 (sum), which divisor divides.
+        own: the loss's own parameter, besides the temperature.
     """
 
     input: Tensor
@@ -86,7 +86,7 @@ class _Arguments:
 
     @property
     def accumulation(self) -> torch.dtype:
-        """What sums are made in."""
+        """The dtype of sums."""
         double = torch.float64 in (self.input.dtype, self.target.dtype)
         return torch.float64 if double else torch.float32
 
@@ -105,7 +105,7 @@ def check_layers(
     teacher: tuple[Tensor, Tensor | None, Tensor | None],
     names: tuple[str, str, str] = _TEACHER,
 ) -> None:
-    """That two layers, or a layer and logits, make rows of the same classes.
+    """Checks that two layers, or a layer and logits, make rows of the same classes.
 
     Args:
         student: input, weight and bias.
@@ -162,10 +162,10 @@ def declare(
     Args:
         divergence: X.
         reference: of X, see :mod:`compile_losses.ops.softmax_divergence`.
-        parameter: what the loss has besides the temperature, by keyword.
-        pair: of the parameter's value, whether the student's logits are X's target and not its
-            input, and X's options before the temperature.
-        check: raises for a bad value of the parameter; called with the name and it.
+        parameter: the loss's own parameter, by keyword, besides the temperature.
+        pair: from the parameter's value to whether the student's logits are X's target and not its
+            input, and to X's options before the temperature.
+        check: raises for a bad value of the parameter; called with the name and the value.
     """
     name = f"linear_{divergence}"
     public = library.define(

@@ -106,7 +106,7 @@ def declare_leaves(
     library.register_not_differentiable(rows_with_grad)
 
     def save(ctx: Any, arguments: tuple[Any, ...], *more: Tensor) -> None:
-        # For outputs without a gradient one would be made as large as a weight.
+        # Otherwise an output without a gradient would get one of zeros, as large as a weight.
         ctx.set_materialize_grads(False)
         ctx.options = arguments[tensors:]
         ctx.save_for_backward(*arguments[:tensors], *more)

@@ -28,7 +28,7 @@ def chunks_of_logits(
     kept: Tensor | None = None,
     start: int = 0,
 ) -> Iterator[Chunk]:
-    """Of the rows kept, from start on; their logits lie in one buffer for all."""
+    """Chunks of the rows kept, from start on. The logits of all chunks lie in one buffer."""
     count = len(input) if kept is None else len(kept)
     buffer = input.new_empty((max(0, min(chunk, count - start)), len(linear_weight)))
     for first in range(start, count, chunk):
@@ -85,7 +85,7 @@ def _add_rounded_product(total: Tensor, a: Tensor, b: Tensor, *, starts: bool) -
 
 
 class Gradients:
-    """Of input, linear_weight and linear_bias, as far as they are needed: a sum over chunks.
+    """The gradients of input, linear_weight and linear_bias, as far as needed: sums over chunks.
 
     Args:
         rows: of input's gradient.
@@ -114,7 +114,7 @@ class Gradients:
         self.starts = True
 
     def add(self, rows: slice, input: Tensor, of_logits: Tensor) -> None:
-        """What a chunk of rows adds, from the gradient of its logits."""
+        """Adds the part of a chunk of rows, from the gradient of its logits."""
         if self.needs_input:
             torch.mm(of_logits, self.linear_weight, out=self.input[rows])
         if self.needs_weight:
@@ -135,7 +135,7 @@ class Gradients:
 def add_chunks(
     gradients: Gradients, chunks: Iterable[Chunk], gradient: Callable[[slice, Tensor], Tensor]
 ) -> None:
-    """Adds what the chunks' rows do, from a function that makes the gradient of their logits."""
+    """Adds the parts of all chunks, from a function that makes the gradient of their logits."""
     for rows, input, logits in chunks:
         of_logits = gradient(rows, logits)
         gradients.add(rows, input, of_logits)

@@ -19,14 +19,14 @@ def under_autocast(tensor: Tensor) -> bool:
 
 
 def autocast_off(tensor: Tensor) -> Any:
-    """The ops cast their arguments themselves; what they are made of computes in these dtypes."""
+    """Turns autocast off: the ops cast their arguments themselves, and compute in these dtypes."""
     if not under_autocast(tensor):
         return nullcontext()
     return torch.autocast(tensor.device.type, enabled=False)
 
 
 def autocast_layer(*tensors: Tensor | None) -> list[Tensor | None]:
-    """As autocast casts the arguments of a linear layer."""
+    """The arguments of a linear layer, cast as autocast casts them."""
     device = next(t.device.type for t in tensors if t is not None)
     if any(t is not None and t.dtype == torch.float64 for t in tensors):
         return list(tensors)

@@ -2,21 +2,23 @@
 
 A chunk of input's rows, [chunk, hidden], is multiplied with the weight, [classes, hidden], into a
 buffer [chunk, classes] that all chunks share. The row kernels write the logits' gradient over the
-logits, and two more products make of it input's gradient, each chunk its own rows, and the
-weight's, to which each chunk adds. Never in memory: logits, probabilities or their gradient for
-more than a chunk of rows. Where those additions cost most, a large first chunk has its logits in
-the weight's gradient itself (:mod:`compile_losses.ops.linear.class_blocks`); how many rows it and
-the others have is decided in :mod:`compile_losses.ops.linear.chunk_size`.
+logits. Of that gradient two more products make the chunk's rows of input's gradient, and a part of
+the weight's gradient, which is a sum over chunks. Logits, probabilities or their gradient are never
+in memory for more than a chunk of rows. If the sum costs most, a large first chunk has its logits
+in the memory of the weight's gradient (:mod:`compile_losses.ops.linear.class_blocks`).
+:mod:`compile_losses.ops.linear.chunk_size` decides how many rows each chunk has.
 
-Several statistics of a row, for losses and metrics that share the logits, take one read of them
-(:mod:`compile_losses.ops.linear.row_statistics`). Divergences of two rows read a second row of
-logits, of a teacher: given, or multiplied a chunk at a time likewise
-(:mod:`compile_losses.ops.linear.row_divergences`).
+Several statistics of a row, for losses and metrics that share the logits, take one read of the
+logits (:mod:`compile_losses.ops.linear.row_statistics`). A divergence reads a teacher's logits as
+well, which are given, or computed a chunk at a time
+(:mod:`compile_losses.ops.linear.row_divergences`). Its logits never lie in the weight's gradient,
+since two rows of logits do not come apart into blocks of classes.
 
-Cross entropy's ignored rows are left out before the first product where they are at least an eighth
-of the rows. A GPU's host has to wait for their number: it does so where the products take far
-longer than that, when all is ready for the first of them, and never while a CUDA graph is captured.
-Elsewhere ignored rows are computed like the others, to gradients of 0. Sums have a fixed order.
+If at least an eighth of the rows are ignored, cross entropy leaves them out before the first
+product. A GPU's host has to wait for their number. It waits if the products take far longer than
+the wait, after all is ready for the first of them, and never while a CUDA graph is captured. If it
+does not wait, ignored rows are computed like the others, to gradients of 0. Sums have a fixed
+order.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class Problem:
         self.rows = self.all_rows = len(input)
 
     def leave_out_ignored(self) -> bool:
-        """Leaves ignored rows out, where they are many; waits for a device that counts them."""
+        """Leaves ignored rows out if they are many; waits for the device that counts them."""
         if self.count is None or not isinstance(self.losses, RowLosses):
             return False
         self.kept = self.count.indices()
@@ -107,7 +109,7 @@ class Problem:
         )
 
     def results(self) -> tuple[Tensor, ...]:
-        """What the losses have computed, each row in its place."""
+        """The results of the losses, each row in its place."""
         computed = self.losses.results()
         return tuple(map(self.for_all_rows, computed)) if self.losses.by_row else computed
 
@@ -156,7 +158,7 @@ class KeptRows:
             self.counted = torch.cuda.current_stream(target.device).record_event()
 
     def indices(self) -> Tensor | None:
-        """Waits for the device; None where too few are ignored to leave them out."""
+        """Waits for the device. None if too few rows are ignored to leave them out."""
         if self.counted is not None:
             self.counted.synchronize()
         if int(self.count) * IGNORED > len(self.mask) * (IGNORED - 1):
@@ -225,7 +227,7 @@ class RowChunks:
 
 
 def results(problem: Problem) -> tuple[Tensor, ...]:
-    """What the losses compute, in one product."""
+    """The results of the losses, in one product."""
     problem.leave_out_ignored()
     losses = problem.losses
     chunk = chunk_rows(*problem.sizes, buffers=losses.buffers(gradient=False))

@@ -24,7 +24,7 @@ class TeacherLogits:
     Args:
         target: [rows, classes], or with a weight the layer's input, [rows, hidden].
         weight: [classes, hidden].
-        softcap: what the layer's output z becomes ``softcap * tanh(z / softcap)`` with.
+        softcap: if given, the layer's output z becomes ``softcap * tanh(z / softcap)``.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TeacherLogits:
 
     @property
     def computed(self) -> torch.dtype | None:
-        """The dtype of the logits where they are computed, None where they are given."""
+        """The dtype of the logits if they are computed, None if they are given."""
         return None if self.weight is None else self.weight.dtype
 
     def __call__(self, rows: slice) -> Tensor:
@@ -57,7 +57,7 @@ class TeacherLogits:
 
 @dataclass(frozen=True)
 class Pair:
-    """How a divergence of two softmaxes is computed: ``fused::X_forward`` and its kin.
+    """How a divergence of two softmaxes is computed: by ``fused::X_forward`` and its other ops.
 
     Attributes:
         name: X.
@@ -80,7 +80,7 @@ class Pair:
     def forward(
         self, student: Tensor, teacher: Tensor, reduction: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """The loss, and what the backward reads."""
+        """The loss, and the statistics that the backward reads."""
         pair = self.ordered(student, teacher)
         loss, statistics = self.op("forward")(*pair, reduction, *self.options, -1, dtype)
         return loss, statistics
@@ -113,7 +113,7 @@ def buffers(
 
     Args:
         dtype: of the student's logits.
-        teacher: of the teacher's where these are computed, too.
+        teacher: of the teacher's logits, if these are computed, too.
     """
     of_teacher = 0 if teacher is None else max(1, teacher.itemsize // dtype.itemsize)
     return 1 + of_teacher + int(gradient and (by_row or reverse))
@@ -122,9 +122,8 @@ def buffers(
 class RowDivergences:
     """The divergence of each row of a student's logits from its teacher's.
 
-    The sum of the rows is divided by a number; for a sum the gradient is that for grad_output, one
-    number, or 1; by row it is that for the function grad_output, and without one there is no
-    gradient.
+    A reduced loss is the sum of the rows, divided by divisor. Its gradient is for the number
+    grad_output, or for 1. By row, grad_output is a function; without it there is no gradient.
     """
 
     def __init__(

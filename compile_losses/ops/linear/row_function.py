@@ -1,17 +1,17 @@
-"""The gradients of what an op computes of each row, as a function of that: a text for the op.
+"""From an op's results for each row to the gradients of these results: a function, as a text.
 
 A loss that is made of one number a row, such as a masked mean or PPO's clipped ratio, has for each
-row a gradient that depends on that row's own loss and on what is known before it. An op that
-computes rows a chunk at a time evaluates such a function between the loss of a chunk and its
-gradient. Ops take no functions; they take a text, JSON, with one step for each ATen op::
+row a gradient that depends on that row's own loss and on tensors that are known before it. An op
+that computes rows a chunk at a time evaluates such a function between the loss of a chunk and its
+gradient. Ops take no functions. They take a text, JSON, with one step for each ATen op::
 
     {"steps": [["aten.exp.default", [{"value": 0}], {}],
                ["aten.mul.Tensor", [{"value": 2}, {"value": 1}], {}]],
      "results": [3]}
 
-The first values are what the op computes of each row, which is the loss alone or several
-statistics; then come the tensors that are known, and each step makes one more. The results are the
-numbers of the gradients, in the order of what they are the gradients of; null is none. All steps
+The first values are the op's results for each row: the loss alone, or several statistics. Then come
+the known tensors, and each step makes one more value. ``results`` are the numbers of those values
+that are the gradients, in the order of the op's results; null stands for no gradient. All steps
 work element by element, so that a row knows nothing of others: :func:`encode` refuses any other op.
 """
 
@@ -31,7 +31,7 @@ from compile_losses.torch_internals.ops import OpOverload, schema_of
 
 aten = torch.ops.aten
 
-#: Tensors of one number, like an argument of which nothing but the shape is read.
+#: Ops whose result is filled with one number, and that read only the shape of their argument.
 _FILLED = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
 
 
@@ -46,7 +46,7 @@ Step: TypeAlias = tuple[OpOverload[..., Any], Sequence[Any], dict[str, Any]]
 
 
 def is_of_elements(op: Any) -> bool:
-    """Whether an op works element by element, and always does the same."""
+    """Whether an op works element by element, and always with the same result."""
     if not isinstance(op, OpOverload) or op.namespace not in ("aten", "prims"):
         return False
     if schema_of(op).is_mutable or torch.Tag.nondeterministic_seeded in op.tags:
@@ -55,7 +55,7 @@ def is_of_elements(op: Any) -> bool:
 
 
 def encode(steps: Sequence[Step], results: Sequence[int | None]) -> str | None:
-    """The text of a function; None where a step is no op of elements or has other arguments than
+    """The text of a function; None if a step is no op of elements, or has other arguments than
     values, numbers and dtypes.
 
     Args:
@@ -87,7 +87,7 @@ def _encoded_argument(argument: Any) -> Any:
 
 @dataclass(frozen=True)
 class RowFunction:
-    """A function with what is known of the rows.
+    """A function with the known tensors of the rows.
 
     Attributes:
         text: see the module.
@@ -102,18 +102,18 @@ class RowFunction:
         return replace(self, known=tuple(_of_rows(tensor, rows) for tensor in self.known))
 
     def __call__(self, rows: slice, computed: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of what was computed of some rows, each [rows of the slice]."""
+        """The gradients of the results computed for some rows, each [rows of the slice]."""
         values = [*computed, *(_of_rows(tensor, rows) for tensor in self.known)]
         steps, results = _decoded(self.text)
         for op, args, kwargs in steps:
             given = [_given(argument, values) for argument in args]
             values.append(op(*given, **{k: _given(v, values) for k, v in kwargs.items()}))
-        shape = computed[-1].shape  # the first may be of a class that nobody picks
+        shape = computed[-1].shape  # the first is empty if no class is picked
         return [None if number is None else values[number].expand(shape) for number in results]
 
 
 def known_gradients(gradients: Sequence[Tensor | None], computed: int = 1) -> RowFunction:
-    """The function of gradients that are known, each [rows] or one number.
+    """A function whose gradients are known, each [rows] or one number.
 
     Args:
         computed: how many values the op computes of each row.

@@ -24,10 +24,10 @@ def squares_gradient(
 ) -> Tensor:
     """The gradient of factor * logsumexp^2 of each row: 2 factor logsumexp * softmax.
 
-    That is cross entropy's in a shard of the classes that holds no target.
+    That is cross entropy's gradient in a shard of the classes that holds no target.
 
     Args:
-        classes: what targets are below.
+        classes: a bound that all targets are below.
     """
     return vocabulary_parallel.gradient(
         2 * factor * stats.sum(1), logits, target, None, stats, classes,
@@ -49,7 +49,7 @@ def gradient_from_statistics(
     label_smoothing: float,
     softcap: float | None,
 ) -> Tensor:
-    """Logits of some of the classes, before the soft-cap, overwritten with their gradient.
+    """The gradient of logits of some of the classes, before the soft-cap; overwrites them.
 
     Args:
         weight, stats: of all classes.
@@ -72,8 +72,8 @@ def gradient_from_statistics(
 class RowLosses:
     """The loss of each row of logits, as its target and the options say.
 
-    With reduction mean or sum the gradient is that for grad_output, one number, or 1; with none it
-    is that for the function grad_output, and without one there is no gradient.
+    With reduction mean or sum the gradient is for the number grad_output, or for 1. With reduction
+    none, grad_output is a function; without it there is no gradient.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RowLosses:
             self.factor, self.z_factor = one / self.total_weight, one / self.count
 
     def keep(self, rows: Tensor) -> None:
-        """Leaves out all rows but these, int64 [kept]: ignored ones, of which no sum knows."""
+        """Leaves out all rows but these, int64 [kept]. The others are ignored, and in no sum."""
         self.target = self.target[rows]
         if self.row_function is not None:
             self.row_function = self.row_function.keep(rows)

@@ -15,11 +15,11 @@ COUNT, DIFFERENTIABLE = ARGMAX + 1, DIVERGENCE + 1
 
 
 class RowStatistics:
-    """What :mod:`compile_losses.ops.row_statistics` computes of each row of logits.
+    """The statistics of :mod:`compile_losses.ops.row_statistics` for each row of logits.
 
-    With a pair, the divergence of each row from the teacher's is one of them. The gradient is that
-    for what the function makes of the statistics, a gradient for each of the first five or None;
-    without a function there is no gradient.
+    With a pair, the divergence of each row from the teacher's is one of them. The gradient is for
+    the gradients that row_function makes of the statistics, one or None for each of the first five.
+    Without row_function there is no gradient.
     """
 
     by_row = True
@@ -85,8 +85,8 @@ class RowStatistics:
         """Computes the statistics of some rows.
 
         Returns:
-            what their gradient is made of; with a pair also the logits that it compares, the
-            student's and the teacher's, and what the divergence's gradient is made of.
+            the saved numbers for the statistics' gradient; with a pair also the student's logits,
+            the teacher's logits, and the saved numbers for the divergence's gradient.
         """
         *found, stats = row_statistics.forward(logits, *self._options(rows))
         divergence, compared = self.nothing, None

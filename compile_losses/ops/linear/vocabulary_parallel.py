@@ -1,10 +1,10 @@
 """Linear cross entropy of a shard of the classes: linear_weight [shard's classes, hidden].
 
 ``fused::vocabulary_parallel_linear_parts`` are the parts of ``vocabulary_parallel``, of all chunks
-of rows, so that one collective is enough whatever their number. For the gradient,
+of rows, so that one collective is enough for any number of chunks. For the gradient,
 ``fused::vocabulary_parallel_linear_gradient`` computes the logits again: it needs the statistics of
-all shards, and no rank holds more than a chunk of rows of its own logits. Four matrix products in
-all, against three of a whole linear_weight.
+all shards, and no rank holds more than a chunk of rows of its own logits. There are four matrix
+products in all, against three with a whole linear_weight.
 
 Input is [rows, hidden] and target [rows], those of all shards; weight is of all classes. Input's
 gradient is this shard's part of it. grad_output is one number (reduction sum) or one for each row
