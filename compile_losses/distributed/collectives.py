@@ -13,7 +13,7 @@ from compile_losses.torch_internals.dtensors import all_gather, all_reduce, wait
 
 
 def gather(shard: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
-    """[ranks, ...] of what each rank along a dimension of the mesh has. Not differentiable."""
+    """[ranks, ...]: the shards of all ranks along a dimension of the mesh. Not differentiable."""
     whole = all_gather(shard.contiguous(), 0, (mesh, mesh_dim))
     return waited(whole).view(mesh.size(mesh_dim), *shard.shape)
 

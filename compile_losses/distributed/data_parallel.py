@@ -1,8 +1,8 @@
 """The mean of a loss over the batches of all ranks, for DDP, FSDP2 and HSDP.
 
-These average gradients over the ranks. Where every rank has computed the mean over its own tokens,
-the result is a mean of means, in which the tokens of a rank that has few of them count more: it is
-not what one process would compute over the whole batch.
+These average gradients over the ranks. If every rank computes the mean over its own tokens, the
+result is a mean of means, in which the tokens of a rank with few tokens count more. It is not the
+mean that one process would compute over the whole batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the shards of a loss's arguments lie, and where those of its result."""
+"""The placements of a loss's arguments and of its result."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def replicated(mesh: DeviceMesh) -> Placements:
 
 
 def summed(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Placements:
-    """Of a number that each rank along these dimensions of the mesh has a part of."""
+    """The placements of a number of which each rank along these dimensions has a part."""
     return tuple(Partial() if i in mesh_dims else Replicate() for i in range(mesh.ndim))
 
 

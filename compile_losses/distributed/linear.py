@@ -137,7 +137,7 @@ def linear_cross_entropy(
     """Of DTensors; see _Layout for their placements.
 
     Args:
-        whole: the public op, for local tensors where no rank has but a part of the classes.
+        whole: the public op, for local tensors if every rank has all classes.
     """
     if linear_weight.dim() > 2 or has_probabilities(input, linear_weight, target):
         raise RuntimeError(
@@ -153,7 +153,7 @@ def linear_cross_entropy(
     bias = local(linear_bias, layout.weight, layout.mesh_dims)
     weights = local(weight, replicated(mesh))
     wide = torch.promote_types(dtype, checks.accumulation_type(input.dtype))
-    # What a weighted mean divides by is not what the mean of the z-loss does.
+    # A weighted mean and the mean of the z-loss have different divisors.
     apart = reduction == MEAN and z_loss != 0 and weights is not None
     inner = NONE if reduction == NONE else SUM
     inner_dtype = wide if reduction == MEAN or z_loss != 0 else dtype

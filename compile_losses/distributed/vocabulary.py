@@ -23,7 +23,7 @@ class Vocabulary:
     classes: int
 
     def first_class(self, own: int) -> int:
-        """Where the rank's shard, which has ``own`` classes, begins."""
+        """The first class of the rank's shard, which has ``own`` classes."""
         if self.mesh_dim is None:
             return 0
         # compute_local_shape_and_global_offset fails with unbacked sizes in compiled graphs.

@@ -27,7 +27,7 @@ COPIES = frozenset(
         *(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar),
     )
 )
-#: Those whose result holds the same numbers at the same places.
+#: Ops whose result holds the same numbers at the same places.
 SAME = (aten.alias.default, aten.detach.default, aten.clone.default)
 
 #: One op after the head: the op, its arguments after the first, and those with names.
@@ -70,7 +70,7 @@ class Head:
             return torch.nn.functional.linear(input, weight, *bias)
 
     def gradients(self, grad: Tensor, needed: tuple[bool, ...]) -> list[Tensor | None]:
-        """Those of the tensors that need one, for one of the output; differentiable."""
+        """The gradients of the tensors that need one, from the output's; differentiable."""
         found: list[Tensor | None] = [None] * len(needed)
         with torch.autocast(self.input.device.type, enabled=False):
             rows = grad.reshape(-1, grad.shape[-1])
@@ -98,7 +98,7 @@ def picked(head: Head, steps: tuple[Step, ...]) -> tuple[Head, tuple[Step, ...]]
     """A head of the rows that are left of its output after some steps.
 
     Returns:
-        The head, and the steps that its output still needs, none of them a view; None where a view
+        The head, and the steps that its output still needs, none of them a view; None if a view
         does not leave the classes whole and last.
     """
     input, rest = head.input, []

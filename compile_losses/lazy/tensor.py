@@ -33,16 +33,16 @@ _IN_PLACE_VIEWS = {
     aten.squeeze_.dims: aten.squeeze.dims,
 }
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
-#: Ops that make a few numbers of each row, the place of their dimensions, and what these are where
-#: none are given.
+#: Ops that make a few numbers of each row, with the place of the dimensions among their arguments
+#: and the default of these.
 _BY_ROW: dict[Any, tuple[int, Any]] = {
     **dict.fromkeys((aten.argmax.default, aten.argmin.default), (0, None)),
     **dict.fromkeys((aten.max.dim, aten.min.dim), (0, None)),
     **dict.fromkeys((aten.amax.default, aten.logsumexp.default, aten.sum.dim_IntList), (0, [])),
     aten.topk.default: (1, -1),
 }
-#: Whoever reads at most this part of the rows gets these alone, which are computed for nobody else;
-#: so often, in all, as there are rows this many times.
+#: A read of at most this part of the rows computes these alone, and for this reader alone. All such
+#: reads together compute at most this many times all rows.
 _LARGEST_PART = 0.25
 _MOST_TIMES = 2
 
@@ -50,18 +50,18 @@ _MOST_TIMES = 2
 class LazyLogits(Tensor):
     """A linear layer's output, computed when it is first read.
 
-    Casts, views, slices and copies of it are lazy as well, and so is what a soft-cap makes of it.
-    Everything else computes the numbers, once for all views, and returns plain tensors; a few rows,
-    and numbers that are made of each row, such as argmax, are computed without the others. Autograd
-    sees a tensor like any other.
+    Casts, views, slices, copies and soft-caps of it are lazy as well. All other ops compute the
+    numbers, once for all views, and return plain tensors. A few rows are computed without the
+    others, and so are numbers of each row, such as argmax. To autograd it is a tensor like any
+    other.
 
     Raises:
         RuntimeError: in reading, if hidden state, weight or bias were changed in place before.
     """
 
-    #: The head whose output it is made of; None where that is known no more.
+    #: The head whose output it is made of; None if that is no longer known.
     _head: Head | None
-    #: The head in the autograd graph, where gradients go to it from this tensor.
+    #: The head in the autograd graph, if gradients go to it from this tensor.
     _origin: Head | None
     #: Whether the head still holds what it did; None in tracing.
     _source: Source | None
@@ -117,7 +117,7 @@ class LazyLogits(Tensor):
         return shared[0] if is_written == [True] else result
 
     def _without_numbers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an op makes of this tensor, where all of its numbers are not needed; else None."""
+        """The result of an op that does not need all numbers of this tensor; else None."""
         if func in _IN_PLACE_VIEWS:
             return self._become(func, args, kwargs)
         if self._memory.made is not None:
@@ -129,7 +129,7 @@ class LazyLogits(Tensor):
         return self._by_row(func, args, kwargs) if func in _BY_ROW else None
 
     def _then(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits:
-        """What an op makes of it, to be computed later."""
+        """The result of an op, to be computed later."""
         step: Step = (func, args, tuple(sorted(kwargs.items())))
         before, views = self._memory, (*self._views, step)
         # In tracing the origin holds nothing, and goes along.
@@ -164,7 +164,7 @@ class LazyLogits(Tensor):
         return self
 
     def _by_row(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an op makes of each row, a chunk of rows at a time; None if it is no such call."""
+        """An op's numbers of each row, a chunk of rows at a time; None if it makes others."""
         place, default = _BY_ROW[func]
         dims = args[place] if len(args) > place else default
         (dim,) = dims if isinstance(dims, list) and len(dims) == 1 else (dims,)
@@ -189,10 +189,10 @@ class LazyLogits(Tensor):
         return results[0] if is_one else tuple(results)
 
     def _picked(self) -> tuple[Head, tuple[Step, ...]] | None:
-        """A head of this tensor's rows, and what is done to its output; see ``picked``.
+        """A head of this tensor's rows, and the steps after its output; see ``picked``.
 
-        Not for what is differentiated: its backward reads numbers once more, and may compare them
-        with results. A product of other sizes rounds differently.
+        None if gradients are recorded: the backward reads the numbers once more, and may compare
+        them with results. A product of other sizes rounds differently.
         """
         is_recorded = self.requires_grad and torch.is_grad_enabled()
         if is_recorded or self._source is None or not self._memory.is_unread():
@@ -220,7 +220,7 @@ class LazyLogits(Tensor):
 
     @property
     def numbers(self) -> Tensor:
-        """What it holds, in a plain tensor of the same memory, without gradients."""
+        """The numbers, in a plain tensor of the same memory, without gradients."""
         with torch.no_grad():
             return apply(self._memory.share(), self._views)
 
@@ -232,7 +232,7 @@ class LazyLogits(Tensor):
             parts.append("requires_grad=True")
         return f"LazyLogits({', '.join(parts)})"
 
-    # What torch.Tensor has as methods that are no ops, or that want memory.
+    # Methods of torch.Tensor that are no ops, or that need memory.
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.plain().numpy(force=force)
@@ -258,7 +258,7 @@ class LazyLogits(Tensor):
     def __format__(self, specification: str) -> str:
         return self.plain().__format__(specification)
 
-    # What tracing takes it apart into, and puts together: the head as long as nobody read it.
+    # Tracing takes it apart into the head, as long as nobody has read it, and puts it together.
 
     @property
     def hidden(self) -> Tensor | None:

@@ -242,7 +242,7 @@ def _leads_to(node: Node, nodes: set[Node]) -> bool:
 
 
 class _Walk:
-    """From the output of the linear layer to the logits, one ATen op after the other.
+    """Goes from the output of the linear layer to the logits, one ATen op after the other.
 
     Attributes:
         factor: a number by which the logits, or the argument of their soft-cap, are still to be

@@ -101,7 +101,7 @@ class Reading:
 
     @property
     def ignore_index(self) -> int | None:
-        """None where no class index is ignored."""
+        """None if no class index is ignored."""
         return None if self.call is None else self.call["ignore_index"]
 
 

@@ -120,7 +120,7 @@ def as_one_hot(value: Value, replay: AtenReplay) -> Value | None:
 
 
 def pushed_under_softmax(value: Value, replay: AtenReplay) -> Value | None:
-    """A view of a softmax as the softmax of a view, where the view leaves the classes together."""
+    """A view of a softmax as the softmax of a view, if the view leaves the classes together."""
     inner = replay.resolve(value.args[0])
     if inner.op not in _SOFTMAXES:
         if inner.op is None or packet_of(inner.op) not in VIEWS:
@@ -161,7 +161,7 @@ VIEWS = {aten.slice, aten.select, aten.permute, aten.transpose, aten.t, aten.vie
 
 
 def _new_place(value: Value, inner: Value, dim: int) -> int | None:
-    """Where the view puts the dimension of the classes; None if it cuts or merges them."""
+    """The dimension of the classes after a view; None if the view cuts or merges them."""
     rank = inner.rank
     packet = packet_of(value.op)
     if packet is aten.t:

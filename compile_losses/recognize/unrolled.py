@@ -36,7 +36,7 @@ _ALONG = {
     aten.squeeze.dim: 1,
     aten.unsqueeze.default: 1,
 }
-#: What takes a tensor apart along dimension 0.
+#: Functions and methods that take a tensor apart along dimension 0.
 _UNBINDS = (torch.unbind, aten.unbind.int, "unbind")
 _SPLITS = (torch.split, torch.chunk, torch.functional.split, "split", "chunk")
 

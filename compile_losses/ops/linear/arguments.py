@@ -18,7 +18,7 @@ def has_probabilities(input: Tensor, linear_weight: Tensor, target: Tensor) -> b
 
 def as_rows(tensor: Tensor) -> Tensor:
     """[hidden] or [..., hidden] as [rows, hidden]."""
-    # Not by reshape: -1 is no number where there are no features.
+    # Not by reshape: -1 is no number if there are no features.
     return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
 
 

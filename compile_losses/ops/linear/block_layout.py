@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-#: Blocks' widths, and where they begin, are multiples of so many elements: 128 bytes in a 16-bit
+#: The widths and the beginnings of blocks are multiples of so many elements: 128 bytes in a 16-bit
 #: dtype. A row that begins on a multiple of 16 bytes is faster to read, and to multiply.
 ALIGNED = 64
 
@@ -55,11 +55,11 @@ class BlockLayout:
 
     @property
     def end(self) -> int:
-        """Where the packed blocks end, in the weight's gradient."""
+        """The end of the packed blocks, in the weight's gradient."""
         return self.classes * self.hidden // ALIGNED * ALIGNED
 
     def offset(self, block: int) -> int:
-        """Where the logits of a block begin, in the weight's gradient or in the scratch buffer."""
+        """The beginning of a block's logits, in the weight's gradient or in the scratch buffer."""
         if block >= self.packed:
             return (block - self.packed) * self.rows * self.width
         return self.end - (self.packed - block) * self.rows * self.width

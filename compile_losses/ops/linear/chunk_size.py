@@ -95,7 +95,7 @@ def plan(
     # Rows beyond hidden are in the scratch buffer, with all of their classes.
     most = min(rows, hidden + room // row_bytes)
     for first in sorted({*range(least, most + 1, least), *[rows] * (most == rows)}):
-        # The sum lies in the memory of input's gradient where that has twice as many rows.
+        # The sum lies in the memory of input's gradient if that has twice as many rows.
         beside = sum_bytes * (narrow and 2 * first > rows) + gathered * hidden * item
         layout = _fewest_blocks(
             first, hidden, classes, most_blocks, block_buffers, item, room - first * beside

@@ -69,7 +69,7 @@ class FirstRows:
 
 
 def _in_idle_memory(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor in the memory of another one, where that is large enough for it."""
+    """An uninitialised tensor, in the memory of another one if that is large enough for it."""
     if tensor.nbytes < shape.numel() * dtype.itemsize:
         return tensor.new_empty(shape, dtype=dtype)
     count = shape.numel() * dtype.itemsize // tensor.itemsize
@@ -77,7 +77,7 @@ def _in_idle_memory(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Te
 
 
 def _logits(layout: BlockLayout, of_weight: Tensor) -> list[tuple[slice, Tensor]]:
-    """The classes of each block, and where its logits are to lie."""
+    """The classes of each block, and the tensor that its logits are written to."""
     packed, scratch = of_weight.view(-1), of_weight.new_empty(layout.scratch_elements)
     found = []
     for block in range(layout.blocks):

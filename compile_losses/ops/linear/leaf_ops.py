@@ -42,7 +42,7 @@ NEEDS = "bool needs_grad_input, bool needs_grad_linear_weight, bool needs_grad_l
 
 @dataclass(frozen=True)
 class Leaves:
-    """What a public op calls. The leaves take positional arguments."""
+    """The leaf ops that a public op calls, with positional arguments."""
 
     forward: OpOverload[..., Any]
     with_grad: OpOverload[..., Any]

@@ -54,7 +54,7 @@ def write_logits(
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, *, starts: bool) -> None:
-    """total += a @ b, or total = a @ b where it starts; in total's dtype, which may be float32."""
+    """total += a @ b, or total = a @ b if it starts; in total's dtype, which may be float32."""
     if total.dtype == a.dtype:
         if starts:
             torch.mm(a, b, out=total)
@@ -124,7 +124,7 @@ class Gradients:
         self.starts = False
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients; empty where they are not needed."""
+        """The gradients; empty if they are not needed."""
         if self.starts:
             self.weight_sum.zero_()
         if self.weight_sum is not self.weight:

@@ -48,7 +48,7 @@ from compile_losses.ops.linear.row_function import RowFunction, known_gradients
 from compile_losses.ops.linear.row_losses import NONE, RowLosses
 from compile_losses.ops.linear.row_statistics import RowStatistics
 
-#: Ignored rows are left out where they are at least one in this many.
+#: Ignored rows are left out if they are at least one in this many.
 IGNORED = 8
 
 Losses: TypeAlias = RowLosses | RowDivergences | RowStatistics

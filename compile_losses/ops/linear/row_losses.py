@@ -197,5 +197,5 @@ class RowLosses:
         )  # fmt: skip
 
     def squares(self, rows: slice, stats: Tensor) -> Tensor:
-        """The square of each row's logsumexp, 0 where the row is ignored."""
+        """The square of each row's logsumexp, 0 for ignored rows."""
         return torch.where(self.target[rows] != self.ignore_index, stats.sum(1).square(), 0)
