@@ -8,6 +8,10 @@ factor (see ``known_factors``): the weight's gradient is often the largest tenso
 Of one that is not reduced the gradients are in the backward, where the logits are computed again.
 They go into the forward where that can compute them (see ``row_gradients``). Otherwise a loss that
 recognition found gets its logits back, as torch computes it, unless memory is preferred.
+
+The partitioner takes an op that it does not know for cheap. In a checkpointed region, or with an
+activation memory budget, it would compute the gradients of the forward a second time, and so it is
+made to save them. With a budget of 0 the backward computes the logits again instead.
 """
 
 from __future__ import annotations
