@@ -16,7 +16,11 @@ from compile_losses.guard import Failure, attempt, is_restart
 from compile_losses.lower.decision import Decision
 from compile_losses.options import Settings
 from compile_losses.recognize.logits import OUTSIDE
-from compile_losses.recognize.returned_numbers import of_parameters, returned_numbers
+from compile_losses.recognize.returned_numbers import (
+    of_parameters,
+    reads_a_function,
+    returned_numbers,
+)
 from compile_losses.report import Report, Result
 from compile_losses.sites import (
     UNRECOGNISED,
@@ -232,6 +236,8 @@ def _add_results(report: Report, graph: Graph) -> None:
             break
         names = ", ".join(_counted(map(_function_of, nodes)))
         reason = "of parameters alone" if parameters else "no loss that is known was found in it"
+        if any(map(reads_a_function, nodes)):
+            reason += "; it reads an autograd.Function, which is left as it is"
         reason = f"{names}: {reason}" if len(nodes) > 1 else reason
         op = _function_of(nodes[0])
         report.sites.append(Site(op, UNRECOGNISED, reason, file, line, graph=report.graphs))

@@ -192,3 +192,43 @@ def test_graph_stays_as_it_is():
 
     torch.compile(step, backend=backend)(X, T)
     assert reports[0].sites == reports[0].results == []
+
+
+class _Squares(torch.autograd.Function):
+    """As libraries write heads without logits: a result of each row, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square().sum(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad.unsqueeze(-1)
+
+
+def test_of_an_autograd_function():
+    def step(x, t):
+        each = _Squares.apply(MODEL(x))
+        return each.masked_fill(t[:, 0] > 0.5, 0).sum() / 4
+
+    found, report = sites(step, X, T)
+    assert found == [("sum", "unrecognised")]
+    assert "it reads an autograd.Function" in report.sites[0].reason
+
+
+@pytest.mark.parametrize("reduce", [torch.max, torch.min])
+def test_of_one_of_several_results(reduce):
+    found, report = sites(lambda x, t: reduce(MODEL(x), -1).values.mean(), X, T)
+    assert found == [("mean", "unrecognised")]
+    assert "Function" not in report.sites[0].reason
+
+
+def test_after_a_checkpoint():
+    """The reduction reads the one result of a graph inside the graph."""
+
+    def step(x, t):
+        return checkpoint(MODEL, x, use_reentrant=False).cosh().mean()
+
+    assert sites(step, X, T)[0] == [("mean", "unrecognised")]

@@ -58,6 +58,23 @@ def of_parameters(reduction: Node) -> bool:
     return found
 
 
+def reads_a_function(reduction: Node) -> bool:
+    """Whether a reduction reads the result of an autograd.Function, perhaps through ops of that
+    result alone."""
+    node = reduction
+    while True:
+        sources = [n for n in node.all_input_nodes if any(map(_has_gradient, _values(n)))]
+        if len(sources) != 1:
+            return False
+        (node,) = sources
+        if _is_higher_order(node):
+            return getattr(node.target, "__name__", "") == "autograd_function_apply"
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 class _Scan:
     """One graph.
 
@@ -133,8 +150,9 @@ class _Scan:
         )
 
     def _is_of_numbers(self, node: Node, depth: int = 0) -> bool:
-        """Whether a node is a number, several results, or made of numbers alone, as a stack is."""
-        if _is_number(node) or not isinstance(example(node), Tensor):
+        """Whether a node is a number, several results that are read one by one, or made of numbers
+        alone, as a stack is."""
+        if _is_number(node) or (depth == 0 and not isinstance(example(node), Tensor)):
             return True
         if node.op not in ("call_function", "call_method") or depth > 3:
             return False
