@@ -1,0 +1,140 @@
+"""Whole steps of TRL's trainers: their own ``compute_loss`` of a batch of their own.
+
+DPO, KTO and GRPO have log-probabilities from TRL's fused head, an autograd.Function. No graph has
+logits then, and the report says that nothing known was found. ORPO and CPO read the model's logits.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import compile_losses
+from tests import ROOT
+from tests.models.training import check_step
+
+pytest.importorskip("trl", reason="pip install .[models]")
+
+PROMPTS = ["abc", "xyz", "hello", "what"] * 2
+
+
+@pytest.fixture
+def tokenizer(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
+    from text import byte_tokenizer
+
+    return byte_tokenizer()
+
+
+@pytest.fixture
+def model(tokenizer):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture
+def options(tmp_path):
+    return {
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 4,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "use_cpu": True,
+    }
+
+
+def pairs():
+    from datasets import Dataset
+
+    answers = {"chosen": [" aeiou", " uo b"] * 4, "rejected": [" xxy", " z z z z"] * 4}
+    return Dataset.from_dict({"prompt": PROMPTS, **answers})
+
+
+def ratings():
+    from datasets import Dataset
+
+    answers = {"completion": [" aeiou", " uo b"] * 4, "label": [True, False] * 4}
+    return Dataset.from_dict({"prompt": PROMPTS, **answers})
+
+
+def dpo(model, options, tokenizer):
+    from trl import DPOConfig, DPOTrainer
+
+    arguments = DPOConfig(precompute_ref_log_probs=True, **options)
+    return DPOTrainer(model, args=arguments, train_dataset=pairs(), processing_class=tokenizer)
+
+
+def kto(model, options, tokenizer):
+    from trl import KTOConfig, KTOTrainer
+
+    arguments = KTOConfig(precompute_ref_log_probs=True, **options)
+    return KTOTrainer(model, args=arguments, train_dataset=ratings(), processing_class=tokenizer)
+
+
+def grpo(model, options, tokenizer):
+    from trl import GRPOConfig, GRPOTrainer
+
+    def lengths(completions, **_):
+        return [float(len(text.strip())) for text in completions]
+
+    trainer = GRPOTrainer(
+        model,
+        lengths,
+        GRPOConfig(num_generations=4, max_completion_length=8, **options),
+        train_dataset=pairs().select_columns("prompt"),
+        processing_class=tokenizer,
+    )
+    trainer.current_gradient_accumulation_steps = 1  # as train() sets it
+    return trainer
+
+
+def orpo(model, options, tokenizer):
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    arguments = ORPOConfig(max_length=64, **options)
+    return ORPOTrainer(model, arguments, train_dataset=pairs(), processing_class=tokenizer)
+
+
+def cpo(model, options, tokenizer):
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    arguments = CPOConfig(max_length=64, **options)
+    return CPOTrainer(model, arguments, train_dataset=pairs(), processing_class=tokenizer)
+
+
+#: Each trainer, and the losses that are rewritten in its step.
+TRAINERS = {
+    dpo: [],
+    kto: [],
+    grpo: [],
+    orpo: ["cross_entropy", "cross_entropy"],
+    cpo: ["cross_entropy", "cross_entropy"],
+}
+
+
+@pytest.mark.parametrize("build", TRAINERS, ids=lambda build: build.__name__)
+def test_step(build, model, options, tokenizer):
+    trainer = build(model, options, tokenizer)
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+
+    def step():
+        return trainer.compute_loss(trainer.model, batch)
+
+    check_step(trainer.model, step, TRAINERS[build])
+    if not TRAINERS[build]:
+        report = compile_losses.explain(step)
+        assert "unrecognised" in report.summary
+        assert all(site.status == "unrecognised" and site.reason for site in report.sites)
