@@ -19,8 +19,6 @@ Raises:
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,32 +27,22 @@ from compile_losses import library
 from compile_losses.distributed import mesh_of
 from compile_losses.eager import plain, records_gradient
 from compile_losses.ops import checks, cross_entropy_probabilities
-from compile_losses.ops.transforms import double_backward, needs_torch
+from compile_losses.ops.row_loss import Signature, declare_row_loss, declare_value
+from compile_losses.ops.transforms import needs_torch
 from compile_losses.ops.with_grad import declare_with_grad
 
 NAME = "cross_entropy"
-OPTIONS = "int reduction, SymInt ignore_index, float label_smoothing"
-ARGUMENTS = f"Tensor target, Tensor? weight, {OPTIONS}, ScalarType dtype, float? softcap=None"
+SIGNATURE = Signature(
+    NAME,
+    "Tensor target, Tensor? weight",
+    "int reduction, SymInt ignore_index, float label_smoothing",
+    last=", float? softcap=None",
+    saved=("stats", "total_weight"),
+)
 
 public = library.define(
     "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
     "SymInt ignore_index=-100, float label_smoothing=0.0, *, ScalarType? dtype=None) -> Tensor"
-)
-#: Returns the loss; stats [rows, 2]: each row's largest logit and the logarithm of its summed
-#: exponentials relative to it; and total_weight [], what the mean divides by. With a softcap it is
-#: the loss of ``softcap * tanh(input / softcap)``, and so are the statistics.
-forward = library.define(
-    f"cross_entropy_forward(Tensor input, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)"
-)
-#: The loss alone, in input's dtype, for eager calls that record no gradient: to return three
-#: tensors takes as long as the loss of a few rows.
-value = library.define(
-    "cross_entropy_value(Tensor input, Tensor target, int reduction, SymInt ignore_index, "
-    "float label_smoothing) -> Tensor"
-)
-backward = library.define(
-    "cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
-    f"Tensor stats, Tensor total_weight, {OPTIONS}, float? softcap=None) -> Tensor"
 )
 
 
@@ -86,6 +74,7 @@ def check(
     target: Tensor,
     weight: Tensor | None,
     reduction: int,
+    ignore_index: int,
     label_smoothing: float,
     softcap: float | None = None,
 ) -> None:
@@ -122,7 +111,7 @@ def public_kernel(
         checks.check_reduction(NAME, reduction)
         if not records_gradient(input, target):
             return direct_value(input, target, reduction, ignore_index, label_smoothing)
-        loss, _, _ = direct_forward.differentiable(
+        loss, _, _ = OPS.direct_forward.differentiable(
             input, target, None, reduction, ignore_index, label_smoothing, input.dtype, None
         )
         return loss
@@ -132,7 +121,7 @@ def public_kernel(
             mesh, input, target, weight, reduction, ignore_index, label_smoothing, dtype
         )
     target = checks.class_indices(input, target)
-    check(input, target, weight, reduction, label_smoothing)
+    check(input, target, weight, reduction, ignore_index, label_smoothing)
     input = checks.widened(input, dtype)
     result = checks.loss_dtype(dtype, input)
     checks.check_weight_dtype(NAME, input, weight, result, dtype)
@@ -145,7 +134,7 @@ def public_kernel(
     if needs_torch(input, weight):
         weight = None if weight is None else weight.to(result)
         return reference(input.to(result), target, weight, reduction, ignore_index, label_smoothing)
-    loss, _, _ = direct_forward(
+    loss, _, _ = OPS.direct_forward(
         input, target, weight, reduction, ignore_index, label_smoothing, result, None
     )
     return loss
@@ -164,7 +153,7 @@ def forward_fake(
     dtype: torch.dtype,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    check(input, target, weight, reduction, label_smoothing, softcap)
+    check(input, target, weight, reduction, ignore_index, label_smoothing, softcap)
     each = reduction == checks.REDUCTIONS["none"]
     loss = input.new_empty(target.shape if each else (), dtype=dtype)
     accumulation = checks.accumulation_type(input.dtype)
@@ -172,78 +161,10 @@ def forward_fake(
     return loss, stats, input.new_empty((), dtype=accumulation)
 
 
-library.register_fake(forward, forward_fake)
-
-
-def value_fake(
-    input: Tensor, target: Tensor, reduction: int, ignore_index: int, label_smoothing: float
-) -> Tensor:
-    options = (reduction, ignore_index, label_smoothing)
-    return forward_fake(input, target, None, *options, input.dtype)[0]
-
-
-library.register_fake(value, value_fake)
-direct_value = library.register_not_differentiable(value)
-
-
-def backward_fake(
-    grad_output: Tensor,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    stats: Tensor,
-    total_weight: Tensor,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None = None,
-) -> Tensor:
-    check(input, target, weight, reduction, label_smoothing, softcap)
-    return torch.empty_like(input)
-
-
-library.register_fake(backward, backward_fake)
-
-
-with_grad, with_grad_ = declare_with_grad(NAME, ARGUMENTS, forward_fake)
-
-
-def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    input, target, weight, *options, _, softcap = inputs
-    ctx.options = (*options, softcap)
-    _, stats, total_weight = output
-    ctx.mark_non_differentiable(stats, total_weight)
-    ctx.save_for_backward(input, target, weight, stats, total_weight)
-
-
-def forward_vjp(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    input, target, weight, stats, total_weight = ctx.saved_tensors
-    gradient = direct_backward(
-        grad_output, input, target, weight, stats, total_weight, *ctx.options
-    )
-    return (gradient, *(None for _ in range(7)))
-
-
-direct_forward = library.register_autograd(forward, forward_vjp, setup_forward)
-
-
-def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grad_output, input, target, weight, _, _, *ctx.options = inputs
-    ctx.save_for_backward(grad_output, input, target, weight)
-
-
-def backward_vjp(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-    grad_output, input, target, weight = ctx.saved_tensors
-    dtype = grad_output.dtype
-    products = double_backward(
-        lambda x: reference(
-            x.to(dtype), target, None if weight is None else weight.to(dtype), *ctx.options
-        ),
-        grad_output,
-        (input,),
-        (cotangent,),
-    )
-    return (*products, *(None for _ in range(4 + len(ctx.options))))
-
-
-direct_backward = library.register_autograd(backward, backward_vjp, setup_backward)
+#: The forward also returns stats [rows, 2], each row's largest logit and the logarithm of the sum
+#: of its exponentials relative to it, and total_weight [], the mean's divisor. With a softcap it is
+#: the loss of ``softcap * tanh(input / softcap)``, and so are the statistics.
+OPS = declare_row_loss(SIGNATURE, reference, check, forward_fake)
+direct_value = declare_value(SIGNATURE, forward_fake)
+forward = OPS.forward
+with_grad, with_grad_ = declare_with_grad(NAME, SIGNATURE.after_input, forward_fake)

@@ -17,30 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compile_losses import library
 from compile_losses.ops import checks
+from compile_losses.ops.row_loss import Signature, declare_row_loss
 from compile_losses.ops.row_pair import statistics
-from compile_losses.ops.transforms import double_backward, needs_torch
+from compile_losses.ops.transforms import needs_torch
 from compile_losses.ops.with_grad import declare_with_grad
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 NAME = "cross_entropy_probabilities"
-OPTIONS = "int reduction, float label_smoothing"
-ARGUMENTS = f"Tensor target, Tensor? weight, {OPTIONS}, ScalarType dtype"
-
-#: Returns the loss and stats, see ``row_pair``.
-forward = library.define(f"{NAME}_forward(Tensor input, {ARGUMENTS}) -> (Tensor, Tensor)")
-#: The gradients of input and target, each empty where it is not needed.
-backward = library.define(
-    f"{NAME}_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
-    f"Tensor stats, {OPTIONS}, bool needs_grad_input, bool needs_grad_target) -> (Tensor, Tensor)"
-)
-weight_backward = library.define(
-    f"{NAME}_weight_backward(Tensor grad_output, Tensor input, Tensor target, Tensor weight, "
-    f"Tensor stats, {OPTIONS}) -> Tensor"
-)
+SIGNATURE = Signature(NAME, "Tensor target, Tensor? weight", "int reduction, float label_smoothing")
 
 
 def reference(
@@ -109,7 +96,7 @@ def loss(
     if needs_torch(input, *others):
         weight = None if weight is None else weight.to(result)
         return reference(input.to(result), target.to(result), weight, reduction, label_smoothing)
-    value, _ = direct_forward(input, target, weight, reduction, label_smoothing, result)
+    value, _ = OPS.direct_forward(input, target, weight, reduction, label_smoothing, result)
     return value
 
 
@@ -130,7 +117,7 @@ def _of_dtensors(
 
     def loss(input: Tensor, target: Tensor, weight: Any, reduction: int, dtype: Any) -> Tensor:
         weight = None if weight is None else weight.flatten()
-        return forward(input, target, weight, reduction, label_smoothing, dtype)[0]
+        return OPS.forward(input, target, weight, reduction, label_smoothing, dtype)[0]
 
     rows = input.numel() // max(1, input.shape[class_dim])
     return elementwise(
@@ -160,116 +147,6 @@ def forward_fake(
     return input.new_empty(rows if each else (), dtype=dtype), statistics(input, target, rows)
 
 
-library.register_fake(forward, forward_fake)
-
-
-def backward_fake(
-    grad_output: Tensor,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    stats: Tensor,
-    reduction: int,
-    label_smoothing: float,
-    needs_grad_input: bool,
-    needs_grad_target: bool,
-) -> tuple[Tensor, Tensor]:
-    check(input, target, weight, reduction, label_smoothing)
-    return (
-        torch.empty_like(input) if needs_grad_input else input.new_empty(0),
-        torch.empty_like(target) if needs_grad_target else target.new_empty(0),
-    )
-
-
-library.register_fake(backward, backward_fake)
-
-
-def weight_backward_fake(
-    grad_output: Tensor,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor,
-    stats: Tensor,
-    reduction: int,
-    label_smoothing: float,
-) -> Tensor:
-    check(input, target, weight, reduction, label_smoothing)
-    return weight.new_empty(weight.shape)
-
-
-library.register_fake(weight_backward, weight_backward_fake)
-
-
-with_grad, with_grad_ = declare_with_grad(NAME, ARGUMENTS, forward_fake)
-
-
-def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    input, target, weight, *ctx.options, _ = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(input, target, weight, output[1])
-
-
-def forward_vjp(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    input, target, weight, stats = ctx.saved_tensors
-    needs_input, needs_target, needs_weight = ctx.needs_input_grad[:3]
-    grad_input, grad_target, grad_weight = None, None, None
-    if needs_input or needs_target:
-        grad_input, grad_target = direct_backward(
-            grad_output, input, target, weight, stats, *ctx.options, needs_input, needs_target
-        )
-    if needs_weight:
-        grad_weight = weight_backward(grad_output, input, target, weight, stats, *ctx.options)
-    return (
-        grad_input if needs_input else None,
-        grad_target if needs_target else None,
-        grad_weight,
-        *(None for _ in ctx.options),
-        None,
-    )
-
-
-direct_forward = library.register_autograd(forward, forward_vjp, setup_forward)
-
-
-def _double_backward(
-    ctx: Any, cotangents: tuple[Tensor | None, Tensor | None, Tensor | None]
-) -> list[Tensor | None]:
-    """The products with respect to grad_output, input, target and weight."""
-    grad_output, input, target, weight = ctx.saved_tensors
-    dtype = grad_output.dtype
-
-    def torchs(x: Tensor, q: Tensor, w: Tensor | None = None) -> Tensor:
-        weight = None if w is None else w.to(dtype)
-        return reference(x.to(dtype), q.to(dtype), weight, *ctx.options)
-
-    inputs = (input, target) if weight is None else (input, target, weight)
-    products = double_backward(torchs, grad_output, inputs, cotangents[: len(inputs)])
-    return [*products, None][:4]
-
-
-def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    grad_output, input, target, weight, _, *ctx.options, needs_input, needs_target = inputs
-    ctx.needs = (needs_input, needs_target)
-    ctx.save_for_backward(grad_output, input, target, weight)
-
-
-def backward_vjp(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-    needed = [c if needs else None for c, needs in zip(cotangents, ctx.needs, strict=True)]
-    products = _double_backward(ctx, (*needed, None))  # type: ignore[arg-type]
-    return (*products, None, *(None for _ in ctx.options), None, None)
-
-
-direct_backward = library.register_autograd(backward, backward_vjp, setup_backward)
-
-
-def setup_weight_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grad_output, input, target, weight, _, *ctx.options = inputs
-    ctx.save_for_backward(grad_output, input, target, weight)
-
-
-def weight_backward_vjp(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-    products = _double_backward(ctx, (None, None, cotangent))
-    return (*products, None, *(None for _ in ctx.options))
-
-
-library.register_autograd(weight_backward, weight_backward_vjp, setup_weight_backward)
+#: ``row_pair`` says what stats is.
+OPS = declare_row_loss(SIGNATURE, reference, check, forward_fake, of_target=True, of_weight=True)
+declare_with_grad(NAME, SIGNATURE.after_input, forward_fake)

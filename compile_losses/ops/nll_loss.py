@@ -19,8 +19,6 @@ Raises:
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,25 +28,20 @@ from compile_losses import library
 from compile_losses.distributed import mesh_of
 from compile_losses.eager import plain, records_gradient
 from compile_losses.ops import checks
-from compile_losses.ops.transforms import double_backward, needs_torch
+from compile_losses.ops.row_loss import Signature, declare_row_loss, declare_value
+from compile_losses.ops.transforms import needs_torch
 
 NAME = "nll_loss"
-OPTIONS = "int reduction, SymInt ignore_index"
+SIGNATURE = Signature(
+    NAME,
+    "Tensor target, Tensor? weight",
+    "int reduction, SymInt ignore_index",
+    saved=("total_weight",),
+)
 
 public = library.define(
     f"{NAME}(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
     "SymInt ignore_index=-100, *, ScalarType? dtype=None) -> Tensor"
-)
-#: Returns the loss, and total_weight [], what the mean divides by.
-forward = library.define(
-    f"{NAME}_forward(Tensor input, Tensor target, Tensor? weight, {OPTIONS}, ScalarType dtype) "
-    "-> (Tensor, Tensor)"
-)
-#: The loss alone, in input's dtype, for eager calls that record no gradient.
-value = library.define(f"{NAME}_value(Tensor input, Tensor target, {OPTIONS}) -> Tensor")
-backward = library.define(
-    f"{NAME}_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
-    f"Tensor total_weight, {OPTIONS}) -> Tensor"
 )
 
 
@@ -64,7 +57,9 @@ def reference(
     )
 
 
-def check(input: Tensor, target: Tensor, weight: Tensor | None, reduction: int) -> None:
+def check(
+    input: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> None:
     checks.check_reduction(NAME, reduction)
     checks.check_floating(NAME, input=input)
     checks.check_same_device(NAME, input, target=target, weight=weight)
@@ -91,13 +86,13 @@ def public_kernel(
         checks.check_reduction(NAME, reduction)
         if not records_gradient(input, target):
             return direct_value(input, target, reduction, ignore_index)
-        loss, _ = direct_forward.differentiable(
+        loss, _ = OPS.direct_forward.differentiable(
             input, target, None, reduction, ignore_index, input.dtype
         )
         return loss
     mesh = mesh_of(NAME, input=input, target=target, weight=weight)
     target = checks.class_indices(input, target)
-    check(input, target, weight, reduction)
+    check(input, target, weight, reduction, ignore_index)
     input = checks.widened(input, dtype)
     result = checks.loss_dtype(dtype, input)
     checks.check_weight_dtype(NAME, input, weight, result, dtype)
@@ -112,7 +107,7 @@ def public_kernel(
         # Torch's decomposition for compilers takes no uint8, and its gradient no other layout.
         classes, logs = target.to(torch.int64), input.to(wide).contiguous()
         return reference(logs, classes, weight, reduction, ignore_index).to(result)
-    loss, _ = direct_forward(input, target, weight, reduction, ignore_index, result)
+    loss, _ = OPS.direct_forward(input, target, weight, reduction, ignore_index, result)
     return loss
 
 
@@ -127,70 +122,20 @@ def forward_fake(
     ignore_index: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    check(input, target, weight, reduction)
+    check(input, target, weight, reduction, ignore_index)
     each = reduction == checks.REDUCTIONS["none"]
     loss = input.new_empty(target.shape if each else (), dtype=dtype)
     return loss, input.new_empty((), dtype=checks.accumulation_type(input.dtype))
 
 
-library.register_fake(forward, forward_fake)
-
-
-def value_fake(input: Tensor, target: Tensor, reduction: int, ignore_index: int) -> Tensor:
-    return forward_fake(input, target, None, reduction, ignore_index, input.dtype)[0]
-
-
-library.register_fake(value, value_fake)
-direct_value = library.register_not_differentiable(value)
-
-
-def backward_fake(
-    grad_output: Tensor,
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    total_weight: Tensor,
-    reduction: int,
-    ignore_index: int,
+def double_reference(
+    input: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> Tensor:
-    check(input, target, weight, reduction)
-    return torch.empty_like(input)
+    """Torch's gradient refuses other layouts of input, and is not differentiable for uint8."""
+    classes = target.to(torch.int64)
+    return reference(input.contiguous(), classes, weight, reduction, ignore_index)
 
 
-library.register_fake(backward, backward_fake)
-
-
-def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    input, target, weight, *ctx.options, _ = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(input, target, weight, output[1])
-
-
-def forward_vjp(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    gradient = direct_backward(grad_output, *ctx.saved_tensors, *ctx.options)
-    return (gradient, None, None, None, None, None)
-
-
-direct_forward = library.register_autograd(forward, forward_vjp, setup_forward)
-
-
-def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    grad_output, input, target, weight, _, *ctx.options = inputs
-    ctx.save_for_backward(grad_output, input, target, weight)
-
-
-def backward_vjp(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-    grad_output, input, target, weight = ctx.saved_tensors
-    dtype = grad_output.dtype
-    weight = None if weight is None else weight.to(dtype)
-    products = double_backward(
-        # Contiguous: torch's own gradient refuses other layouts.
-        lambda x: reference(x.to(dtype).contiguous(), target.to(torch.int64), weight, *ctx.options),
-        grad_output,
-        (input,),
-        (cotangent,),
-    )
-    return (*products, *(None for _ in range(3 + len(ctx.options))))
-
-
-direct_backward = library.register_autograd(backward, backward_vjp, setup_backward)
+#: The forward also returns total_weight [], what the mean divides by.
+OPS = declare_row_loss(SIGNATURE, double_reference, check, forward_fake)
+direct_value = declare_value(SIGNATURE, forward_fake)

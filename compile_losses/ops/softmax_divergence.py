@@ -33,8 +33,9 @@ from compile_losses.distributed import mesh_of
 from compile_losses.eager import plain
 from compile_losses.ops import checks
 from compile_losses.ops.elementwise import Parameter
+from compile_losses.ops.row_loss import Signature, declare_row_loss
 from compile_losses.ops.row_pair import statistics
-from compile_losses.ops.transforms import double_backward, needs_torch
+from compile_losses.ops.transforms import needs_torch
 from compile_losses.ops.with_grad import declare_with_grad
 from compile_losses.torch_internals.ops import schema_of
 
@@ -85,15 +86,10 @@ def declare(
     options = ", ".join(
         ["int reduction", *(p.declaration for p in parameters), "float temperature, int dim"]
     )
-    arguments = f"Tensor target, {options}, ScalarType dtype"
+    signature = Signature(name, "Tensor target", options)
     public = library.define(
         f"{name}(Tensor input, Tensor target, int reduction=3, *, {', '.join(public_options)}) "
         "-> Tensor"
-    )
-    forward = library.define(f"{name}_forward(Tensor input, {arguments}) -> (Tensor, Tensor)")
-    backward = library.define(
-        f"{name}_backward(Tensor grad_output, Tensor input, Tensor target, Tensor stats, "
-        f"{options}, bool needs_grad_input, bool needs_grad_target) -> (Tensor, Tensor)"
     )
     own_names = {p.name for p in parameters}
     own_defaults = [
@@ -133,7 +129,7 @@ def declare(
         loss: Tensor
         if dtype is None and input.dtype == target.dtype and plain(input, target):
             check_all(input, target, *options)
-            loss, _ = direct_forward.of_plain(input, target, *options, input.dtype)
+            loss, _ = ops.direct_forward.of_plain(input, target, *options, input.dtype)
             return loss
         mesh = mesh_of(name, input=input, target=target)
         check_all(input, target, *options)
@@ -144,7 +140,7 @@ def declare(
             return of_dtensors(mesh, input, target, options, dtype)
         if needs_torch(input, target):
             return reference(input.to(dtype), target.to(dtype), *options)
-        loss, _ = direct_forward(input, target, *options, dtype)
+        loss, _ = ops.direct_forward(input, target, *options, dtype)
         return loss
 
     def of_dtensors(
@@ -155,7 +151,7 @@ def declare(
         reduction, *rest = options
 
         def loss(input: Tensor, target: Tensor, reduction: int, dtype: torch.dtype) -> Tensor:
-            part: Tensor = forward(input, target, reduction, *rest, dtype)[0]
+            part: Tensor = ops.forward(input, target, reduction, *rest, dtype)[0]
             return part
 
         divisors = {"mean": input.numel(), "batchmean": input.size(0)}
@@ -182,52 +178,5 @@ def declare(
         each = reduction == checks.REDUCTIONS["none"]
         return input.new_empty(rows if each else (), dtype=dtype), statistics(input, target, rows)
 
-    library.register_fake(forward, forward_fake)
-
-    def backward_fake(
-        grad_output: Tensor, input: Tensor, target: Tensor, stats: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor]:
-        *options, needs_grad_input, needs_grad_target = rest
-        check_all(input, target, *options)
-        return (
-            torch.empty_like(input) if needs_grad_input else input.new_empty(0),
-            torch.empty_like(target) if needs_grad_target else target.new_empty(0),
-        )
-
-    library.register_fake(backward, backward_fake)
-
-    declare_with_grad(name, arguments, forward_fake)
-
-    def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        input, target, *ctx.options, _ = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(input, target, output[1])
-
-    def forward_vjp(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        input, target, stats = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:2]
-        grad_input, grad_target = direct_backward(
-            grad_output, input, target, stats, *ctx.options, *needs
-        )
-        gradients = (grad_input if needs[0] else None, grad_target if needs[1] else None)
-        return (*gradients, *(None for _ in ctx.options), None)
-
-    direct_forward = library.register_autograd(forward, forward_vjp, setup_forward)
-
-    def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        grad_output, input, target, _, *ctx.options, needs_input, needs_target = inputs
-        ctx.needs = (needs_input, needs_target)
-        ctx.save_for_backward(grad_output, input, target)
-
-    def backward_vjp(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        grad_output, input, target = ctx.saved_tensors
-        dtype = grad_output.dtype
-        products = double_backward(
-            lambda x, t: reference(x.to(dtype), t.to(dtype), *ctx.options),
-            grad_output,
-            (input, target),
-            [c if needed else None for c, needed in zip(cotangents, ctx.needs, strict=True)],
-        )
-        return (*products, None, *(None for _ in ctx.options), None, None)
-
-    direct_backward = library.register_autograd(backward, backward_vjp, setup_backward)
+    ops = declare_row_loss(signature, reference, check_all, forward_fake, of_target=True)
+    declare_with_grad(name, signature.after_input, forward_fake)
