@@ -103,6 +103,9 @@ def declare_row_loss(
     dtype_at = [argument.name for argument in schema_of(forward).arguments].index("dtype")
     #: The number of tensors, of input on.
     tensors = 1 + signature.tensors.count("Tensor")
+    #: Of the arguments of X_forward after input, and of those of X_backward.
+    no_gradients = (None,) * (len(schema_of(forward).arguments) - 1)
+    none_of_backward = (None,) * len(schema_of(backward).arguments)
     weight_backward: Op | None = None
     if of_weight:
         given = signature.of_backward().replace("Tensor? weight", "Tensor weight")
@@ -136,23 +139,24 @@ def declare_row_loss(
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*inputs[:tensors], *output[1:])
 
-    def forward_vjp(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def gradients_alone(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        gradient = direct_backward(grad_output, *ctx.saved_tensors, *ctx.options)
+        return (gradient, *no_gradients)
+
+    def gradients_of_both(ctx: Any, grad_output: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         arguments = (grad_output, *ctx.saved_tensors, *ctx.options)
-        needs_input, needs_target, needs_weight = (*ctx.needs_input_grad[:tensors], False)[:3]
-        grad_target, grad_weight = None, None
-        if not of_target:
-            grad_input = direct_backward(*arguments)
-        elif needs_input or needs_target:
-            both = direct_backward(*arguments, needs_input, needs_target)
-            grad_input, grad_target = (
-                each if needed else None
-                for each, needed in zip(both, (needs_input, needs_target), strict=True)
-            )
-        else:
-            grad_input = None
-        if weight_backward is not None and needs_weight:
+        needs_input, needs_target, *others = ctx.needs_input_grad
+        grad_input, grad_target, grad_weight = None, None, None
+        if needs_input or needs_target:
+            grad_input, grad_target = direct_backward(*arguments, needs_input, needs_target)
+        if weight_backward is not None and others[0]:
             grad_weight = weight_backward(*arguments)
-        return _padded(forward, [grad_input, grad_target, grad_weight][:tensors])
+        gradients = (
+            grad_input if needs_input else None,
+            grad_target if needs_target else None,
+            grad_weight,
+        )
+        return (*gradients, *no_gradients[2:])
 
     def products(ctx: Any, cotangents: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The products with respect to grad_output and the arguments that have a cotangent."""
@@ -179,16 +183,18 @@ def declare_row_loss(
         needed = [c if needs else None for c, needs in zip(cotangents, ctx.needs, strict=True)]
         if of_weight:
             needed.append(None)
-        return _padded(backward, products(ctx, needed))
+        found = products(ctx, needed)
+        return (*found, *none_of_backward[len(found) :])
 
     def setup_weight_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.options = inputs[1 + tensors + saves :]
         ctx.save_for_backward(*inputs[: 1 + tensors])
 
     def weight_backward_vjp(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        assert weight_backward is not None
-        return _padded(weight_backward, products(ctx, (None, None, cotangent)))
+        found = products(ctx, (None, None, cotangent))
+        return (*found, *none_of_backward[len(found) + 2 :])  # which has no flags
 
+    forward_vjp = gradients_of_both if of_target else gradients_alone
     direct_forward = library.register_autograd(forward, forward_vjp, setup_forward)
     direct_backward = library.register_autograd(backward, backward_vjp, setup_backward)
     if weight_backward is not None:
@@ -214,9 +220,3 @@ def declare_value(
 def _cast(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Logits, probabilities and weights in another dtype; class indices as they are."""
     return value.to(dtype) if value is not None and value.is_floating_point() else value
-
-
-def _padded(op: Op, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Gradients of the first arguments of an op, and None for the others."""
-    others = len(schema_of(op).arguments) - len(gradients)
-    return (*gradients, *(None for _ in range(others)))
