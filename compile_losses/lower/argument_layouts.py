@@ -1,4 +1,4 @@
-"""In which strides Inductor hands a call its arguments."""
+"""The strides in which Inductor passes arguments to a call."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ aten = torch.ops.aten
 def accept_layouts(node: Node) -> None:
     """Lets a call take its arguments in the layout that Inductor gives them.
 
-    Inductor brings the arguments of a custom op to the strides that they had in eager mode, by a
-    copy where it laid them out otherwise, as it pads the rows of matrix products. The kernels take
-    any strides, and gaps between rows leave the strides of their results as they are.
+    Inductor brings the arguments of a custom op to their strides in eager mode. If an argument is
+    laid out otherwise, as a matrix product with padded rows, that takes a copy. The kernels take
+    any strides, and gaps between rows do not change the strides of their results.
     """
     if EAGER_VALUES not in node.meta:
         return
@@ -40,7 +40,7 @@ def accept_layouts(node: Node) -> None:
 
 
 def _row_views(node: Node) -> list[Node]:
-    """A tensor, what it is a view of by rows, what that is one of, and so on."""
+    """A tensor, the tensor that it is a view of by rows, and so on to the first."""
     views = [node]
     while views[-1].target in ROW_VIEWS:
         views.append(views[-1].args[0])  # type: ignore[arg-type]
@@ -54,10 +54,10 @@ def _has_rows(node: Node) -> bool:
 
 
 def leave_unpadded(node: Node) -> None:
-    """Has Inductor lay out products with a bias, of which a call reads a slice, without gaps.
+    """Makes Inductor lay out a product with a bias without gaps, if a call reads a slice of it.
 
-    Where rows are padded, a GPU's library does not add the bias as it writes the product, but
-    copies it over all of the result first, which takes as long as the loss itself.
+    If rows are padded, a GPU's library does not add the bias as it writes the product. It first
+    copies the bias over all of the result, which takes as long as the loss itself.
     """
     for source in node.all_input_nodes:
         views = _row_views(source)

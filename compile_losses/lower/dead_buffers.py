@@ -1,4 +1,4 @@
-"""Which buffers a call may overwrite: what nobody reads, returns or saves after it."""
+"""Which buffers a call may overwrite: those that are not read, returned or saved after the call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from compile_losses.torch_internals.ops import tree_leaves
 
 aten = torch.ops.aten
 
-#: Views of a buffer in which no element occurs twice. A slice is what is left of a product
-#: whose rows Inductor has padded.
+#: Views of a buffer in which no element occurs twice. If Inductor pads the rows of a product, a
+#: slice removes the padding.
 ROW_VIEWS = (
     aten.view.default,
     aten.reshape.default,
@@ -32,7 +32,7 @@ ROW_VIEWS = (
 )
 _VIEWS = (*ROW_VIEWS, aten.permute.default, aten.transpose.int, aten.t.default)
 
-#: What is made of logits for metrics.
+#: Reductions of logits that metrics read.
 _REDUCTIONS = (
     aten.argmax.default,
     aten.argmin.default,
@@ -64,11 +64,13 @@ def overwritable(
             return "input is an input of the graph, too"
         if [storage_of(n) for n in placeholders].count(storage_of(producer)) > 1:
             return "two inputs of the graph share its memory"
-    # A product is an extern kernel's, and surely a buffer of its own. What Inductor generates it
-    # may hand over as a copy, which would be overwritten in vain.
+    # An extern kernel writes a product to a buffer of its own. The result of generated code may
+    # be handed over as a copy, and overwriting a copy saves nothing.
     elif producer.target not in MATMULS:
         return f"{producer.name} is not a matrix product"
-    if storage_of(input) != storage_of(producer):  # Inductor reshapes what has gaps by a copy
+    if storage_of(input) != storage_of(
+        producer
+    ):  # Inductor copies a tensor with gaps to reshape it
         return f"input is a copy of {producer.name}"
     if storage_of(producer) in map(storage_of, graph_outputs(producer.graph)):
         return "input is returned, or saved for the backward"
@@ -82,7 +84,7 @@ def overwritable(
 
 
 def readers_of_buffer(input: Node) -> list[Node]:
-    """What reads the buffer that ``input`` lies in, through whatever view."""
+    """The nodes that read the buffer that ``input`` lies in, through any view."""
     views = _with_views(_producer(input))
     return [user for view in views for user in view.users if user.target not in _VIEWS]
 
@@ -102,7 +104,7 @@ def _with_views(producer: Node) -> list[Node]:
 
 
 def can_go_before(node: Node) -> Callable[[Node], bool]:
-    """Whether a reader is before a call, or could be, with all that it is computed from."""
+    """Whether a reader is before a call, or could be moved there with all its sources."""
     later = depends_on(node)
     nodes = list(node.graph.nodes)
     order = {each: index for index, each in enumerate(nodes)}
@@ -118,8 +120,9 @@ def can_go_before(node: Node) -> Callable[[Node], bool]:
 def is_computed_where_it_stands(node: Node) -> bool:
     """Whether Inductor has read a call's arguments before it goes on to the next call.
 
-    Ops of elements it may compute where their result is read, and then with what was written to
-    their arguments in between. So it does with reductions of few numbers, which it unrolls.
+    Inductor may compute an op of elements at the place where the result is read, and a write to the
+    op's arguments before that place would change the result. The same holds for reductions of few
+    numbers, which Inductor unrolls.
     """
     if node.target in CASTS:
         return bool(node.users) and all(map(is_computed_where_it_stands, node.users))
@@ -133,7 +136,7 @@ def is_computed_where_it_stands(node: Node) -> bool:
 
 
 def _has_effects(node: Node) -> bool:
-    """Whether it matters what comes before a call, and what after it."""
+    """Whether the order of a call and other calls matters."""
     return node.target is not operator.getitem and not is_movable(node)
 
 
@@ -159,7 +162,7 @@ def gradient_overwritable(
 def donated_buffers() -> tuple[int, ...]:
     """The placeholders of the backward being compiled that AOTAutograd gives to it for good.
 
-    Which they are depends on whether the first backward retains its graph, and is in no key of
-    torch's caches: a pass that asks has them in its ``uuid``.
+    They depend on whether the first backward retains its graph, and no key of torch's caches holds
+    them. So a pass that calls this function has the result in its ``uuid``.
     """
     return donated_inputs()

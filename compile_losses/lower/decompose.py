@@ -1,7 +1,7 @@
 """Losses as plain ATen, where Inductor fuses them better than a kernel could.
 
-A custom op is opaque: what feeds it is written to memory first, and what reads its gradient reads
-that from memory. The decomposition replaces a loss and its gradient by the ops that torch itself
+A custom op is opaque: its arguments are written to memory before it, and its gradient is read from
+memory after it. The decomposition replaces a loss and its gradient by the ops that torch itself
 would have put into the graph, and Inductor fuses those with their neighbours.
 """
 
@@ -46,7 +46,7 @@ aten = torch.ops.aten
 
 
 def reference_of(name: str) -> Callable[..., Tensor] | None:
-    """A loss in torch's own ops, with the arguments of ``X_forward`` but for its dtype."""
+    """A loss in torch's own ops. It takes the arguments of ``X_forward`` without the dtype."""
     return getattr(getattr(compile_losses.ops, name, None), "reference", None)
 
 
@@ -65,7 +65,7 @@ class Decomposition:
     def apply(self) -> None:
         loss = self.loss
         spliced = []
-        # The backward first: what the forward saves for it then has no reader.
+        # The backward is first: then nothing reads the tensors that the forward saves for it.
         for call, replacement in zip(_calls(loss), self.replacements, strict=True):
             results, nodes = _splice(call.graph, call, replacement)
             spliced.append(nodes)
@@ -110,7 +110,7 @@ def decompose_backward(node: Node) -> bool:
 
 
 def _only_saved_for(loss: Loss) -> bool:
-    """Whether what a forward returns besides the loss goes to its backward alone."""
+    """Whether the backward alone reads the results of a forward besides the loss."""
     if len(schema_of(loss.forward.target).returns) == 1:
         return True
     readers = {*loss.backwards}
@@ -121,10 +121,10 @@ def _only_saved_for(loss: Loss) -> bool:
 
 
 def _trace(node: Node, reference: Callable[..., Tensor]) -> Graph | None:
-    """What a call does, in functional ATen; its placeholders stand for ``node.all_input_nodes``.
+    """A call in functional ATen. The graph's placeholders stand for ``node.all_input_nodes``.
 
-    Torch's own gradient formulas write in place (``grad.div_(n)``). Inductor takes a joint graph to
-    be free of writes: it would read such a buffer before or after one, as it pleases.
+    Torch's own gradient formulas write in place (``grad.div_(n)``). Inductor expects no writes in a
+    joint graph, and may move a read of a buffer past a write to it.
     """
     name, part = fused_call(node) or ("", "")
     named = named_arguments(node)
@@ -140,7 +140,7 @@ def _trace(node: Node, reference: Callable[..., Tensor]) -> Graph | None:
         return _backward(reference, bound, options, of_elements=is_elementwise(name))
 
     with tensors[0].fake_mode:  # type: ignore[attr-defined]
-        # In both traces: what is left whole, functionalize decomposes in its own way.
+        # Both traces have the table: functionalize has other decompositions for ops that are left.
         table = select_decomp_table()
         traced = make_fx(function, decomposition_table=table)(*values)
         functional = functionalize(traced, remove="mutations")
@@ -152,8 +152,8 @@ def _trace(node: Node, reference: Callable[..., Tensor]) -> Graph | None:
 
 
 def _drop_idle_views(graph: Graph) -> None:
-    """Removes views of the same shape. Behind them the compiler would not see that forward and
-    backward compute the same, and would do it twice."""
+    """Removes views of the same shape. Through such views the compiler does not see that forward
+    and backward compute the same, and computes it twice."""
     for node in list(graph.nodes):
         if node.target in (aten.alias.default, aten.detach.default, aten.expand.default):
             source = node.args[0]
@@ -173,11 +173,12 @@ def _forward(reference: Callable[..., Tensor], named: dict[str, Any], options: l
 
 
 def _scales_once(device: torch.device) -> bool:
-    """Whether a mean's gradient is the sum's for a wider ``grad_output``, divided by the count.
+    """Whether the gradient of a mean is computed as the sum's, for ``grad_output`` / count in a
+    wider dtype.
 
-    Torch's formulas scale each element, which in a CPU's loop over 16-bit numbers takes up to 1.14
-    times as long. A GPU's loop waits for memory, and how many ops it has decides whether Inductor
-    writes the gradient over the predictions: with torch's formulas it does so where it would
+    Torch's formulas scale each element. In a CPU's loop over 16-bit numbers that takes up to 1.14
+    times as long. A GPU's loop waits for memory. There the number of ops decides whether Inductor
+    writes the gradient over the predictions, and torch's formulas make the same decision as
     without this package.
     """
     return device.type == "cpu"
@@ -193,7 +194,7 @@ def _backward(
     grad_output = named["grad_output"]
     needs = {k.removeprefix("needs_grad_"): v for k, v in named.items() if k.startswith("needs_")}
     given = {k: v for k, v in needs.items() if named[k] is not None} or {"input": True}
-    # The elementwise losses give their gradients before the sum over what was broadcast, unrounded.
+    # Elementwise losses return gradients of the broadcast shape, in the wide dtype.
     shape = torch.broadcast_shapes(*(named[k].shape for k in given if k != "weight"))
     floating = [named[k] for k in ("input", "target") if named[k].is_floating_point()]
     wide = accumulation_type(promoted_dtype(grad_output, *floating))
@@ -227,10 +228,10 @@ def _backward(
 
 
 def _splice(graph: Graph, node: Node, replacement: Graph) -> tuple[list[Node], list[Node]]:
-    """Puts a traced call in the place of the call.
+    """Replaces a call by its traced ops.
 
     Returns:
-        Its results that are read, and all of its nodes.
+        The results that are read, and all nodes of the replacement.
     """
     placeholders = replacement.find_nodes(op="placeholder")
     copies = dict(zip(placeholders, node.all_input_nodes, strict=True))
@@ -263,8 +264,9 @@ def _splice(graph: Graph, node: Node, replacement: Graph) -> tuple[list[Node], l
 def _hold_layout(gradient: Node) -> None:
     """Has Inductor write the gradient of a transposed product once, in the strides of eager mode.
 
-    It holds to those what two matrix products read through one view, but writes the gradient row by
-    row before it copies it. Not where rows are no multiple of 16 bytes, which it may pad.
+    If two matrix products read a gradient through one view, Inductor writes the gradient row by
+    row and then copies it into these strides. If rows are no multiple of 16 bytes, Inductor may pad
+    them, and nothing is changed.
     """
     value: Tensor = gradient.meta["val"]
     strides = value.stride()

@@ -12,11 +12,12 @@ which costs nothing when grad_output is 1::
 Where grad_output is the tangent of the whole times factors that the forward knows,
 ``known_factors`` puts the factors into X_with_grad, and the scaling is by the tangent alone.
 
-A backward that overwrites buffers anyway is given the unit gradient to scale in place. Any other
-must go on running as often as its graph is retained: it scales a copy then, see ``scale_saved``.
+If the backward overwrites buffers anyway, it is given the unit gradient to scale in place. Any
+other backward must be able to run again if its graph is retained: then it scales a copy, see
+``scale_saved``.
 
-With a grad_output that is no power of two a bfloat16 gradient is then rounded twice, which stays
-within the accuracy rule of the tests; float16 is left alone, see ``refusal``.
+If grad_output is no power of two, a bfloat16 gradient is rounded twice, which stays within the
+accuracy rule of the tests. Gradients in float16 do not move, see ``refusal``.
 """
 
 from __future__ import annotations
@@ -89,16 +90,16 @@ def refusal(loss: Loss, overwrites: bool) -> str | None:
 
 
 def overwrites_buffers(graph: Graph) -> bool:
-    """Whether a joint graph's backward is given intermediates to overwrite even without us.
+    """Whether stock torch.compile donates a buffer to the backward of a joint graph.
 
-    AOTAutograd gives it those that only it still needs ("donated buffers"), and such a backward
-    refuses retain_graph. The unit gradient is then one more of them; it must not be the only one,
-    or a graph of the loss alone would refuse what stock torch.compile allows.
+    AOTAutograd donates a saved tensor if nothing but the backward needs it, and a backward with a
+    donated buffer refuses retain_graph. The unit gradient may be one more donated buffer. It must
+    not be the first, or a backward would refuse retain_graph which stock torch.compile allows.
     """
     backward = depends_on_tangents(graph) - {*graph.find_nodes(op="output")}
     kept = {storage_of(n) for n in [*graph.find_nodes(op="placeholder"), *graph_outputs(graph)]}
     ops = get_default_op_list()
-    # What the backward reads of the forward, and what that is cheaply computed from again.
+    # Nodes of the forward that the backward reads, and the sources of those that are recomputed.
     needed = [n for node in backward for n in tensors_read(node) if n not in backward]
     seen = set(needed)
     while needed:
@@ -115,8 +116,8 @@ def overwrites_buffers(graph: Graph) -> bool:
 
 
 def tensors_read(node: Node) -> list[Node]:
-    """The arguments that a node computes with: torch's gradient of kl_div with respect to
-    log-probabilities is made of the target alone."""
+    """The arguments that torch's ops for a node read: torch computes the gradient of kl_div with
+    respect to log-probabilities from the target alone."""
     if fused_call(node) == ("kl_div", "backward"):
         named = named_arguments(node)
         if named["log_input"] and not named["needs_grad_target"]:
@@ -152,7 +153,7 @@ def move_into_forward(loss: Loss, backward_nodes: set[Node], *, owned: bool) -> 
     assert value is not None
     graph = loss.forward.graph
     with_grad = fused_op(loss.name, "with_grad")
-    # The whole of what scales the gradient in the backward, or what is left of it.
+    # What scales the gradient in the backward: all of grad_output, or its factor that is not known.
     scaling: Any = backward.args[0]
     factor = factor_of(scaling, backward_nodes)
     if factor is not None and not move_before(factor.nodes, loss.forward):
@@ -175,14 +176,14 @@ def move_into_forward(loss: Loss, backward_nodes: set[Node], *, owned: bool) -> 
         first.meta = dict(value.meta)
         unit = graph.call_function(operator.getitem, (both, 1))
         unit.meta = {**value.meta, "val": unit_value}
-    # Where the gradient was computed, and so after its grad_output.
+    # At the place of the backward op, and so after grad_output.
     with graph.inserting_before(backward):
         scaled = graph.call_function(fused.scale.default, (unit, scaling))
         scaled.meta = {**backward.meta, "val": gradient.meta["val"]}
         if not owned:
-            # AOTAutograd donates no tensor that shares memory with what the backward returns.
+            # AOTAutograd donates no tensor that shares memory with a result of the backward.
             scaled.meta |= {SAVED: True, "val": _view(unit_value)}
-        # What Inductor holds the arguments' strides to; with_grad has those of forward.
+        # The strides that Inductor gives the arguments; with_grad has those of X_forward.
         scaled.meta[EAGER_VALUES] = ((unit.meta["val"], scaling.meta["val"]), {})
     value.replace_all_uses_with(first)
     gradient.replace_all_uses_with(scaled)
@@ -194,7 +195,7 @@ def move_into_forward(loss: Loss, backward_nodes: set[Node], *, owned: bool) -> 
 
 
 def _retrace_views(node: Node) -> None:
-    """Has the views of a value share its memory in what tracing recorded, too."""
+    """Makes the recorded values of a node's views share the memory of the node's value."""
     for user in node.users:
         if is_view(user):
             args, kwargs = map_arg((user.args, user.kwargs), lambda n: n.meta["val"])

@@ -1,7 +1,7 @@
 """A loss of a linear layer's output gets its logits back, as torch computes it.
 
-That is for losses that recognition took through their layer and that are better off with the
-logits: an unreduced loss whose gradients no forward can compute.
+That is for a loss which recognition took with its layer and which is faster with its logits: an
+unreduced loss whose gradients no forward can compute.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def call(op: Any, args: tuple[Any, ...], like: Node, value: Any = None) -> Node:
 
 
 def put(backward: Node, gradients: dict[Any, Node]) -> None:
-    """Puts gradients in the place of those of a backward."""
+    """Replaces the gradients of a backward."""
     for item in list(backward.users):
         item.replace_all_uses_with(gradients[item.args[1]])
         backward.graph.erase_node(item)
@@ -50,7 +50,7 @@ def put(backward: Node, gradients: dict[Any, Node]) -> None:
 
 
 def put_values(node: Node, values: Sequence[Node | None]) -> None:
-    """Puts values in the place of what a call computes of each row, one or several.
+    """Replaces the one or several results of a call by values.
 
     Args:
         values: None where nobody reads it.

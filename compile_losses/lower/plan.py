@@ -58,7 +58,7 @@ from compile_losses.torch_internals.inductor import OpTypes, get_default_op_list
 
 aten = torch.ops.aten
 
-#: A kernel may cost this much more by the estimate, which is not so exact.
+#: A kernel may cost this many times as much as torch's ops: the estimates are not more exact.
 _MARGIN = 1.05
 
 
@@ -119,7 +119,8 @@ def _plan(loss: Loss, ops: OpTypes, overwrites: bool) -> LossPlan:
 
 
 def _apply(plans: Sequence[LossPlan], graph: Graph, ops: OpTypes) -> list[Decision]:
-    """Changes a graph as planned: decompositions first, so that gradients move past torch's ops."""
+    """Changes a graph as planned: first the decompositions, so that a gradient that moves passes
+    torch's ops and no op of ours."""
     for each in plans:
         if each.decomposition is not None:
             each.decomposition.apply()
@@ -140,9 +141,9 @@ def _apply(plans: Sequence[LossPlan], graph: Graph, ops: OpTypes) -> list[Decisi
 
 
 def _decompose_unpaired_backwards(graph: Graph, ops: OpTypes) -> None:
-    """Writes out gradients whose loss is not in the graph, if Inductor would fuse what feeds them.
+    """Decomposes gradients whose loss is not in the graph, if Inductor would fuse their arguments.
 
-    Those of elementwise losses all are, once the backward is a graph of its own (see ``in_place``).
+    ``in_place`` decomposes all gradients of elementwise losses in the backward's own graph.
     """
     losses = find_losses(graph)
     paired = {backward for loss in losses for backward in loss.backwards}
@@ -156,8 +157,8 @@ def _decompose_unpaired_backwards(graph: Graph, ops: OpTypes) -> None:
 
 
 def _decompose_short_backwards(graph: Graph) -> None:
-    """Writes out gradients that torch makes of fewer tensors than the op is given, which the
-    forward would have to save for it."""
+    """Decomposes gradients that torch computes from fewer tensors than the op takes. For the op
+    the forward would have to save the others, too."""
     for node in list(graph.nodes):
         name, part = fused_call(node) or ("", "")
         is_gradient = part == "backward" and has_part(name, "with_grad_")
@@ -193,7 +194,7 @@ def _choose(loss: Loss, ops: OpTypes, *, in_forward: bool) -> Decision:
 
 
 def feeds_of(loss: Loss, ops: OpTypes) -> list[Feed]:
-    """Of the arguments laid out like input; class indices and weights of classes don't count."""
+    """The feeds of the arguments of input's rank: no class indices, and no weights of classes."""
     named = loss.arguments
     names = ("input", "target", "weight", "pos_weight")
     tensors = [named[name] for name in names if isinstance(named.get(name), Node)]
@@ -203,7 +204,7 @@ def feeds_of(loss: Loss, ops: OpTypes) -> list[Feed]:
 
 
 def costs(loss: Loss, feeds: Sequence[Feed], in_forward: bool) -> tuple[Cost, Cost]:
-    """As a kernel, and in torch's own ops."""
+    """The costs of a loss as a kernel, and in torch's own ops."""
     gradients = [
         Gradient(nbytes_of(node.meta["val"]), is_fused_into_readers(node))
         for node in loss.gradients()
@@ -213,7 +214,7 @@ def costs(loss: Loss, feeds: Sequence[Feed], in_forward: bool) -> tuple[Cost, Co
     if value is not None and loss.arguments["reduction"] == REDUCTIONS["none"]:
         # The loss is written and read back, and so is its grad_output.
         between = nbytes_of(value.meta["val"]) * (4 if gradients else 2)
-    # Where not even torch's ops could write the gradient over the input, no kernel can.
+    # If torch's ops can't write the gradient over the input, no kernel can.
     decomposed_in_place = _dies(loss, lambda reader: True)
     in_place = (
         decomposed_in_place
@@ -234,11 +235,11 @@ def costs(loss: Loss, feeds: Sequence[Feed], in_forward: bool) -> tuple[Cost, Co
 
 
 def _dies(loss: Loss, may_come_first: Callable[[Node], bool]) -> bool:
-    """Whether the gradient may lie over the input: all else that reads it belongs to the forward,
-    and the backward needs nothing that is computed from that.
+    """Whether the gradient may be written over the input. All other readers of the input must
+    belong to the forward, and the backward must need nothing that is computed from such a reader.
 
     Args:
-        may_come_first: of such a reader, whether the gradient can wait for it.
+        may_come_first: says of a reader whether the gradient can wait for it.
     """
     readers = {loss.forward, *loss.backwards}
     backward = depends_on_tangents(loss.forward.graph)
@@ -262,6 +263,7 @@ def _is_summed(node: Node) -> bool:
 
 
 def _forward_passes(loss: Loss) -> int:
-    """How often torch's ops read the input: a softmax on the CPU, for its maximum and its sum."""
+    """How often torch's ops read the input. On a CPU a softmax reads it twice: for the maximum and
+    for the sum."""
     device: torch.device = loss.input.meta["val"].device
     return 2 if not loss.is_elementwise and device.type == "cpu" else 1

@@ -1,7 +1,7 @@
 """Gradients of a linear layer's losses by row, which a forward can compute with them.
 
-A joint graph has an unreduced loss and its gradients as two calls, of which the second computes all
-logits again::
+A joint graph has an unreduced loss and its gradients as two calls. The second computes all logits
+again::
 
     losses = linear_cross_entropy_forward(...)
     of_input, of_weight, of_bias = linear_cross_entropy_backward(g, ...)
@@ -9,12 +9,13 @@ logits again::
 Often ``g`` is the tangent of the whole times a function of each row's own loss and of what the
 forward knows: a mask over its sum, the advantages and the clipped ratios of PPO and GRPO. Then the
 forward can make the gradients for a tangent of 1, a chunk of rows at a time, and the backward
-scales them. Where only input needs a gradient ``g`` may be anything: each row's gradient for a
-gradient of 1 is made in the forward, and the backward multiplies it by ``g``.
+scales them. If only input needs a gradient, ``g`` may be anything: the forward computes the
+gradient of each row for a gradient of 1, and the backward multiplies it by ``g``.
 
-A forward that returns several statistics of each row has as many ``g``, each a function of all.
+If a forward returns several statistics of each row, each has its own ``g``, a function of all of
+them.
 
-Nothing is tried: each op between the losses and ``g`` is known to work element by element.
+No values are tried: each op between the losses and ``g`` is known to work element by element.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from compile_losses.torch_internals.graphs import EAGER_VALUES
 
 aten = torch.ops.aten
 
-#: The same numbers in the same order, where there are as many: of a dimension of one, all.
+#: If the result has as many numbers, it has the same numbers in the same order.
 _SAME = (*IN_ORDER, aten.detach.default, aten.select.int, aten.slice.Tensor)
-#: The second argument in the place of others: all of it, where there are as many.
+#: If the result has as many numbers as the second argument, it is the second argument.
 _SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 
 
 @dataclass(frozen=True)
 class RowGradients:
-    """``g`` as the forward can compute it, for a tangent of 1; made before the loss.
+    """``g`` as the forward can compute it, for a tangent of 1.
 
     Attributes:
         tangent: what the gradients are to be multiplied by.
@@ -69,9 +70,9 @@ def values_of(losses: Node) -> list[Tensor]:
 def row_gradients(
     losses: Node, grad_outputs: Sequence[Node | None], backward: set[Node]
 ) -> RowGradients | str:
-    """What the forward needs for the gradients of all rows, or why it can't have it.
+    """The function by which the forward computes the gradients of all rows, or why there is none.
 
-    Nothing is changed in the graph but that known nodes are moved and added before ``losses``.
+    The graph changes only in that known nodes are moved, and added, before ``losses``.
 
     Args:
         losses: the call that holds the loss of each row, or several statistics of it.
@@ -113,7 +114,7 @@ class _Writer:
         self.losses, self.tangent = losses, tangent
         self.graph: Graph = losses.graph
         self.values = values_of(losses)
-        # The first may be of a class that nobody asked for.
+        # The first statistic is empty if no class is picked.
         self.rows = self.values[-1].shape[0]
         self.steps: list[Node] = []
         self.numbers = {losses: 0}
@@ -124,7 +125,7 @@ class _Writer:
         self.known: list[tuple[Node, tuple[Any, ...]]] = []
 
     def take(self, node: Node, late: set[Node]) -> str | None:
-        """Adds a node to the function, or to what it knows; or says why it can't be."""
+        """Adds a node to the function or to its known tensors, or says why neither can be done."""
         across = f"its gradients may depend on the losses of other rows: {node.name}"
         of_losses = [source for source in node.all_input_nodes if source in self.same]
         if not of_losses:
@@ -158,7 +159,7 @@ class _Writer:
         return None
 
     def result(self, grad_outputs: Sequence[Node | None]) -> RowGradients | str:
-        """Emits what is known, and writes the function."""
+        """Emits the known tensors, and writes the function."""
         for gradient in grad_outputs:
             if gradient is not None and gradient not in self.same:
                 self.known.append((gradient, tuple(gradient.meta["val"].shape)))
@@ -196,7 +197,7 @@ class _Writer:
         return RowGradients(self.tangent, text, tensors)
 
     def _move_sources(self) -> bool:
-        """Moves what the forward knows to before the losses; False where that can't be done."""
+        """Moves the known nodes before the losses; False if that can't be done."""
         own = {self.tangent, self.losses, *self.early, *self.same}
         read = [source for node in self.early for source in node.all_input_nodes]
         read += [source for source, _ in self.known]

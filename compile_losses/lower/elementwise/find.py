@@ -1,7 +1,7 @@
 """The part of a backward that is linear in a tangent of one number, element by element.
 
-Linear is proven op by op, never tried: each op of the part is one that is linear in the arguments
-which depend on the tangent, and its other arguments don't depend on any.
+Linearity is known op by op and never tested on numbers: each op of the part is linear in its
+arguments that depend on the tangent, and its other arguments depend on no tangent.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _SUMS = (aten.add.Tensor, aten.sub.Tensor)
 
 @dataclass(frozen=True)
 class Part:
-    """What a backward computes of one tangent.
+    """The nodes that a backward computes from one tangent.
 
     Attributes:
         tangent: a placeholder of one number.
-        nodes: all that is linear in it element by element, in the graph's order; not the tangent.
+        nodes: those that are linear in it element by element, in the graph's order.
         gradients: those of ``nodes`` of more than one number, not views, that other nodes read.
     """
 
@@ -63,20 +63,20 @@ class Part:
 
     @property
     def operands(self) -> list[Node]:
-        """What the nodes read of the forward."""
+        """The nodes of the forward that the nodes read."""
         own = {self.tangent, *self.nodes}
         read = (source for node in self.nodes for source in node.all_input_nodes)
         return list(dict.fromkeys(source for source in read if source not in own))
 
     def of(self, gradients: Iterable[Node]) -> Part:
-        """What these gradients are computed by."""
+        """The part that computes these gradients."""
         chosen = tuple(gradients)
         cone = cone_of(chosen)
         return Part(self.tangent, tuple(node for node in self.nodes if node in cone), chosen)
 
 
 def scalar_tangents(graph: Graph) -> list[Node]:
-    """The tangents of one number: without any there is nothing to be found in a graph."""
+    """The tangents of one number. Without one a graph has no part."""
     placeholders = graph.find_nodes(op="placeholder")
     return [n for n in placeholders if is_tangent(n) and is_one_number(n)]
 
@@ -90,13 +90,13 @@ def find_parts(graph: Graph) -> list[Part]:
 
 
 def forward_outputs(graph: Graph) -> list[Node]:
-    """What the forward returns."""
+    """The nodes that the forward returns."""
     backward = depends_on_tangents(graph)
     return [node for node in graph_outputs(graph) if node not in backward]
 
 
 def linear_part(tangent: Node, backward: set[Node], *, padded: bool = False) -> list[Node]:
-    """What is linear in a tangent element by element, in the graph's order; not the tangent.
+    """The nodes that are linear in a tangent element by element, in the graph's order.
 
     Args:
         padded: whether zeros may be put around elements, as the gradient of a slice is made.

@@ -42,7 +42,7 @@ fused = torch.ops.fused
 
 
 def move_gradients(graph: Graph) -> list[Decision]:
-    """Moves every gradient of an elementwise loss that may be; says of each loss whether."""
+    """Moves each gradient of an elementwise loss that may move; says of each loss whether."""
     decisions = []
     overwrites: bool | None = None
     for part in find_parts(graph):
@@ -61,7 +61,7 @@ def move_gradients(graph: Graph) -> list[Decision]:
 
 
 def _decide(part: Part, gradients: Sequence[Node], loss: Node, overwrites: bool) -> Decision | None:
-    """Moves gradients of a part, or says why not; None where that is nobody's concern."""
+    """Moves gradients of a part, or says why not; None if the part has no loss of elements."""
     moved = part.of(gradients)
     values: list[Tensor] = [gradient.meta["val"] for gradient in gradients]
     sums = find_sums(loss, values, cone_of(moved.operands))
@@ -87,9 +87,9 @@ def _trace(nodes: Iterable[Node]) -> str:
 
 
 def _loss_of(part: Part) -> Node | None:
-    """The number that the forward returns and computes from what the part's operands come from; of
-    several that which has most operands of the part in common, and then the first without a
-    gradient in the forward."""
+    """The number that the forward returns and that shares sources with the part's operands. Of
+    several numbers it is the one with most of the operands among its sources, and then the first
+    without a gradient in the forward."""
     tangent: Tensor = part.tangent.meta["val"]
     operands = set(part.operands)
     inputs = {node for node in cone_of(operands) if node.op == "placeholder"}
@@ -134,7 +134,7 @@ def _move(part: Part, loss: Node, *, owned: bool) -> None:
 
 
 def _copy_in_the_forward(part: Part, context: dict[str, Any]) -> dict[Node, Node]:
-    """Copies a part for a tangent of 1; where each of its nodes now is computed."""
+    """Copies a part for a tangent of 1; the copy of each node."""
     graph = part.tangent.graph
     value: Tensor = part.tangent.meta["val"]
     options: dict[str, Any] = {
@@ -160,7 +160,7 @@ def _erase_unused(nodes: Sequence[Node]) -> None:
 
 
 def drop_markers(graph: Graph) -> None:
-    """Puts in the place of markers what they return copies of, in a graph of a forward alone."""
+    """Replaces each marker by its arguments, in a graph of a forward alone."""
     for node in graph.find_nodes(op="call_function", target=fused.keep_gradient.default):
         for item in list(node.users):
             item.replace_all_uses_with(node.args[item.args[1]])

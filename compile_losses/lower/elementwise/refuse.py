@@ -32,8 +32,8 @@ aten = torch.ops.aten
 
 
 def pays(gradient: Node) -> bool:
-    """Whether a gradient is large enough, and on a device on which Inductor adds up and writes it
-    in one loop and for which there is a kernel that scales it."""
+    """Whether a gradient is large, Inductor adds up the loss and writes the gradient in one loop on
+    this device, and the device has a kernel that scales the gradient."""
     value: Tensor = gradient.meta["val"]
     constants = constants_of(value.device)
     if not constants.moves_gradients or nbytes_of(value) < constants.least_gradient_bytes:
@@ -93,7 +93,7 @@ def refusal_to_share(moved: Part, whole: Part) -> str | None:
 
 
 def _is_written(graph: Graph, cone: set[Node]) -> bool:
-    """Whether a graph writes to what a value is computed from, be it at its end."""
+    """Whether a graph writes to a source of a value, be it at the end of the graph."""
     storages = {storage_of(node) for node in cone}
     return any(
         storage_of(source) in storages
@@ -104,8 +104,8 @@ def _is_written(graph: Graph, cone: set[Node]) -> bool:
 
 
 def _reduction_before(part: Part) -> Node | None:
-    """What else than a function of elements Inductor would compute together with a part's operands:
-    operands are then read for that before, or lie where they are read last."""
+    """An op that is no function of elements and that Inductor computes together with a part's
+    operands. For such an op the operands are read before, or are in the cache."""
     ops = get_default_op_list()
     seen = set(part.operands)
     work = list(part.operands)
@@ -136,8 +136,8 @@ _SIMPLE = (
     aten.gather.default,
 )
 
-#: What a gradient is written to memory for. Not all that Inductor has no code for, lest something
-#: is taken for such an op that it does generate.
+#: Ops whose arguments are written to memory. The list is short on purpose: Inductor may generate
+#: code for any other op.
 _EXTERN = (*MATMULS, aten.convolution_backward.default)
 
 

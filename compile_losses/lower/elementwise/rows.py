@@ -1,10 +1,10 @@
 """Sums over large tensors, as sums over rows first.
 
-Inductor cuts the sum of all elements into partial sums of its own, in a loop of its own. A sum over
-rows is one loop with what else is computed of the same elements, and leaves a number for each row;
-a second sum, as it was, adds these up.
+Inductor cuts the sum of all elements into partial sums, in a loop of its own. It fuses a sum over
+rows with other functions of the same elements. That sum leaves a number for each row, and a second
+sum adds these numbers up.
 
-Which elements make a row is not free. On a GPU Inductor compares the loops of two kernels before it
+Not every choice of rows is fused. On a GPU Inductor compares the loops of two kernels before it
 merges any of their dimensions, so it fuses the sum with the gradient only if its loops are the
 gradient's own dimensions, the innermost of them for the sum: a tensor of 8192x8192 that is summed
 up in rows of 1024 takes two kernels, and one in rows of 8192 takes one (an H100, torch 2.11). For
