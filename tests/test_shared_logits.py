@@ -152,6 +152,35 @@ def entropies_of_transposed_rows(h, w, labels, mask, advantages, old):
     return loss + (entropy * mask.t()[2:]).mean()
 
 
+def loss_of_some_rows(h, w, labels, mask, advantages, old):
+    """Predictions are of all rows, and the last has no label."""
+    logits = logits_of(h, w)
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return loss, logits.argmax(-1)
+
+
+def smoothed_loss_of_some_rows(h, w, labels, mask, advantages, old):
+    """Of every second row of one sample, beside a gradient of all rows."""
+    logits = logits_of(h, w)
+    loss = F.cross_entropy(logits[1, ::2], labels[1, ::2], label_smoothing=0.2)
+    return loss - 0.1 * (entropy_of(logits) * mask).mean()
+
+
+def weighted_loss_of_transposed_rows(h, w, labels, mask, advantages, old):
+    logits = logits_of(h, w)
+    weight = torch.linspace(0.5, 2, CLASSES, dtype=h.dtype)
+    some = logits.transpose(0, 1)[2:]
+    loss = F.cross_entropy(some.flatten(0, 1), labels.t()[2:].flatten(), weight)
+    return loss + 1e-2 * torch.logsumexp(logits, -1).square().mean()
+
+
+def likelihoods_of_some_rows(h, w, labels, mask, advantages, old):
+    """An answer behind a prompt, and the entropy of both."""
+    logits = logits_of(h, w)
+    answers = picked(logits[:, 2:], labels[:, 2:].clamp(min=0))
+    return clipped(answers, mask[:, 2:], advantages, old[:, 2:]), entropy_of(logits).detach()
+
+
 def entropy_alone(h, w, labels, mask, advantages, old):
     return (entropy_of(5 * torch.tanh(logits_of(h, w) / 5)) * mask).mean()
 
@@ -169,6 +198,7 @@ BY_ROW = {
         grpo_with_logged_entropy, grpo_in_loops, ppo_with_entropy, token_accuracy, with_z_loss,
         with_shared_logsumexp, smoothed_by_hand, categorical, weighted_classes,
         two_cross_entropies, metrics_of_some_rows, entropies_of_transposed_rows, entropy_alone,
+        loss_of_some_rows, smoothed_loss_of_some_rows, weighted_loss_of_transposed_rows,
     )
 }  # fmt: skip
 
@@ -252,11 +282,12 @@ def of_other_rows(h, w, labels, mask, advantages, old):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + spread
 
 
+@pytest.mark.parametrize("function", [of_other_rows, likelihoods_of_some_rows])
 @pytest.mark.parametrize(("options", "plan"), [({}, LOGITS), ({"prefer_memory": True}, AGAIN)])
-def test_gradients_of_other_rows(options, plan):
+def test_gradients_of_other_rows(options, plan, function):
     inputs = problem()
-    check(of_other_rows, inputs, **options)
-    (site,) = sites_of(of_other_rows, inputs, **options)
+    check(function, inputs, **options)
+    (site,) = sites_of(function, inputs, **options)
     assert site.plan[0] == plan
 
 
@@ -337,10 +368,11 @@ def probabilities_are_used(h, w, labels, mask, advantages, old):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), F.softmax(logits, -1)
 
 
-def other_rows(h, w, labels, mask, advantages, old):
+def classes_of_two_sets_of_rows(h, w, labels, mask, advantages, old):
+    """As ORPO has it: likelihoods of all answers, and a loss of the first alone."""
     logits = logits_of(h, w)
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    return loss, logits.argmax(-1)
+    answers = F.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten())
+    return F.cross_entropy(logits[0], labels[0]) + 0.1 * answers
 
 
 def another_temperature(h, w, labels, mask, advantages, old):
@@ -446,10 +478,10 @@ def learned_temperature_of_one(h, w, labels, mask, advantages, old):
 
 
 NEAR_MISSES = (
-    probabilities_are_used, other_rows, another_temperature, other_classes, other_ignored_classes,
-    gradient_of_the_maximum, over_the_rows, half_detached, half_without_gradients, shifted,
-    of_sigmoids, picked_by_themselves, written_between, in_place, used_before,
-    learned_temperature_of_one, picked_of_bounded,
+    probabilities_are_used, classes_of_two_sets_of_rows, another_temperature, other_classes,
+    other_ignored_classes, gradient_of_the_maximum, over_the_rows, half_detached,
+    half_without_gradients, shifted, of_sigmoids, picked_by_themselves, written_between, in_place,
+    used_before, learned_temperature_of_one, picked_of_bounded,
 )  # fmt: skip
 
 

@@ -356,6 +356,8 @@ class Readings:
     ) -> None:
         self.call, self.statistics, self.target = call, statistics, target
         self.linear_weight, self.ignore_index, self.weight = linear_weight, ignore_index, weight
+        self.base_shape: list[Any] = []
+        self.moves: Sequence[Move] = ()
 
     def of(
         self,
@@ -372,18 +374,24 @@ class Readings:
             base_shape: of the rows that were computed.
             moves: the ops that make the reader's rows of these, with a last dimension of one.
         """
-        result = self._sum_of(reading.terms)
+        self.base_shape, self.moves = base_shape, moves
+        result = self._moved(self._sum_of(reading.terms))
         if reading.call is not None:
             result = self._cross_entropy(reading.call, result)
         if reading.divergence is not None:
             result = self._reduced(reading, result)
         result = self.call(aten.to.dtype, result, dtype)
-        if moves:
-            result = self.call(aten.reshape.default, result, [*base_shape, 1])
-            for op, arguments in moves:
-                result = self.call(op, result, *arguments)
-            result = self.call(aten.contiguous.default, result)
         return self.call(aten.reshape.default, result, shape)
+
+    def _moved(self, values: Any) -> Any:
+        """The values of the reader's rows, of values of all rows."""
+        if not self.moves:
+            return values
+        values = self.call(aten.reshape.default, values, [*self.base_shape, 1])
+        for op, arguments in self.moves:
+            values = self.call(op, values, *arguments)
+        values = self.call(aten.contiguous.default, values)
+        return self.call(aten.reshape.default, values, [-1])
 
     def _statistic(self, place: int) -> Any:
         return self.call(operator.getitem, self.statistics, place)
@@ -420,10 +428,11 @@ class Readings:
     def _cross_entropy(self, given: dict[str, Any], losses: Any) -> Any:
         """Cross entropy from the negative log-likelihood of each row, as torch defines it."""
         call, dtype = self.call, example(losses).dtype
-        kept = call(aten.ne.Scalar, self.target, self.ignore_index)
+        target = self._moved(self.target)
+        kept = call(aten.ne.Scalar, target, self.ignore_index)
         count = None
         if self.weight is not None:
-            picked = call(aten.mul.Tensor, self.target, kept)
+            picked = call(aten.mul.Tensor, target, kept)
             weights = call(aten.index_select.default, self.weight, 0, picked)
             count = call(aten.mul.Tensor, call(aten.to.dtype, weights, dtype), kept)
             losses = call(aten.mul.Tensor, losses, count)
@@ -432,8 +441,8 @@ class Readings:
             classes = example(self.linear_weight).shape[0]
             if not isinstance(classes, int):
                 raise NotAbsorbedError("label smoothing of classes whose number is a symbol")
-            mean = call(aten.mul.Tensor, self._statistic(TOTAL), 1 / classes)
-            spread = call(aten.sub.Tensor, self._statistic(LOGSUMEXP), mean)
+            mean = call(aten.mul.Tensor, self._moved(self._statistic(TOTAL)), 1 / classes)
+            spread = call(aten.sub.Tensor, self._moved(self._statistic(LOGSUMEXP)), mean)
             spread = call(aten.where.ScalarOther, kept, spread, 0.0)
             losses = call(aten.mul.Tensor, losses, 1 - smoothing)
             losses = call(aten.add.Tensor, losses, call(aten.mul.Tensor, spread, smoothing))

@@ -233,7 +233,7 @@ class _Taking:
     def run(self) -> Rewritten:
         self._join_loops()
         logits = self._logits()
-        target, ignore_index = self._target()
+        target, ignore_index = self._target(logits)
         divergence, teacher, notes = self._teacher(logits)
         args = in_order(
             _as_rows(logits.input).argument,
@@ -304,8 +304,7 @@ class _Taking:
     def _logits(self) -> Logits:
         """How the logits that all readers read are made, with the classes last in input.
 
-        The op computes the rows that have a target or a teacher, or else the most rows. The rows
-        of other readers are some of these.
+        The op computes the most rows. The rows of other readers are some of these.
         """
         every: dict[Node, Logits] = {}
         for node, reading in self.shared.readings.items():
@@ -320,29 +319,32 @@ class _Taking:
             logits.class_dim = logits.input.fake.dim() - 1
             every[node] = logits
         readings = self.shared.readings
-        picking = [node for node in every if _is_of_other_rows(readings[node])] or list(every)
 
-        def rows(node: Node) -> int:
-            input = every[node].input.fake
-            return rows_of(input, input.shape[-1]) or 0
+        def rows(node: Node) -> tuple[int, bool]:
+            input, reading = every[node].input.fake, readings[node]
+            has_more = reading.target is not None or reading.divergence is not None
+            return rows_of(input, input.shape[-1]) or 0, has_more
 
-        chosen = every[max(picking, key=rows)]
+        chosen = every[max(every, key=rows)]
         for node, logits in every.items():
             moves = _moves(chosen, logits)
             if moves is None:
                 raise NotAbsorbedError(
                     f"{node.name} reads other rows than the rest, or scales them otherwise"
                 )
-            if moves and _is_of_other_rows(readings[node]):
-                does = "picks classes" if readings[node].divergence is None else "has a teacher"
-                raise NotAbsorbedError(f"{node.name} {does} of some of the rows alone")
+            if moves and readings[node].divergence is not None:
+                raise NotAbsorbedError(f"{node.name} has a teacher of some of the rows alone")
             self.moves[node] = moves
         chosen.absorbed = max((one.absorbed for one in every.values()), key=len)
         return chosen
 
-    def _target(self) -> tuple[Value | None, int]:
-        """The class that all readers pick of each row, in any shape, and the ignored index."""
+    def _target(self, logits: Logits) -> tuple[Value | None, int]:
+        """The class that all readers pick of each row, in any shape, and the ignored index.
+
+        If the readers pick classes of some of the rows alone, the other rows have class 0.
+        """
         target: Value | None = None
+        moved: list[Move] = []
         ignored: set[int] = set()
         for node, reading in self.shared.readings.items():
             if reading.target is None:
@@ -351,13 +353,15 @@ class _Taking:
                 raise NotAbsorbedError(f"{node.name} has class indices that are not int64")
             flat = self._flat(reading.target)
             if target is None:
-                target = flat
-            elif not self.replay.same(target, flat):
+                target, moved = flat, self.moves[node]
+            elif not self.replay.same(target, flat) or not _same(moved, self.moves[node]):
                 raise NotAbsorbedError(f"{node.name} picks other classes than the rest")
             if reading.ignore_index not in (None, NOTHING_IGNORED):
                 ignored.add(reading.ignore_index)
         if len(ignored) > 1:
             raise NotAbsorbedError("its losses ignore different class indices")
+        if target is not None and moved:
+            target = _spread(target, moved, logits)
         return target, ignored.pop() if ignored else NOTHING_IGNORED
 
     def _teacher(self, logits: Logits) -> tuple[tuple[Any, ...], tuple[Any, Any, Any], list[str]]:
@@ -585,14 +589,28 @@ class _Taking:
         return Rewritten(node, list(readings), notes, returned)
 
 
-def _is_of_other_rows(reading: Reading) -> bool:
-    """Whether something besides the logits has as many rows."""
-    return reading.target is not None or reading.divergence is not None
-
-
 def _as_rows(value: Value) -> Value:
     """A tensor as [rows, last dimension]."""
     return computed(aten.reshape.default, value, [-1, value.fake.shape[-1]])
+
+
+def _spread(target: Value, moves: list[Move], logits: Logits) -> Value:
+    """Class indices of some rows of the logits, as indices of all rows.
+
+    Args:
+        moves: the ops that make the rows with a target of all rows.
+    """
+    base, _ = _flat_rows(logits.input)
+    rows = computed(aten.select.int, _as_rows(logits.input), 1, 0)
+    nothing = computed(aten.zeros_like.default, rows)
+    nothing = computed(aten.to.dtype, nothing, torch.int64)
+    ones = computed(aten.add.Tensor, nothing, 1)
+    numbers = computed(aten.sub.Tensor, computed(aten.cumsum.default, ones, 0), 1)
+    places = computed(aten.reshape.default, numbers, [*_sizes_of(base.fake.shape[:-1], []), 1])
+    for op, arguments in moves:
+        places = computed(op, places, *arguments)
+    places, target = (computed(aten.reshape.default, each, [-1]) for each in (places, target))
+    return computed(aten.scatter.src, nothing, 0, places, target)
 
 
 def _made_of(node: Node, inputs: set[Node]) -> set[Node]:
