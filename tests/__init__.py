@@ -1,4 +1,10 @@
+import os
 from pathlib import Path
+
+# A thread that waits for another keeps no core busy. Otherwise a small product waits eight
+# milliseconds on a machine with other work. OpenMP reads this when torch loads it, here and in the
+# processes that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 #: The checkout. The package need not lie in it: a wheel's tests run in a copy without.
 ROOT = Path(__file__).parent.parent

@@ -15,7 +15,7 @@ import torch._dynamo.guards
 
 from compile_losses import functional, inductor_passes, library
 from tests.conformance import ledger
-from tests.constants import set_constants
+from tests.constants import plan_small_as_large
 from tests.graphs import interpreted, recorded
 from tests.linear_problems import blocks, chunks, either_way, exact_plan  # noqa: F401
 
@@ -33,12 +33,10 @@ def has_cuda_kernels() -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The workers of a run share the cores: two threads each, and as many for their children, none
-    of which keeps a core busy while it waits for another. Faults of the package end a compilation.
+    """The workers of a run share the cores: two threads each, and as many for their children.
+    Faults of the package end a compilation.
     """
     os.environ.setdefault("COMPILE_LOSSES_STRICT", "1")
-    # OpenMP reads it when it is loaded: in the workers, and in what they start.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if hasattr(config, "workerinput"):
         os.environ.setdefault("OMP_NUM_THREADS", "2")
         torch.set_num_threads(min(2, torch.get_num_threads()))
@@ -122,10 +120,23 @@ def no_code(monkeypatch: pytest.MonkeyPatch):
         yield
 
 
-@pytest.fixture(autouse=True)
-def no_loss_is_small(monkeypatch: pytest.MonkeyPatch):
-    """Tests of a few numbers are to compile what many would."""
-    set_constants(monkeypatch, small_bytes=0, small_simple_bytes=0)
+@pytest.fixture
+def kernels_for_small_losses(monkeypatch: pytest.MonkeyPatch):
+    """For tests of few numbers, whose losses are then planned as those of many numbers are.
+
+    A package as shipped decomposes a small loss on a CPU into torch's own ops: its kernels do not
+    run. A test asks for this fixture where it is about a plan, about a kernel in a compiled graph,
+    or about the numbers that a compiled kernel returns. A test of the ops themselves or of what is
+    recognised runs without it, and so does a test of what a user sees.
+    """
+    plan_small_as_large(monkeypatch)
+
+
+@pytest.fixture(params=["kernels", "as shipped"])
+def small_losses(request: pytest.FixtureRequest) -> None:
+    """For tests of what a user does with a model of few numbers: both ways of its loss."""
+    if request.param == "kernels":
+        request.getfixturevalue("kernels_for_small_losses")
 
 
 @pytest.fixture(autouse=True)

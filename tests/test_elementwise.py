@@ -178,6 +178,7 @@ RETAINED = {
 }
 
 
+@pytest.mark.usefixtures("kernels_for_small_losses")
 @pytest.mark.parametrize("case", RETAINED)
 @pytest.mark.parametrize("retains", [(True, True, False), (False, False), (False, True)])
 def test_retain_graph_as_stock(case, retains, no_code):

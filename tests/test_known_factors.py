@@ -14,6 +14,8 @@ import compile_losses
 from compile_losses.lower.known_factors import Factor, emit
 from tests.graphs import Head, classes, compare, real
 
+pytestmark = pytest.mark.usefixtures("kernels_for_small_losses")
+
 
 def average_of_valid(prediction, target, _):
     """The loss of the valid rows alone, as a sum over their number, counted after it."""

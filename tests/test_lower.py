@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from compile_losses import inductor_passes
 from tests.graphs import Head, classes, compare, distributions, real, step
 
+pytestmark = pytest.mark.usefixtures("kernels_for_small_losses")
+
 
 def weighted(rows=8):
     return *distributions(rows), torch.rand(rows, 12) + 0.5

@@ -189,7 +189,7 @@ def after_without_gradients(x, t):
     return loss + x.sum()
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("no_code", "kernels_for_small_losses")
 @pytest.mark.parametrize("way", ["backend", "enable"])
 @pytest.mark.parametrize(
     "function",
@@ -225,13 +225,26 @@ def between_softmax_and_pick(x, t):
     return -(one + 0 * t[:, None]).mean()
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("no_code", "kernels_for_small_losses")
 @pytest.mark.parametrize("way", ["backend", "enable"])
 @pytest.mark.parametrize("function", [between_cast_and_loss, between_softmax_and_pick])
 def test_changed_while_the_loss_is_computed(function, way):
     inputs = logits_and_classes()
     expected = outcome(compiled(function, "stock"), inputs)
     torch.testing.assert_close(outcome(compiled(function, way), inputs), expected)
+
+
+@pytest.mark.usefixtures("no_code")
+@pytest.mark.xfail(
+    strict=True,
+    reason="the backward of a decomposed loss computes its classes again, from an input that the "
+    "forward has overwritten meanwhile. Stock does so with F.cross_entropy(x, t.clamp(max=2)).",
+)
+def test_changed_while_a_small_loss_is_computed():
+    inputs = logits_and_classes()
+    expected = outcome(compiled(between_softmax_and_pick, "stock"), inputs)
+    actual = outcome(compiled(between_softmax_and_pick, "backend"), inputs)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_logits_of_a_layer_changed_before_the_loss(chunks):
@@ -361,13 +374,13 @@ def check_program(seed: int) -> int:
     return sum(status == "rewritten" for _, status in statuses(program, inputs))
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("no_code", "kernels_for_small_losses")
 def test_drawn_programs():
     assert sum(map(check_program, [*range(25), 349])) > 2
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("no_code", "kernels_for_small_losses")
 @pytest.mark.parametrize("first", range(0, 500, 50))
 def test_500_drawn_programs(first):
     assert sum(map(check_program, range(first, first + 50))) > 2

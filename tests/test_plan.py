@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import compile_losses
-from compile_losses import device_constants
 from compile_losses.lower.cost import Feed, Gradient, decomposed_cost, kernel_cost
 from compile_losses.lower.fused_calls import find_losses
 from compile_losses.lower.plan import plan
@@ -26,9 +25,6 @@ from compile_losses.report import Report
 from compile_losses.sites import Site, megabytes
 from tests import WITHOUT_VECTORS
 from tests.graphs import Head, classes, distributions, real
-
-#: Before tests/conftest.py changes them.
-MEASURED = device_constants.COLUMNS
 
 
 def test_costs():
@@ -88,6 +84,7 @@ def heads():
     }  # fmt: skip
 
 
+@pytest.mark.usefixtures("kernels_for_small_losses")
 @pytest.mark.parametrize("head", heads())
 def test_plan_of_a_head(head):
     function, inputs, plan = heads()[head]
@@ -111,6 +108,7 @@ def test_composed_losses_have_a_plan_of_their_own():
     torch.testing.assert_close(compiled(*inputs), loss(*inputs))
 
 
+@pytest.mark.usefixtures("kernels_for_small_losses")
 def test_reasons():
     """Each loss of a program has its own plan, whatever stands between."""
 
@@ -234,12 +232,6 @@ def test_simple_losses(loss, options, dtypes, is_slow):
     assert "so little arithmetic" not in _reason(forward, "cuda", tensors, *arguments)
 
 
-@pytest.fixture
-def losses_are_small(monkeypatch):
-    """What tests/conftest.py undoes."""
-    monkeypatch.setattr(device_constants, "COLUMNS", MEASURED)
-
-
 @pytest.mark.parametrize(
     ("name", "dtype", "large"),
     [
@@ -251,7 +243,7 @@ def losses_are_small(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("with_gradient", [False, True])
-def test_small_rows(name, dtype, large, with_gradient, losses_are_small):
+def test_small_rows(name, dtype, large, with_gradient):
     """On a CPU, fewer logits than a megabyte are left to torch's own ops."""
     for cols in (large - 1, large):
         decision, *_ = plan(_graph_of_rows(name, cols, dtype, "cpu", with_gradient))
@@ -265,7 +257,7 @@ def test_small_rows(name, dtype, large, with_gradient, losses_are_small):
     ("dtype", "large"), [(torch.float32, (1024, 512)), (torch.bfloat16, (1024, 1024))]
 )
 @pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"])
-def test_small_elementwise_losses(loss, dtype, large, losses_are_small):
+def test_small_elementwise_losses(loss, dtype, large):
     """Of less than two megabytes: Inductor's loops are as fast. One where logarithms are taken."""
     rows = large[0] // (2 if loss == "kl_div" else 1)
     for count in (rows - 1, rows):
@@ -276,7 +268,7 @@ def test_small_elementwise_losses(loss, dtype, large, losses_are_small):
         assert ("decomposed: it is small" in site.notes) == (count < rows)
 
 
-def test_a_small_input_of_a_large_target(losses_are_small):
+def test_a_small_input_of_a_large_target():
     def squared_error(input, target):
         return torch.ops.fused.mse_loss_forward(input, target, None, 1, torch.float32)
 
@@ -360,6 +352,7 @@ def test_slow_pairs_of_rows(name, options):
         assert "not neighbours" in _reason(op, "cuda", pair, *options)
 
 
+@pytest.mark.usefixtures("kernels_for_small_losses")
 def test_dynamic_shapes_are_planned():
     inputs = real(6)
     for tensor in inputs:
@@ -369,6 +362,7 @@ def test_dynamic_shapes_are_planned():
     assert site.bytes_moved == 3 * 6 * 12 * 4
 
 
+@pytest.mark.usefixtures("kernels_for_small_losses")
 @pytest.mark.parametrize("way", ["backend", "enable"])
 def test_nothing_is_disturbed(way):
     """What was compiled stays compiled, passes of the user's stay where they are."""
@@ -448,6 +442,7 @@ def test_page(tmp_path):
     assert "<b>model.py" in text
 
 
+@pytest.mark.usefixtures("kernels_for_small_losses")
 def test_page_and_dictionary_of_a_model():
     report = compile_losses.explain(Head(F.mse_loss), *real())
     text = " ".join(Checker(report.to_html()).text)
@@ -458,6 +453,7 @@ def test_page_and_dictionary_of_a_model():
     assert Checker(compile_losses.explain(lambda a: 3, torch.rand(3)).to_html()).text
 
 
+@pytest.mark.usefixtures("kernels_for_small_losses")
 def test_logged(caplog):
     with (
         caplog.at_level(logging.DEBUG, logger="compile_losses"),

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 import compile_losses
 from compile_losses import inductor_passes, options
+from tests.constants import plan_small_as_large
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -46,14 +47,20 @@ class Found:
 
 @pytest.fixture
 def graphs_of(monkeypatch, no_code):
-    """The number of graphs of a function with stock torch.compile and in both ways."""
+    """The number of graphs of a function with stock torch.compile and in both ways, and where its
+    loss is decomposed for its size."""
     found = Found(monkeypatch)
 
     def graphs(function, calls, way, dynamic):
         torch._dynamo.reset()
         counters.clear()
-        with compile_losses.enable() if way == "enable" else nullcontext():
-            name = "compile_losses" if way == "backend" else "inductor"
+        with (
+            compile_losses.enable() if way == "enable" else nullcontext(),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            if way != "as shipped":
+                plan_small_as_large(patch)
+            name = "compile_losses" if way in ("backend", "as shipped") else "inductor"
             compiled = torch.compile(function, backend=name, dynamic=dynamic, fullgraph=True)
             for call in calls:
                 compiled(*call).sum().backward()
@@ -62,7 +69,7 @@ def graphs_of(monkeypatch, no_code):
     def compare(function, calls, dynamic=None):
         expected = graphs(function, calls, "stock", dynamic)
         assert found.rewritten == 0
-        for count, way in enumerate(("backend", "enable"), 1):
+        for count, way in enumerate(("backend", "enable", "as shipped"), 1):
             assert graphs(function, calls, way, dynamic) == expected, way
             assert found.rewritten >= count, "nothing was rewritten"
         return expected

@@ -19,7 +19,7 @@ BATCH, TOKENS, HIDDEN, CLASSES = 4, 18, 8, 37
 IN_THE_FORWARD, SCALED = "gradient in forward by row", "gradient in forward, scaled by row"
 LOGITS, AGAIN = "with its logits", "logits computed again"
 
-pytestmark = pytest.mark.usefixtures("no_code", "chunks")
+pytestmark = pytest.mark.usefixtures("no_code", "chunks", "kernels_for_small_losses")
 
 
 def problem(dtype=torch.float64, *, frozen=False, tokens=TOKENS, device="cpu"):

@@ -167,7 +167,7 @@ outcome = partial(outcome_of, trained=2)
 check = partial(check_outcome, trained=2, tolerance=1e-12)
 
 
-@pytest.mark.usefixtures("no_code", "chunks")
+@pytest.mark.usefixtures("no_code", "chunks", "kernels_for_small_losses")
 class TestRecognition:
     @pytest.mark.parametrize("name", FORMS)
     def test_gradients_in_the_forward(self, name):

@@ -17,7 +17,7 @@ from tests.test_row_gradients import AGAIN, CLASSES, IN_THE_FORWARD, LOGITS, SCA
 
 OP = "linear_row_statistics"
 
-pytestmark = pytest.mark.usefixtures("no_code", "chunks")
+pytestmark = pytest.mark.usefixtures("no_code", "chunks", "kernels_for_small_losses")
 
 
 def logits_of(h, w):

@@ -18,6 +18,8 @@ from compile_losses.dry_run import decide
 from compile_losses.recognize import rewrite
 from tests.graphs import listing, recorded
 
+pytestmark = pytest.mark.usefixtures("kernels_for_small_losses")
+
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 #: AOTAutograd's and Inductor's names and decompositions differ from version to version.
 VERSION = "2.13"

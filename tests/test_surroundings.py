@@ -43,7 +43,7 @@ def test_selective_checkpointing(saved, graphs, no_code):
     compare(Selective(F.mse_loss), real())
 
 
-def test_submodule_compiled_alone():
+def test_submodule_compiled_alone(small_losses):
     """A criterion that is compiled by itself gets its input from an eager model."""
 
     class Criterion(nn.Module):  # Dynamo skips torch's own modules where they are the whole
@@ -68,7 +68,7 @@ def test_submodule_compiled_alone():
         )
 
 
-def test_compiled_optimizer_step(no_code):
+def test_compiled_optimizer_step(no_code, small_losses):
     """Three steps of a model whose optimizer is compiled as well, after accumulated gradients."""
     model = Head(F.cross_entropy)
     results = []
@@ -89,7 +89,7 @@ def test_compiled_optimizer_step(no_code):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-def test_autocast_and_scaler(dtype, inside, device, no_code):
+def test_autocast_and_scaler(dtype, inside, device, no_code, small_losses):
     """A scaled loss of an autocast model, as GradScaler hands it to backward."""
 
     class Mixed(Head):
@@ -124,7 +124,7 @@ def process_group(tmp_path):
     dist.destroy_process_group()
 
 
-def test_ddp(process_group):
+def test_ddp(process_group, small_losses):
     model, inputs = Head(F.cross_entropy), classes()
     wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
     compiled = torch.compile(wrapped, backend="compile_losses")
@@ -134,7 +134,7 @@ def test_ddp(process_group):
         )
 
 
-def test_fsdp2(process_group):
+def test_fsdp2(process_group, small_losses):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
@@ -150,7 +150,7 @@ def test_fsdp2(process_group):
     torch.testing.assert_close(actual, expected)
 
 
-def test_compiled_autograd():
+def test_compiled_autograd(small_losses):
     """The backward of a compiled step is captured again, and compiled as a graph of its own."""
     model, inputs = Head(F.cross_entropy), classes()
     compiled = torch.compile(copy.deepcopy(model), backend="compile_losses")
@@ -169,7 +169,7 @@ def test_compiled_autograd():
     torch.testing.assert_close([loss, *(p.grad for p in compiled.parameters())], expected)
 
 
-def test_hooks():
+def test_hooks(small_losses):
     """Hooks on the loss and on the parameters see, and change, torch's gradients."""
     model, inputs = Head(F.mse_loss), real()
     results = []
@@ -216,6 +216,7 @@ def test_export_of_an_unmodified_model_is_torchs():
 @pytest.mark.skipif(
     torch.__version__ < (2, 12), reason="AOTInductor of torch 2.11 hands ops another dtype"
 )
+@pytest.mark.usefixtures("kernels_for_small_losses")
 @pytest.mark.parametrize("model", [Exported, lambda: Head(F.cross_entropy)], ids=["op", "torch"])
 def test_aot_inductor(model, tmp_path):
     model, inputs = model(), classes()
@@ -229,7 +230,7 @@ def test_aot_inductor(model, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["max-autotune", "reduce-overhead"])
-def test_modes_in_training(mode, device):
+def test_modes_in_training(mode, device, small_losses):
     model = Head(lambda p, t: 0.5 * F.cross_entropy(p, t)).to(device)
     inputs = [t.to(device) for t in classes()]
     compiled = torch.compile(copy.deepcopy(model), backend="compile_losses", mode=mode)

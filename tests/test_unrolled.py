@@ -10,7 +10,7 @@ import compile_losses
 
 BATCH, TOKENS, CLASSES = 4, 6, 11
 
-pytestmark = pytest.mark.usefixtures("no_code")
+pytestmark = pytest.mark.usefixtures("no_code", "kernels_for_small_losses")
 
 
 def pick(logits, labels):

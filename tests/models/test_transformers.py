@@ -8,6 +8,8 @@ import torch
 import compile_losses
 from tests.models.training import check_step
 
+pytestmark = pytest.mark.usefixtures("kernels_for_small_losses")
+
 transformers = pytest.importorskip("transformers", reason="pip install .[models]")
 
 VOCABULARY = 256

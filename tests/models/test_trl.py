@@ -13,6 +13,8 @@ from tests.accuracy import assert_accurate
 from tests.models.test_transformers import build
 from tests.models.training import check_step
 
+pytestmark = pytest.mark.usefixtures("kernels_for_small_losses")
+
 pytest.importorskip("trl", reason="pip install .[models]")
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tests.models.training import check_step
+
+pytestmark = pytest.mark.usefixtures("small_losses")
 
 
 class Block(nn.Module):
