@@ -163,6 +163,7 @@ def test_linear_cross_entropy_is_computed_once(budget, way, graphs, chunks, no_c
     assert ("linear_cross_entropy_backward.default]" in graphs["post"][1]) is (budget == 0.0)
 
 
+@pytest.mark.usefixtures("kernels_for_small_losses")
 def test_memory_budget_is_not_filled_with_unit_gradients(graphs, no_code):
     """What a budget has the partitioner compute again, it would compute with its gradient."""
     model = Classifier(False)

@@ -85,7 +85,7 @@ def losses_dropped(x, t):
     return loss.mean()
 
 
-@pytest.mark.usefixtures("no_code")
+@pytest.mark.usefixtures("no_code", "kernels_for_small_losses")
 @pytest.mark.parametrize("way", ["backend", "enable"])
 @pytest.mark.parametrize(
     ("function", "op"),

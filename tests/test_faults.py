@@ -22,6 +22,8 @@ import compile_losses
 from compile_losses import guard, inductor_passes, lower, recognize, sites
 from tests.graphs import Head, classes, distributions, interpreted, real
 
+pytestmark = pytest.mark.usefixtures("kernels_for_small_losses")
+
 #: Where the functions are: two folders, and the module that both take sites from.
 SOURCES = (*(str(Path(module.__file__).parent) for module in (recognize, lower)), sites.__file__)
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+pytestmark = pytest.mark.usefixtures("kernels_for_small_losses")
+
 ROWS, WIDTH, CLASSES = 6, 10, 8
 
 

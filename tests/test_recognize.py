@@ -47,6 +47,7 @@ def test_match(name, spelling):
     assert rewritten == (1 if spelling.dynamic else 0)
 
 
+@pytest.mark.usefixtures("kernels_for_small_losses")
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @spellings(MATCHES)

@@ -178,6 +178,7 @@ def test_divergences_of_layers_are_of_logits(layouts, monkeypatch):
         torch.ops.fused.linear_softmax_kl_div(h, w, t, target_weight=tw)
 
 
+@pytest.mark.usefixtures("kernels_for_small_losses")
 def test_the_gradient_of_sharded_rows_is_in_the_forward():
     """The lower passes see a rank's own part of the loss, and treat it like any other."""
     tensors = arguments(("0", "R", "0"), (ROWS, HIDDEN), (CLASSES, HIDDEN), (ROWS,))
