@@ -223,23 +223,36 @@ def test_cli_info(capsys):
     assert ", ".join(sorted(public | COMPOSED)) in output
 
 
-@pytest.mark.parametrize("by", ["script", "module"])
-def test_cli_explain(by, tmp_path):
+@pytest.fixture
+def folder_of_a_step(tmp_path):
     (tmp_path / "training.py").write_text(
         "import torch\nimport torch.nn.functional as F\n\n"
         "def step():\n    a = torch.rand(3, requires_grad=True)\n"
         "    return F.huber_loss(a, torch.ones(3))\n"
     )
-    target = "training.py:step" if by == "script" else "training:step"
+    return tmp_path
+
+
+def test_cli_explain_of_a_module(folder_of_a_step):
     result = subprocess.run(
-        [sys.executable, "-m", "compile_losses", "explain", target],
+        [sys.executable, "-m", "compile_losses", "explain", "training:step"],
         capture_output=True,
         text=True,
-        cwd=tmp_path,
+        cwd=folder_of_a_step,
     )
     assert result.returncode == 0, result.stderr
     assert "rewritten" in result.stdout
     assert "training.py:6" in result.stdout
+
+
+def test_cli_explain_of_a_script(folder_of_a_step, monkeypatch, capsys):
+    monkeypatch.chdir(folder_of_a_step)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "training", None)  # which the script's takes the place of
+    assert main(["explain", "training.py:step"]) == 0
+    output = capsys.readouterr().out
+    assert "rewritten" in output
+    assert "training.py:6" in output
 
 
 @pytest.mark.parametrize("target", ["nothing", "missing.py:f", "math:no_such"])
