@@ -134,7 +134,10 @@ def kernels_for_small_losses(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(params=["kernels", "as shipped"])
 def small_losses(request: pytest.FixtureRequest) -> None:
-    """For tests of what a user does with a model of few numbers: both ways of its loss."""
+    """For tests of what a user does with a model of few numbers: both ways of its loss.
+
+    No loss is small on a GPU: a test that has a ``device`` takes the kernels alone.
+    """
     if request.param == "kernels":
         request.getfixturevalue("kernels_for_small_losses")
 

@@ -89,7 +89,7 @@ def test_compiled_optimizer_step(no_code, small_losses):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-def test_autocast_and_scaler(dtype, inside, device, no_code, small_losses):
+def test_autocast_and_scaler(dtype, inside, device, no_code, kernels_for_small_losses):
     """A scaled loss of an autocast model, as GradScaler hands it to backward."""
 
     class Mixed(Head):
@@ -230,7 +230,7 @@ def test_aot_inductor(model, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["max-autotune", "reduce-overhead"])
-def test_modes_in_training(mode, device, small_losses):
+def test_modes_in_training(mode, device, kernels_for_small_losses):
     model = Head(lambda p, t: 0.5 * F.cross_entropy(p, t)).to(device)
     inputs = [t.to(device) for t in classes()]
     compiled = torch.compile(copy.deepcopy(model), backend="compile_losses", mode=mode)
