@@ -234,17 +234,39 @@ def test_changed_while_the_loss_is_computed(function, way):
     torch.testing.assert_close(outcome(compiled(function, way), inputs), expected)
 
 
-@pytest.mark.usefixtures("no_code")
-@pytest.mark.xfail(
-    strict=True,
-    reason="the backward of a decomposed loss computes its classes again, from an input that the "
-    "forward has overwritten meanwhile. Stock does so with F.cross_entropy(x, t.clamp(max=2)).",
-)
-def test_changed_while_a_small_loss_is_computed():
+def clamped_classes(x, t):
+    loss = F.cross_entropy(x, t.clamp(max=2))
+    t.zero_()
+    return loss
+
+
+def clamped_classes_of_each(x, t):
+    losses = F.cross_entropy(x, t.clamp(max=2), reduction="none")
+    t.zero_()
+    return losses.square().sum()
+
+
+def moving_center(x, t):
+    """As DINO's teacher has it: the center of its outputs changes with each step."""
+    center = t.double()
+    loss = F.cross_entropy(x, (x.detach() - center[:, None]).softmax(-1))
+    t.add_(1)
+    return loss
+
+
+#: The first is right in stock torch.compile, too. The others are wrong there: the partitioner has
+#: the backward compute again what the forward computed of an input, which has changed meanwhile.
+CHANGED_LATER = (
+    between_softmax_and_pick, clamped_classes, clamped_classes_of_each, moving_center,
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_code", "small_losses")
+@pytest.mark.parametrize("function", CHANGED_LATER, ids=lambda f: f.__name__)
+def test_backward_reads_inputs_as_they_were(function):
     inputs = logits_and_classes()
-    expected = outcome(compiled(between_softmax_and_pick, "stock"), inputs)
-    actual = outcome(compiled(between_softmax_and_pick, "backend"), inputs)
-    torch.testing.assert_close(actual, expected)
+    expected = outcome(function, inputs)
+    torch.testing.assert_close(outcome(compiled(function, "backend"), inputs), expected)
 
 
 def test_logits_of_a_layer_changed_before_the_loss(chunks):

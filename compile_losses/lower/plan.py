@@ -46,6 +46,7 @@ from compile_losses.lower.gradient_in_forward import (
     tensors_read,
 )
 from compile_losses.lower.linear_losses import plan_linear, plan_rows
+from compile_losses.lower.mutated_inputs import save_before_mutation
 from compile_losses.lower.node_relations import (
     depends_on,
     depends_on_tangents,
@@ -70,7 +71,11 @@ def plan(graph: Graph, *, prefer_memory: bool = False, elementwise: bool = True)
         elementwise: whether gradients of losses without an op are moved into the forward.
     """
     decisions = _plan_ops(graph, prefer_memory)
-    return [*decisions, *move_gradients(graph)] if elementwise else decisions
+    if elementwise:
+        decisions += move_gradients(graph)
+    if decisions:
+        save_before_mutation(graph)
+    return decisions
 
 
 @dataclass(frozen=True)

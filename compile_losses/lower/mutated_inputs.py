@@ -1,0 +1,49 @@
+"""Inputs that a graph changes, and a backward that reads what they held before.
+
+AOTAutograd writes the new value of an input at the end of the forward (``copy_``). The partitioner
+does not know that: it may save the input itself, and let the backward compute again what the
+forward computed from it. The backward then reads the new value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from compile_losses.lower.node_relations import depends_on, depends_on_tangents, is_view
+from compile_losses.torch_internals.graphs import RECOMPUTE
+
+_COPY = torch.ops.aten.copy_.default
+
+
+def save_before_mutation(graph: Graph) -> None:
+    """Makes the forward of a joint graph save what the backward needs of inputs that it changes.
+
+    The backward reads no such input itself: autograd refuses saved tensors that have changed.
+    """
+    copies = graph.find_nodes(op="call_function", target=_COPY)
+    if not copies:
+        return
+    backward = depends_on_tangents(graph) - {*graph.find_nodes(op="output")}
+    for copy in copies:
+        written = copy.args[0]
+        if written.op != "placeholder" or copy in backward:
+            continue
+        for node in _views(written):
+            for user in node.users:
+                if user is not copy and not is_view(user) and depends_on(user) & backward:
+                    _save(user)
+
+
+def _views(node: Node) -> list[Node]:
+    """A node and the views of it."""
+    found = [node]
+    for each in found:  # grows
+        found += (user for user in each.users if is_view(user) and user.target is not _COPY)
+    return found
+
+
+def _save(node: Node) -> None:
+    for each in (node, *node.users) if isinstance(node.meta.get("val"), tuple | list) else (node,):
+        each.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
