@@ -1,33 +1,34 @@
-// Every kernel by name. The CPU and the CUDA library each define all of them; `stream` is the CUDA
-// stream to launch on and null on the CPU.
+// Declares every kernel. The CPU library and the CUDA library each define all of them. `stream` is
+// the CUDA stream of the launches; on the CPU it is null.
 #pragma once
 
 #include "arguments.h"
 
 namespace fused {
 
-// Of an elementwise loss, by its Op (losses/elementwise.h). elementwise.cpp or elementwise.cu,
-// which is compiled for each loss, defines it.
+// The kernel of the elementwise loss that Op names (see losses/elementwise.h). elementwise.cpp or
+// elementwise.cu, compiled once for each loss, defines it.
 template <typename Op>
 void elementwise_loss(const ElementwiseArgs& args, void* stream);
 
-// Writes row_losses, total_weight, stats unless null and, unless the reduction is none, loss; with
-// grad_input also the gradient, in the same pass over the logits.
+// Writes row_losses, total_weight, stats (unless null) and loss (unless the reduction is none). If
+// grad_input is present, also writes the gradient, in the same kernel.
 void cross_entropy_forward(const CrossEntropyArgs& args, void* stream);
 // Writes grad_input from stats and total_weight.
 void cross_entropy_backward(const CrossEntropyArgs& args, void* stream);
 
-// For logits whose classes are sharded. `parts` writes what a shard knows of each row; `merge`
-// makes of all shards' parts what cross_entropy_forward writes, and checks the targets.
+// For logits whose classes are sharded. `parts` writes one shard's partial results of each row.
+// `merge` computes the outputs of cross_entropy_forward from the parts of all shards, and checks
+// the targets.
 void cross_entropy_parts(const CrossEntropyArgs& args, void* stream);
 void cross_entropy_merge(const CrossEntropyArgs& args, void* stream);
 
-// The same two for nll_loss: row_losses, total_weight and loss; grad_input.
+// The forward writes row_losses, total_weight and loss, the backward grad_input.
 void nll_loss_forward(const CrossEntropyArgs& args, void* stream);
 void nll_loss_backward(const CrossEntropyArgs& args, void* stream);
 
-// Losses of row pairs. `forward` writes stats, and losses or loss; with grad_input also the
-// gradient. `backward` writes grad_input and grad_target, those that are there, from stats.
+// Losses of row pairs. `forward` writes stats, and losses or loss; if grad_input is present, also
+// the gradient. `backward` computes grad_input and grad_target, if present, from stats.
 // `weight_backward` writes grad_weight.
 // parameters: label smoothing, number of classes
 void cross_entropy_probabilities_forward(const RowPairArgs& args, void* stream);
@@ -44,7 +45,7 @@ void softmax_js_div_backward(const RowPairArgs& args, void* stream);
 void row_statistics_forward(const RowStatisticsArgs& args, void* stream);
 void row_statistics_backward(const RowStatisticsArgs& args, void* stream);
 
-// data[i] *= factor, where data is dense; returns without touching data when factor is 1.
+// data[i] *= factor, for dense data. If factor is 1, data is neither read nor written.
 void scale_(void* data, DType dtype, int64_t numel, const void* factor, DType factor_dtype,
             void* stream);
 

@@ -1,4 +1,5 @@
-// The elementwise loss that a source is compiled for. The build names it: FUSED_LOSS=huber_loss.
+// The elementwise loss for which a source is compiled. The build names the loss, for example by
+// FUSED_LOSS=huber_loss.
 #pragma once
 
 #ifndef FUSED_LOSS
@@ -8,7 +9,7 @@
 #define FUSED_QUOTED_AS_IT_IS(text) #text
 #define FUSED_QUOTED(text) FUSED_QUOTED_AS_IT_IS(text)
 
-// clang-format off: it would put spaces into the path
+// clang-format off: it would insert spaces into the path
 #include FUSED_QUOTED(losses/elementwise/FUSED_LOSS.h)
 // clang-format on
 

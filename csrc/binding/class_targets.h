@@ -1,12 +1,12 @@
-// From the tensors of a loss with class indices to its kernels' arguments.
+// Converts the tensors of a loss with class indices to its kernels' arguments.
 #pragma once
 
 #include "tensors.h"
 
 namespace fused::binding {
 
-// The leading part of every call: logits [C], [N, C] or [N, C, d1, ...] with targets of the same
-// shape less the classes.
+// The first steps of every call: checks logits [C], [N, C] or [N, C, d1, ...] and targets, whose
+// shape is that of the logits without C.
 struct ClassTargets {
   using Kernel = void (*)(const CrossEntropyArgs&, void*);
 
@@ -19,7 +19,8 @@ struct ClassTargets {
   Sizes row_shape;
   int64_t class_dim;
 
-  // classes: of all shards, where input holds those from first_class on; by default input's.
+  // classes: the number of classes of all shards, of which input holds those from first_class on.
+  // By default input holds all classes.
   ClassTargets(const char* op, const Tensor& input, const Tensor& target_tensor,
                const std::optional<Tensor>& weight_tensor, int64_t reduction, int64_t ignore_index,
                double label_smoothing, int64_t first_class = 0, int64_t classes = -1)
@@ -29,7 +30,7 @@ struct ClassTargets {
     args.input = input.data_ptr();
   }
 
-  // The same for logits of which only the shape and dtype are known.
+  // For logits of which only the shape and dtype are known.
   ClassTargets(const char* op, DType dtype, const Sizes& shape, const Tensor& target_tensor,
                const std::optional<Tensor>& weight_tensor, int64_t reduction, int64_t ignore_index,
                double label_smoothing, int64_t first_class = 0, int64_t classes = -1)
@@ -88,7 +89,8 @@ struct ClassTargets {
     args.softcap = *softcap;
   }
 
-  // Rows in target's order; a gradient, when there is one, is walked together with the logits.
+  // Lays out the rows in target's order. If there is a gradient, its dimensions are merged together
+  // with those of the logits.
   void lay_out(const Tensor& input, const std::optional<Tensor>& gradient) {
     const auto split = [&](const Tensor& tensor, RowLayout& layout) {
       Sizes strides = strides_of(tensor);
@@ -111,21 +113,22 @@ struct ClassTargets {
     }
   }
 
-  // The loss and the total weight, by a kernel that also writes row_losses.
+  // Returns the loss and the total weight. The kernel also writes row_losses.
   std::tuple<Tensor, Tensor> forward(Kernel kernel, const Tensor& input, ScalarType dtype) {
     const Tensor total_weight = empty(input, {}, acc);
     args.total_weight = total_weight.data_ptr();
     return {loss(kernel, input, dtype), total_weight};
   }
 
-  // The loss alone, in input's dtype.
+  // Returns the loss alone, in input's dtype.
   Tensor value(Kernel kernel, const Tensor& input) {
     const Scratch total_weight(input, acc_size());
     args.total_weight = total_weight.data();
     return loss(kernel, input, input.scalar_type());
   }
 
-  // What every backward reads. The returned tensor must outlive the kernel's launch.
+  // Sets the arguments that every backward reads. The returned tensor must outlive the kernel's
+  // launch.
   Tensor set_saved(const Tensor& grad_output, const Tensor& total_weight) {
     if (total_weight.numel() != 1 || total_weight.scalar_type() != acc)
       throw std::runtime_error(std::string(op) + "_backward: expected total_weight as " + op +

@@ -1,4 +1,4 @@
-// fused::cross_entropy_forward, _backward, _with_grad and _with_grad_, and fused::scale_.
+// fused::cross_entropy_forward, _value, _backward, _with_grad and _with_grad_, and fused::scale_.
 #include "class_targets.h"
 
 namespace fused::binding {
@@ -9,7 +9,7 @@ std::tuple<Tensor, Tensor, Tensor> run_forward(const Tensor& input, ClassTargets
                                                ScalarType dtype) {
   CrossEntropyArgs& args = problem.args;
   problem.lay_out(input, gradient);
-  // On the CPU the gradient is made from them.
+  // On the CPU the gradient is computed from the statistics.
   const bool wanted = !gradient || !input.is_cuda();
   const Tensor stats = empty(input, {wanted ? args.rows : 0, 2}, problem.acc);
   args.stats = wanted ? stats.data_ptr() : nullptr;
@@ -92,7 +92,7 @@ Tensor with_grad_(const Tensor& input, const Tensor& target, const std::optional
                            dtype, softcap, grad_output);
 }
 
-// Dense in any order of its dimensions: its elements fill one span of memory.
+// Whether the elements fill one span of memory, in any order of the dimensions.
 bool is_dense(const Tensor& tensor) {
   Sizes strides = strides_of(tensor);
   const Sizes sizes = coalesce(sizes_of(tensor), {&strides}, false);
@@ -107,7 +107,7 @@ void scale(const Tensor& grad, const Tensor& factor) {
     StableIValue stack[2] = {torch::stable::detail::from(grad),
                              torch::stable::detail::from(factor)};
     TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mul_", "Tensor", stack, TORCH_ABI_VERSION));
-    torch::stable::detail::to<Tensor>(stack[0]);  // the same tensor; takes its reference back
+    torch::stable::detail::to<Tensor>(stack[0]);  // takes ownership of the returned reference
     return;
   }
   const Launch launch(grad);

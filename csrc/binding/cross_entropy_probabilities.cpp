@@ -5,7 +5,8 @@
 namespace fused::binding {
 namespace {
 
-// Logits [C], [N, C] or [N, C, d1, ...]. The mean is over the rows, and nan where there is nothing.
+// Logits [C], [N, C] or [N, C, d1, ...]. The mean is over the rows. It is nan if there are no rows
+// or no classes.
 RowPair prepare(const Tensor& input, const Tensor& target, const std::optional<Tensor>& weight,
                 int64_t reduction, double label_smoothing) {
   RowPair problem("cross_entropy_probabilities", input, target, input.dim() > 1 ? 1 : 0, reduction);

@@ -1,5 +1,5 @@
 // fused::X_forward, X_backward, X_with_grad and X_with_grad_ of an elementwise loss X. The build
-// compiles this file for each of them. Its schema is in compile_losses/ops/X.py.
+// compiles this file once for each loss. The schemas of X are in compile_losses/ops/X.py.
 #include "../this_loss.h"
 #include "tensors.h"
 
@@ -18,7 +18,8 @@ struct Bound {
   const char* name;
 };
 
-// Fills the iteration space from the operands that lie in it, the first ones deciding its order.
+// Sets the iteration space and the operands' strides in it. The first operands decide the order of
+// the dimensions.
 void lay_out(ElementwiseArgs& args, const char* op, const Sizes& shape,
              const std::vector<Bound>& operands) {
   std::vector<Sizes> strides(operands.size());
@@ -71,7 +72,7 @@ void run(ElementwiseArgs& args, const Tensor& like) {
 struct Inputs {
   const Tensor& input;
   const Tensor& target;
-  const OptionalTensor* weight = nullptr;      // null where the loss has none
+  const OptionalTensor* weight = nullptr;      // null if the loss has none
   const OptionalTensor* pos_weight = nullptr;  // likewise
 };
 
@@ -91,7 +92,7 @@ struct OptionalTensors<Weights::kWeightAndPosWeight> {
   using Of = Types<const OptionalTensor&, const OptionalTensor&>;
 };
 
-// A bool for each argument after input and target that has a gradient.
+// bool for each argument after input and target that has a gradient.
 using WeightNeeds = std::conditional_t<Op::kWeightHasGradient, Types<bool>, Types<>>;
 
 template <typename Optional, typename Needs, typename Parameters>
@@ -104,7 +105,7 @@ struct Elementwise<Types<Optional...>, Types<Needs...>, Types<Parameters...>> {
   using Gradients = std::conditional_t<sizeof...(Needs) == 0, std::tuple<Tensor, Tensor>,
                                        std::tuple<Tensor, Tensor, Tensor>>;
 
-  // One call: what is known before its outputs are.
+  // The part of a call that does not depend on its outputs.
   struct Call {
     Inputs inputs;
     Sizes shape;
@@ -154,7 +155,7 @@ struct Elementwise<Types<Optional...>, Types<Needs...>, Types<Parameters...>> {
                             bool needs_grad_input, bool needs_grad_target, Needs... needs) {
     Call call({input, target, &optional...}, reduction, parameters...);
     call.operands.push_back({&call.args.grad_output, &grad_output, "grad_output"});
-    // What is yet to be summed over the broadcast dimensions is not rounded before.
+    // If a gradient is still to be summed over broadcast dimensions, it is not rounded before.
     const ScalarType wide = accumulation_type(grad_output, input, target);
     const auto gradient = [&](const Tensor& tensor, bool needed) {
       const ScalarType own = tensor.scalar_type();
@@ -217,7 +218,7 @@ struct Elementwise<Types<Optional...>, Types<Needs...>, Types<Parameters...>> {
                              grad_output);
   }
 
-  // A factor on the device, read by the kernel: its strides stay 0.
+  // Binds a factor that the kernel reads on the device. Its strides stay 0.
   static void bind_one(Operand& operand, const Tensor& factor, const Tensor& input) {
     check_one_number(factor, kName, "grad_output");
     operand.data = factor.data_ptr();

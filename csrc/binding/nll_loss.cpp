@@ -1,4 +1,4 @@
-// fused::nll_loss_forward and _backward.
+// fused::nll_loss_forward, _value and _backward.
 #include "class_targets.h"
 
 namespace fused::binding {

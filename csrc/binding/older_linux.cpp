@@ -1,23 +1,23 @@
-// What a newer compiler refers to in the C and C++ libraries, and manylinux_2_28 does not have
-// there. With a definition in each library one binary serves older systems, too. exports.map hides
-// them. Some of it happens to be exported by libtorch, which is no reason to take it from there.
+// Symbols of the C and C++ libraries that newer compilers refer to and manylinux_2_28 lacks. With a
+// definition in each of our libraries, one binary runs on older systems too. exports.map hides the
+// definitions. libtorch happens to export some of these symbols, but that cannot be relied on.
 #include <new>
 #include <sstream>
 
 #ifdef __GLIBCXX__
-// glibc 2.32: whether reference counts may do without atomic instructions. No.
+// Of glibc 2.32. 0: reference counts must use atomic instructions.
 extern "C" {
 char __libc_single_threaded = 0;
 }
 
 namespace std {
-// libstdc++ of gcc 11. Weak: where a compiler links libstdc++ as an archive, its definition comes
-// along, and two strong ones would end the link.
+// Of gcc 11's libstdc++. Weak: if a compiler links libstdc++ as an archive, the archive defines the
+// symbol too, and two strong definitions would be a link error.
 [[noreturn]] __attribute__((weak)) void __throw_bad_array_new_length() {
   throw bad_array_new_length();
 }
 
-// Of gcc 9 and, in C++20, of gcc 11: members of templates, the rest of which is older.
+// Members that gcc 9 and, for C++20, gcc 11 added to older templates.
 template basic_ostringstream<char>::basic_ostringstream();
 template basic_stringstream<char>::basic_stringstream();
 template string basic_stringbuf<char>::str() const &;

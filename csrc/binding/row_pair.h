@@ -1,4 +1,4 @@
-// From the tensors of a loss of row pairs to its kernels' arguments.
+// Converts the tensors of a loss of row pairs to its kernels' arguments.
 #pragma once
 
 #include "tensors.h"
@@ -7,7 +7,7 @@ namespace fused::binding {
 
 using RowPairKernel = void (*)(const RowPairArgs&, void*);
 
-// input and target of one shape, whose rows lie along dimension `class_dim`.
+// input and target, of one shape. Their rows lie along dimension `class_dim`.
 struct RowPair {
   const char* op;
   RowPairArgs args;
@@ -57,7 +57,7 @@ struct RowPair {
     args.grad_output_dtype = dtype_of(*grad_output, op, "grad_output");
   }
 
-  // All operands are walked together, in the order of the rows.
+  // Lays out the rows of all operands, in one order.
   void lay_out(const Tensor& input, const Tensor& target, const std::optional<Tensor>& grad_input,
                const std::optional<Tensor>& grad_target) {
     RowOperand* operands[4] = {&args.input, &args.target, &args.grad_input, &args.grad_target};
@@ -83,7 +83,8 @@ struct RowPair {
     }
   }
 
-  // The loss and the rows' statistics; with `gradient` also the gradient of input.
+  // Returns the loss and the rows' statistics. If `gradient` is given, the kernel writes the
+  // gradient of input to it.
   std::tuple<Tensor, Tensor> forward(RowPairKernel kernel, const Tensor& input,
                                      const Tensor& target, int64_t reduction, ScalarType dtype,
                                      const std::optional<Tensor>& gradient = std::nullopt) {
@@ -113,7 +114,8 @@ struct RowPair {
     return std::get<0>(forward(kernel, input, target, reduction, dtype, gradient));
   }
 
-  // What every backward reads. The returned tensor must outlive the kernel's launch.
+  // Sets the arguments that every backward reads. The returned tensor must outlive the kernel's
+  // launch.
   Tensor set_saved(const Tensor& grad_output, const Tensor& stats, int64_t reduction) {
     const bool each = static_cast<Reduction>(reduction) == Reduction::kNone;
     if (!has_shape(grad_output, each ? row_shape : Sizes{}))

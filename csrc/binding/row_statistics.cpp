@@ -6,11 +6,11 @@ namespace {
 
 constexpr const char* kOp = "row_statistics";
 
-// The logits [rows, classes] and what both directions have besides.
+// The logits [rows, classes] and the other arguments that forward and backward have in common.
 struct RowsOfLogits {
   RowStatisticsArgs args;
   ScalarType acc;
-  Tensor input;  // with its classes side by side
+  Tensor input;  // with contiguous rows
   std::optional<Tensor> target;
 
   RowsOfLogits(const Tensor& logits, const std::optional<Tensor>& targets, int64_t ignore_index,
@@ -53,8 +53,7 @@ struct RowsOfLogits {
     return {tensor->data_ptr(), dtype_of(*tensor, kOp, name), strides_of(*tensor)[0]};
   }
 
-  // What the forward returns for the backward; the returned tensor must outlive the kernel's
-  // launch.
+  // Checks the stats that the forward saved. The returned tensor must outlive the kernel's launch.
   Tensor saved(const Tensor& stats) const {
     if (!has_shape(stats, Sizes{args.rows, 3}) || stats.scalar_type() != acc)
       throw std::runtime_error(std::string("row_statistics_backward: expected stats ") +
@@ -118,7 +117,7 @@ void backward_(Grad grad_nll, Grad grad_logsumexp, Grad grad_entropy, Grad grad_
                const Tensor& input, const std::optional<Tensor>& target, const Tensor& stats,
                int64_t ignore_index, std::optional<double> softcap) {
   RowsOfLogits problem(input, target, ignore_index, softcap);
-  // The copy, where the classes did not lie side by side.
+  // If input's rows are not contiguous, problem.input is a copy and the gradient is copied back.
   write_gradient(grad_nll, grad_logsumexp, grad_entropy, grad_total, problem, stats, problem.input);
   if (problem.input.data_ptr() == input.data_ptr()) return;
   Tensor result = input;

@@ -1,4 +1,4 @@
-// X_forward, X_backward, X_with_grad and X_with_grad_ of a divergence X of two softmaxes.
+// The ops X_forward, X_backward, X_with_grad and X_with_grad_ of a divergence X of two softmaxes.
 #pragma once
 
 #include "row_pair.h"
@@ -11,12 +11,12 @@ inline void check_temperature(const char* name, double temperature) {
                              std::to_string(temperature));
 }
 
-// kName: the loss's name as a static array, for messages. kCheck: throws for bad values of the
-// loss's own parameters, Numbers: double for each, in the order of the schema and of the kernel.
+// kName: the loss's name as a static array, for messages. Numbers: double for each parameter of the
+// loss, in the order of the schema and of the kernel. kCheck: throws for bad values of them.
 template <const char* kName, RowPairKernel kForward, RowPairKernel kBackward, auto kCheck,
           typename... Numbers>
 struct SoftmaxDivergence {
-  // The reductions divide as kl_div's.
+  // The divisors of the reductions are those of kl_div.
   static RowPair prepare(const Tensor& input, const Tensor& target, int64_t reduction, int64_t dim,
                          Numbers... numbers) {
     kCheck(numbers...);

@@ -80,16 +80,16 @@ Sizes broadcast_shape(const Tensor& input, const Tensor& target, const char* op)
 
 namespace {
 
-// Asks the operating system to back large new memory with huge pages, where it leaves that to
-// programs: to fault small pages in takes several times as long as to compute a gradient. Only a
-// hint.
+// Asks the operating system to back large new memory with huge pages, since the page faults of
+// small pages take longer than the computation of a gradient. Only a hint, for systems that use
+// huge pages on demand.
 #if !defined(FUSED_CUDA) && defined(MADV_HUGEPAGE)
 void prefer_huge_pages(const void* memory, int64_t bytes) {
   constexpr int64_t kFewestBytes = 4 << 20;  // two huge pages of the usual size
   if (bytes < kFewestBytes) return;
   static const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const uintptr_t start = reinterpret_cast<uintptr_t>(memory);
-  const uintptr_t first = (start + page - 1) / page * page;  // other pages may hold other data, too
+  const uintptr_t first = (start + page - 1) / page * page;  // whole pages: others hold other data
   const uintptr_t last = (start + bytes) / page * page;
   madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 }
@@ -103,7 +103,7 @@ template <typename... Memory>
 void prefer_huge_pages(const Memory&... /*memory*/) {}
 #endif
 
-// Below the dispatcher's boxed calls, which cost several times an allocation.
+// Calls the shim directly: a boxed call of the dispatcher costs several times an allocation.
 Tensor empty_strided(const Tensor& like, const Sizes& shape, const int64_t* strides,
                      ScalarType dtype) {
   using torch::stable::detail::from;
@@ -119,8 +119,8 @@ Tensor empty_strided(const Tensor& like, const Sizes& shape, const int64_t* stri
   return tensor;
 }
 
-// In the iteration space `shape`: 0 where it is broadcast, and torch's own for dimensions of
-// size 1.
+// Strides in the iteration space `shape`: 0 in broadcast dimensions; in dimensions of size 1 of
+// `shape`, torch's stride.
 Sizes expanded(const Sizes& sizes, const int64_t* strides, const Sizes& shape) {
   Sizes result(shape.size(), 0);
   const size_t offset = shape.size() - sizes.size();
@@ -129,8 +129,8 @@ Sizes expanded(const Sizes& sizes, const int64_t* strides, const Sizes& shape) {
   return result;
 }
 
-// The strides of a pointwise op's result, as TensorIterator orders the dimensions. An order that
-// the strides do not decide is not transitive: it takes this very sort.
+// The strides of a pointwise op's result, in TensorIterator's order of the dimensions. If strides
+// are 0, the comparison is not transitive, so only TensorIterator's own sort gives the same order.
 Sizes pointwise_strides(const Sizes& shape, const std::vector<Sizes>& operands) {
   const auto compare = [&](size_t inner, size_t outer) {
     for (const Sizes& strides : operands) {
@@ -183,7 +183,7 @@ Tensor empty_like(const Tensor& tensor, const Sizes& shape, ScalarType dtype) {
     stack[2] = from(false);
     TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::expand", "", stack, TORCH_ABI_VERSION));
   }
-  // The tensor, expanded or not, is on the stack as empty_like's first argument.
+  // stack[0] holds the tensor, expanded or not: empty_like's first argument.
   stack[1] = from(std::optional<ScalarType>(dtype));
   for (int i = 2; i < 6; ++i) stack[i] = from(std::nullopt);
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::empty_like", "", stack, TORCH_ABI_VERSION));

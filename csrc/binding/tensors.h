@@ -1,5 +1,5 @@
-// From torch tensors to the kernels' plain arguments. The same sources are built once for the CPU
-// library and once, with FUSED_CUDA, for the CUDA library.
+// Converts torch tensors to the kernels' plain arguments. The sources of this folder are compiled
+// once for the CPU library and once, with FUSED_CUDA, for the CUDA library.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -29,7 +29,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Sizes = std::vector<int64_t>;
 
-// The device guard and the current stream of the tensors' device; nothing on the CPU.
+// Holds the device guard and the current stream of the tensor's device. On the CPU it does nothing.
 class Launch {
  public:
 #ifdef FUSED_CUDA
@@ -51,32 +51,33 @@ class Launch {
 std::string to_string(const Sizes& sizes);
 Sizes sizes_of(const Tensor& tensor);
 bool has_shape(const Tensor& tensor, const Sizes& shape);
-// In elements; 0 in a dimension of size 1, where torch's stride says nothing.
+// In elements. 0 in a dimension of size 1, where torch's stride is arbitrary.
 Sizes strides_of(const Tensor& tensor);
 
-// The kernels' name of a floating dtype; throws for any other.
+// The kernels' DType of a floating-point tensor. Throws for any other dtype.
 DType dtype_of(const Tensor& tensor, const char* op, const char* argument);
 // Throws unless the tensor has one element.
 void check_one_number(const Tensor& tensor, const char* op, const char* argument);
 ScalarType accumulation_type(ScalarType dtype);
 
-// The shape that input and target broadcast to; throws where they don't.
+// The shape that input and target broadcast to. Throws if they don't.
 Sizes broadcast_shape(const Tensor& input, const Tensor& target, const char* op);
 
 // A contiguous tensor on the device of `like`.
 Tensor empty(const Tensor& like, const Sizes& shape, ScalarType dtype);
-// aten::empty_like(tensor.expand(shape), dtype=dtype): dense, with the order of tensor's strides.
+// aten::empty_like(tensor.expand(shape), dtype=dtype): dense, in the order of tensor's strides.
 Tensor empty_like(const Tensor& tensor, const Sizes& shape, ScalarType dtype);
-// Dense, with the strides that torch's pointwise ops give the result of two tensors: the first one
-// decides, but where it is broadcast or expanded. computed: torch first makes a tensor of its own
-// of the first one, and the result of that and of what it makes of both.
+// Dense, with the strides that torch's pointwise ops give the result of two tensors: those of the
+// first, except where it is broadcast or expanded. computed: the strides of torch's composition
+// that first computes a dense tensor from `first`, and the result from that tensor and one of both.
 Tensor empty_pointwise(const Tensor& first, const Tensor& second, const Sizes& shape,
                        ScalarType dtype, bool computed);
-// Uninitialised, as empty_like gives it.
+// empty_like with tensor's shape and dtype, uninitialised.
 Tensor empty_gradient(const Tensor& tensor);
 
-// Uninitialised memory for the kernels of one call. On a GPU they may still run when it is given
-// back: whoever gets it next works behind them, on the same stream.
+// Uninitialised memory for the kernels of one call. On a GPU, the kernels may still run when the
+// memory is freed: the caching allocator reuses it on the same stream, so later kernels run after
+// them.
 class Scratch {
  public:
   Scratch(const Tensor& like, int64_t bytes);
@@ -86,25 +87,27 @@ class Scratch {
 #ifdef FUSED_CUDA
   Tensor memory_;
 #else
-  std::unique_ptr<std::byte[]> memory_;  // a tensor takes longer to make than a small loss
+  std::unique_ptr<std::byte[]> memory_;  // creating a tensor takes longer than a small loss
 #endif
 };
 
-// The tensor itself where it is so already: the ops that convert cost more than a small kernel.
+// If the tensor needs no conversion, it is returned itself: the converting ops cost more than a
+// small kernel.
 Tensor as_contiguous(const Tensor& tensor, ScalarType dtype);
 Tensor as_contiguous(const Tensor& tensor);
 
-// Strides of tensor in the iteration space `shape`: 0 where it is broadcast. Throws if it can't be.
+// Strides of tensor in the iteration space `shape`: 0 where it is broadcast. Throws if it does not
+// broadcast to `shape`.
 Sizes broadcast_strides(const Tensor& tensor, const Sizes& shape, const char* op,
                         const char* argument);
 
-// Orders the dimensions by the first operand's strides (ties by the next one's), drops those of
-// size 1 and merges neighbours that every operand can walk as one. Returns sizes innermost first,
-// and replaces each operand's strides to match. With keep_order the dimensions are not reordered.
+// Orders the dimensions by the first operand's strides (ties by the next operand's), unless
+// keep_order. Drops dimensions of size 1 and merges neighbours whose strides allow it in every
+// operand. Returns the sizes, innermost first, and replaces each operand's strides accordingly.
 Sizes coalesce(const Sizes& shape, const std::vector<Sizes*>& operands, bool keep_order);
 
-// An op that refuses tensors of different devices: it is dispatched by one of them alone, and the
-// kernels follow the pointers of all.
+// An op that refuses tensors of different devices. The dispatcher does not: it picks the device of
+// one tensor, whose kernels would then dereference the pointers of all.
 template <auto function>
 struct OnOneDevice;
 
@@ -122,9 +125,9 @@ struct OnOneDevice<function> {
     if constexpr (std::is_same_v<Argument, std::optional<Tensor>>) {
       if (argument) check(*argument, device);
     } else if constexpr (std::is_same_v<Argument, Tensor>) {
-      // An undefined tensor is what a None becomes, where the schema has no `?`.
+      // If the schema has no `?`, a None arrives as an undefined tensor.
       if (!argument.defined()) throw std::runtime_error("expected a tensor, got None");
-      const int32_t found = argument.get_device_index();  // -1 of the CPU
+      const int32_t found = argument.get_device_index();  // -1 for the CPU
       if (device.value_or(found) != found)
         throw std::runtime_error("expected all tensors to be on the same device, got " +
                                  device_name(*device) + " and " + device_name(found));

@@ -1,5 +1,5 @@
-// fused::vocabulary_parallel_parts, _merge, _gradient and _gradient_: cross entropy whose classes
-// are sharded.
+// fused::vocabulary_parallel_parts, _merge, _gradient and _gradient_: cross entropy with sharded
+// classes.
 #include "class_targets.h"
 
 namespace fused::binding {

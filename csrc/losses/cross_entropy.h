@@ -1,8 +1,9 @@
 // Cross entropy of one row of logits with a class index, as torch.nn.functional.cross_entropy.
 //
-// A row is summarised by its largest logit and log(sum(exp(logit - largest))), kept apart: with
-// logits near 700 their sum would lose six bits of every probability (float32 gradient errors of
-// 4.6e-5 against 3e-7). With label smoothing s and class weights w (1 when absent):
+// A row is summarised by its largest logit and log(sum(exp(logit - largest))). They are kept apart:
+// if logits are near 700, their rounded sum would lose six bits of every probability (float32
+// gradient errors of 4.6e-5 instead of 3e-7). With label smoothing s and class weights w (1 if
+// absent):
 //   loss  = (1 - s) w[t] (lse - x[t]) + s/C sum_c w[c] (lse - x[c])
 //   dx[c] = (1 - s) w[t] (p[c] - [c == t]) + s/C (p[c] sum(w) - w[c])
 // where lse = largest + log_sum and p[c] = exp(x[c] - lse).
@@ -17,7 +18,7 @@ struct CrossEntropyRow {
   acc_t largest;
   acc_t log_sum;
 
-  // weighted_sum: sum_c w[c] (largest - x[c]), used only with smoothing.
+  // weighted_sum: sum_c w[c] (largest - x[c]); used only with smoothing.
   FUSED_HOST_DEVICE acc_t loss(acc_t target_logit, acc_t target_weight, acc_t smoothing,
                                acc_t weight_sum, acc_t weighted_sum, acc_t cols) const {
     const acc_t picked = target_weight * ((largest - target_logit) + log_sum);
@@ -31,21 +32,22 @@ struct CrossEntropyRow {
   }
 };
 
-// The mean of rows whose losses add up to `losses`, over the total weight of their targets. With
-// smoothing torch adds the means of two terms: where the total weight is 0, that of the targets is
-// 0/0, and their sum nan.
+// The mean of rows: the sum of their losses over the total weight of their targets. With smoothing,
+// torch adds the means of two terms. If the total weight is 0, the mean of the target term is 0/0,
+// and the sum is nan.
 FUSED_HOST_DEVICE double cross_entropy_mean(double losses, double weights, double smoothing) {
   return smoothing > 0 && weights == 0 ? math::kNan<double> : losses / weights;
 }
 
-// What a shard of a row's classes knows of it: the largest logit, the sum of the exponentials
-// relative to it, the target's logit or 0 where the target is in another shard, and with smoothing
-// sum_c w[c] (largest - x[c]). The sum and not its logarithm: it merges without another rounding.
-// Everything is relative to the shard's largest logit, or to 0 where that is -inf or there is none.
+// The part of a row that a shard of the classes computes: the largest logit; the sum of the
+// exponentials relative to it; the target's logit, or 0 if the target is in another shard; with
+// smoothing also sum_c w[c] (largest - x[c]). The sum is kept, not its logarithm, since sums merge
+// without another rounding. If the largest logit is -inf or the shard has no logits, the sums are
+// relative to 0.
 constexpr int kPartColumns = 3;
 constexpr int kSmoothingPartColumns = 4;
 
-// The row of all shards, from parts `stride` apart.
+// Merges the parts of all shards of a row, which lie `stride` apart.
 template <typename acc_t>
 struct MergedParts {
   acc_t largest, sum, target_logit, weighted_sum;
@@ -58,7 +60,8 @@ struct MergedParts {
       largest = parts[shard * stride] > largest ? parts[shard * stride] : largest;
     for (int64_t shard = 0; shard < shards; ++shard) {
       const acc_t* part = parts + shard * stride;
-      // Of no logits but -inf nothing is relative to -inf: -inf - -inf would poison the sums.
+      // If all logits of the shard are -inf, its sums are relative to 0: -inf - -inf would make
+      // them nan.
       const bool finite = part[0] > -math::kInfinity<acc_t>;
       sum += finite ? part[1] * math::exp(part[0] - largest) : part[1];
       target_logit += part[2];
@@ -74,8 +77,8 @@ template <typename acc_t>
 struct CrossEntropyGradient {
   acc_t probability, uniform, target;
 
-  // scale: grad_output (over the total weight for the mean), 0 for an ignored row. An ignored row's
-  // gradient is still probability * p[c]: 0, or nan where the row's softmax is nan, as in torch.
+  // scale: grad_output (for the mean, over the total weight); 0 for an ignored row. The gradient of
+  // an ignored row is still probability * p[c]: 0, or nan if the row's softmax is nan, as in torch.
   FUSED_HOST_DEVICE CrossEntropyGradient(acc_t scale, acc_t target_weight, acc_t smoothing,
                                          acc_t weight_sum, acc_t cols)
       : probability(scale * target_weight), uniform(0), target(scale * target_weight) {

@@ -1,13 +1,13 @@
 // Cross entropy of one row of logits x with class probabilities q, as
-// torch.nn.functional.cross_entropy. With label smoothing s, C classes and class weights w (1 when
-// absent), q' = (1 - s) q + s / C:
+// torch.nn.functional.cross_entropy. With label smoothing s, C classes, class weights w (1 if
+// absent) and q' = (1 - s) q + s / C:
 //   loss  = sum_c w[c] q'[c] (lse - x[c])
 //   dx[c] = p[c] sum(w q') - w[c] q'[c]
 //   dq[c] = (1 - s) w[c] (lse - x[c])
 //   dw[c] = q'[c] (lse - x[c])
 // where lse = largest + log(sum), kept apart (see cross_entropy.h), and p[c] = exp(x[c] - lse).
-// Nothing is assumed of q: it need not add up to 1, nor lie between 0 and 1. With masses of either
-// sign, terms and rows cancel: what sums do not round, a row's loss must not either.
+// q need not add up to 1, nor lie between 0 and 1. If it has both signs, terms of a row cancel, and
+// losses of rows cancel in their sum. Hence a row's loss keeps more digits than acc_t has.
 #pragma once
 
 #include "row_pair.h"
@@ -27,7 +27,8 @@ struct CrossEntropyProbabilities {
 
   using State = RowPairState<acc_t, false>;
 
-  // input: less its origin; below: less the pivot. sum_t: of mass and cross
+  // input: the logit less its origin; below: the logit less the pivot. sum_t: the type of mass and
+  // cross.
   template <typename sum_t>
   FUSED_HOST_DEVICE RowPairTerm<acc_t, sum_t> term(acc_t input, sum_t below, acc_t target,
                                                    acc_t weight) const {
@@ -36,8 +37,8 @@ struct CrossEntropyProbabilities {
     return {math::fast_exp(input), mass, mass * -below};
   }
 
-  // Of cross only the loss is made, before anything is rounded: it takes the place of cross, and
-  // what rounding leaves of it that of the pivot.
+  // Only the loss needs cross, so the loss is computed here, before anything is rounded. It
+  // replaces cross, and its rounding error replaces the pivot.
   template <typename state_t>
   static FUSED_HOST_DEVICE RowPairStatistics<acc_t> finish(const state_t& state) {
     auto row = state.template statistics<acc_t>(1);
@@ -52,7 +53,7 @@ struct CrossEntropyProbabilities {
     return static_cast<double>(row.cross) + static_cast<double>(row.pivot);
   }
 
-  // The gradients of one row; scale: grad_output over the reduction's divisor.
+  // The gradients of one row. scale: grad_output over the reduction's divisor.
   struct Gradient {
     CrossEntropyProbabilities loss;
     acc_t largest, log_sum, scale, probability, kept, uniform;

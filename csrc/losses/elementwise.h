@@ -1,16 +1,18 @@
-// What the headers of losses/elementwise/ say of their losses. X.h there holds the loss fused::X,
-// in namespace fused::X: functors with its mathematics, and `Op`. All other code of the loss in C++
-// is compiled from Op: the binding, and the kernels of each device.
+// How the headers of losses/elementwise/ declare their losses. X.h declares the loss X in namespace
+// fused::X: functors with its mathematics, and `Op`. All other C++ code of the loss (the binding
+// and the kernels of each device) is compiled from Op.
 //
-// A functor is a template of the type of the arithmetic, acc_t, made from the loss's parameters
-// (const double*). Its members are
+// A functor is a class template. Its parameter acc_t is the type of the arithmetic. It is
+// constructed from the loss's parameters (const double*). Its members are
 //   value, grad_input, grad_target    (input, target), or (input, target, pos_weight): the loss of
 //                                     one element and its derivatives
 //   kDerivativeSlope, kWeightLast     see gradient_scale.h
-//   regular_value and is_regular      a shorter way to the value on the CPU, see cpu/elementwise.h
-//   kLogarithms, kExponentials,       of much arithmetic, and a shorter way to the value on CUDA,
-//   value_of_16_bit                   see cuda/elementwise.cuh
-// of which only those of the first line have to be there.
+//   regular_value and is_regular      cheaper arithmetic for the value on the CPU, see
+//                                     cpu/elementwise.h
+//   kLogarithms, kExponentials        say that the loss has much arithmetic, see
+//                                     cuda/elementwise.cuh
+//   value_of_16_bit                   cheaper arithmetic for the value on CUDA, see there
+// Only value, grad_input and grad_target are required.
 #pragma once
 
 #include "../arguments.h"
@@ -19,32 +21,33 @@
 namespace fused {
 
 // The optional tensors of a loss, in the order of its schema. A weight multiplies the loss of each
-// element; a functor takes a pos_weight as an argument.
+// element outside the functor. A pos_weight is an argument of the functor.
 enum class Weights { kNone, kWeight, kWeightAndPosWeight };
 
-// Whose strides the losses follow with reduction none, as torch's do: those of input and, where it
-// is broadcast, of target; of input alone; or those that target has in memory of its own, then
-// input's.
+// With reduction none: the strides of the losses, as in torch.
+//   kPair    of input and, where input is broadcast, of target
+//   kInput   of input alone
+//   kTarget  of a dense copy of target, then of input
 enum class Like { kPair, kInput, kTarget };
 
 template <typename...>
 struct Types {};
 
-// Names a functor.
+// A tag that names a functor.
 template <template <typename> class Loss>
 struct Functor {};
 
-// What an Op has where it says nothing else.
+// The defaults of an Op.
 struct AnyOp {
-  // The types of the loss's own parameters in its schema: double or bool, two at most.
+  // The types of the loss's parameters in its schema: double or bool, at most two.
   using Parameters = Types<>;
   static constexpr Weights kWeights = Weights::kNone;
   static constexpr bool kWeightHasGradient = false;
   static constexpr Like kLike = Like::kPair;
 };
 
-// Of a loss with one functor. A loss with several has a `choose` of its own, which calls
-// run(Functor<...>()) with that of the arguments.
+// The Op of a loss with one functor. An Op with several functors defines its own `choose`, which
+// calls run(Functor<...>()) with the functor that the arguments need.
 template <template <typename> class Loss>
 struct OpOf : AnyOp {
   template <typename Run>

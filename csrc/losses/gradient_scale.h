@@ -1,22 +1,21 @@
-// What an elementwise loss's derivatives are multiplied with: grad_output over the reduction's
-// divisor, in an order that neither overflows nor loses digits where the result does not.
+// The factor of an elementwise loss's derivatives: grad_output over the reduction's divisor. If the
+// result neither overflows nor loses digits, no intermediate product does.
 #pragma once
 
 #include "math.h"
 
 namespace fused {
 
-// A number that all derivatives of input and target have as a factor and that the loss leaves to
-// the scale: twice the largest difference would overflow before a mean divides it.
+// A constant factor of the derivatives with respect to input and target. The loss leaves it to the
+// scale, because twice a large difference would overflow before a mean divides it.
 template <typename Loss>
 constexpr double kSlope = 1;
 template <typename Loss>
   requires requires { Loss::kDerivativeSlope; }
 constexpr double kSlope<Loss> = Loss::kDerivativeSlope;
 
-// `factor` times one grad_output, as two factors. The second is 1 but where the product is below
-// the smallest normal number, and has lost digits that a large derivative would bring back, or
-// overflows.
+// `factor` times one grad_output, as two factors. The second is 1 unless the product overflows or
+// is below the smallest normal number, where it loses digits that a large derivative would need.
 template <typename acc_t>
 struct GradientScale {
   acc_t first, second;
@@ -29,8 +28,8 @@ struct GradientScale {
   }
 
   FUSED_HOST_DEVICE acc_t operator()(acc_t derivative) const { return derivative * first * second; }
-  // In torch's order, for infinities and what overflows: where it composes the weighted loss of
-  // ops, the weight meets grad_output first.
+  // Multiplies in torch's order, so that infinities and overflows agree. If torch composes the
+  // weighted loss of several ops, it multiplies the weight with grad_output first.
   template <typename Loss>
   FUSED_HOST_DEVICE acc_t weighted(acc_t derivative, acc_t weight) const {
     if constexpr (requires { Loss::kWeightLast; }) return derivative * first * weight * second;

@@ -1,9 +1,9 @@
 // exp, log and log1p for loss functors, on the device and on the host.
 //
-// The host versions are branch-free so that g++ and clang vectorise loops over them for whatever
-// instruction set the library is built for. Errors stay below 2 ulp over the whole range, and
-// infinities, zeros, subnormals and nan behave as in <cmath>. Reductions and polynomials are the
-// classic ones of Cephes (float) and fdlibm (double).
+// The host versions have no branches, so that g++ and clang vectorise loops over them for the
+// instruction set of the library. Errors stay below 2 ulp over the whole range. Infinities, zeros,
+// subnormals and nan behave as in <cmath>. Range reductions and polynomials are those of Cephes
+// (float) and fdlibm (double).
 #pragma once
 
 #include <cmath>
@@ -54,11 +54,11 @@ FUSED_HOST_DEVICE T absolute(T x) {
 #ifdef __CUDA_ARCH__
   return x < T(0) ? -x : x;
 #else
-  return std::fabs(x);  // one instruction: g++ makes two and a mask of the comparison
+  return std::fabs(x);  // one instruction; for the comparison g++ emits two and a mask
 #endif
 }
 
-// A nan in x gives way to y.
+// If x is nan, the result is y.
 template <typename T>
 FUSED_HOST_DEVICE T larger(T x, T y) {
 #ifdef __CUDA_ARCH__
@@ -73,7 +73,8 @@ FUSED_HOST_DEVICE bool is_finite(T x) {
   return absolute(x) < kInfinity<T>;
 }
 
-// A positive number that stays one where T cannot hold it, as a factor of infinities must.
+// A positive number as T. It stays positive if T would round it to 0, since 0 times an infinity is
+// nan.
 template <typename T>
 FUSED_HOST_DEVICE T positive(double value) {
   return larger(static_cast<T>(value), kSmallestNormal<T>);
@@ -92,7 +93,7 @@ FUSED_HOST_DEVICE float expm1_reduced(float x) {
   return p * (x * x) + x;
 }
 
-// The same, less x.
+// e^x - 1 - x for |x| <= log(2) / 2.
 inline __attribute__((always_inline)) double expm1_less_x(double x) {
   const double t = x * x;
   double c = 4.13813679705723846039e-08;
@@ -106,7 +107,8 @@ inline __attribute__((always_inline)) double expm1_less_x(double x) {
 
 inline __attribute__((always_inline)) double expm1_reduced(double x) { return expm1_less_x(x) + x; }
 
-// Adding and subtracting 1.5 * 2^mantissa rounds to the nearest integer without SSE4.1's roundps.
+// Adding and subtracting 1.5 * 2^(mantissa bits) rounds to the nearest integer without SSE4.1's
+// roundps.
 inline __attribute__((always_inline)) float exp(float x) {
   float clamped = x < -104.f ? -104.f : x;
   clamped = clamped > 89.f ? 89.f : clamped;
@@ -114,7 +116,7 @@ inline __attribute__((always_inline)) float exp(float x) {
   const float n = shifted - 12582912.f;
   const float r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
   const float p = expm1_reduced(r) + 1.f;
-  // 2^n in two factors: n runs from -150 to 128, beyond a single exponent's range.
+  // 2^n as two factors: n lies between -150 and 128, which exceeds the range of one exponent.
   const int32_t k = bit_cast<int32_t>(shifted) - 0x4b400000;
   const int32_t half = k >> 1;
   return p * bit_cast<float>((half + 127) << 23) * bit_cast<float>((k - half + 127) << 23);
@@ -134,11 +136,11 @@ inline __attribute__((always_inline)) double exp(double x) {
   return p * bit_cast<double>((half + 1023) << 52) * bit_cast<double>((k - half + 1023) << 52);
 }
 
-// e^x for the terms of a sum whose largest is e^0: x <= 0, and 0 for less than a normal float.
-// log2(e) is rounded, and without fused multiply-adds the product with it: a relative error of
-// |x| 2^-24 at most, which e^x keeps out of the sum.
+// e^x for x <= 0, as a term of a sum whose largest term is e^0. If e^x is below the smallest normal
+// float, the result is 0. log2(e) is rounded and, without fused multiply-adds, so is its product
+// with x. The relative error is at most |x| 2^-24; e^x is then so small that the sum is unaffected.
 inline __attribute__((always_inline)) float exp_term(float x) {
-  // 1.5 * 2^23, and the bias of an exponent, so that the low bits are those of 2^n.
+  // 1.5 * 2^23 plus the exponent bias, so that the low bits are the exponent of 2^n.
   const float shifted = x * kLog2E + 12583039.f;
   const float r = x * kLog2E - (shifted - 12583039.f);
   float p = 1.535336188319500e-4f;  // 2^r for |r| <= 1/2
@@ -190,14 +192,14 @@ inline __attribute__((always_inline)) double log_of_parts(double f, double e) {
          ((half_square - (s * (half_square + p) + e * 1.90821492927058770002e-10)) - f);
 }
 
-// For x in [0, 1], without ever rounding 1 + x.
+// log(1 + x) for x in [0, 1]. 1 + x is never rounded.
 template <typename T>
 FUSED_HOST_DEVICE T log1p_unit(T x) {
   const bool above = x > T(0.41421356);
   return log_of_parts(above ? (x - T(1)) * T(0.5) : x, above ? T(1) : T(0));
 }
 
-// For normal x = 1 + f.
+// log(x) for normal x = 1 + f.
 FUSED_HOST_DEVICE float log_near_one(float x, float f) {
   const int32_t bits = bit_cast<int32_t>(x) - 0x3f3504f3;
   const int32_t exponent = bits >> 23;
@@ -261,11 +263,11 @@ FUSED_HOST_DEVICE T exp(T x) {
 #endif
 }
 
-// e^(x * scale). For float on the device in two instructions, 2 ulp, and 0 below the smallest
-// normal float. The product with scale * log2(e) is rounded, which is harmless as long as x is a
-// difference of logits: callers subtract first, never fold the reference into a fused multiply-add
-// (that would lose the low bits of logits near 700, and overflow where a mask fills rows with the
-// lowest float).
+// e^(x * scale). For float on the device: two instructions, an error of 2 ulp, and 0 below the
+// smallest normal float. The product with scale * log2(e) is rounded, which is harmless if x is a
+// difference of logits. Callers therefore subtract first. A fused multiply-add with the reference
+// would lose the low bits of logits near 700, and overflow if a mask fills rows with the lowest
+// float.
 template <typename T>
 FUSED_HOST_DEVICE T fast_exp(T x, T scale = 1) {
 #ifdef __CUDA_ARCH__
@@ -287,8 +289,8 @@ FUSED_HOST_DEVICE T log(T x) {
 #endif
 }
 
-// log(x), for float on the device by the hardware's logarithm: an error of 2^-22 between 1/2 and 2,
-// where it is absolute (the logarithm of a number near 1 loses digits), and of a few ulp elsewhere.
+// log(x). For float on the device: the hardware's logarithm. Between 1/2 and 2 its absolute error
+// is 2^-22, so the logarithm of a number near 1 loses digits; elsewhere its error is a few ulp.
 template <typename T>
 FUSED_HOST_DEVICE T fast_log(T x) {
 #ifdef __CUDA_ARCH__
@@ -301,7 +303,7 @@ FUSED_HOST_DEVICE T fast_log(T x) {
   return log(x);
 }
 
-// log(a) - log(b). On the device one logarithm, where the quotient keeps all its digits.
+// log(a) - log(b). On the device one logarithm, if the quotient is normal.
 template <typename T>
 FUSED_HOST_DEVICE T log_of_quotient(T a, T b) {
 #ifdef __CUDA_ARCH__
@@ -314,7 +316,8 @@ FUSED_HOST_DEVICE T log_of_quotient(T a, T b) {
 #endif
 }
 
-// log(1 + x) for x in [0, 1]. For float the device, too, is spared the branches of log1p.
+// log(1 + x) for x in [0, 1]. For float the device uses the host's version too, since log1p has
+// branches.
 template <typename T>
 FUSED_HOST_DEVICE T log1p_unit(T x) {
 #ifdef __CUDA_ARCH__
@@ -325,7 +328,7 @@ FUSED_HOST_DEVICE T log1p_unit(T x) {
     return host::log1p_unit(x);
 }
 
-// 1 / x, for float on the device in one instruction, 1 ulp.
+// 1 / x. For float on the device: one instruction, an error of 1 ulp.
 template <typename T>
 FUSED_HOST_DEVICE T fast_inverse(T x) {
 #ifdef __CUDA_ARCH__
@@ -338,7 +341,7 @@ FUSED_HOST_DEVICE T fast_inverse(T x) {
   return T(1) / x;
 }
 
-// e^x - 1 for x <= 0, whose exponential is known.
+// e^x - 1 for x <= 0. exponential: e^x.
 template <typename T>
 FUSED_HOST_DEVICE T expm1_nonpositive(T x, T exponential) {
 #ifdef __CUDA_ARCH__
@@ -349,8 +352,8 @@ FUSED_HOST_DEVICE T expm1_nonpositive(T x, T exponential) {
     return x > T(-0.34) ? host::expm1_reduced(x) : exponential - T(1);
 }
 
-// log(x) for x = 1 + f in (0, 1], without an error of x's rounding where x is near 1. x is normal;
-// a nan gives any number.
+// log(x) for a normal x = 1 + f in (0, 1]. If x is near 1, the rounding error of x has no effect.
+// The result for a nan is unspecified.
 template <typename T>
 FUSED_HOST_DEVICE T log_near_one(T x, T f) {
 #ifdef __CUDA_ARCH__

@@ -11,7 +11,8 @@ struct NllLoss {
   static FUSED_HOST_DEVICE acc_t value(acc_t log_probability, acc_t weight) {
     return -weight * log_probability;
   }
-  // With respect to the log-probability of the target's class; 0 for all others.
+  // The gradient with respect to the log-probability of the target's class. It is 0 for all other
+  // classes.
   template <typename acc_t>
   static FUSED_HOST_DEVICE acc_t grad(acc_t scale, acc_t weight) {
     return -weight * scale;

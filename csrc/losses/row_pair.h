@@ -1,40 +1,41 @@
-// A row of logits against a target row of the same classes, in one pass over both.
+// Statistics of a row of logits and a target row of the same classes, in one pass over both rows.
 //
-// The target row gives each class a mass m: a probability, or exp of a logit. With input logits x
+// The target row gives each class a mass m: a probability, or exp of a logit. For input logits x
 // and temperature T:
 //   exponentials = sum exp((x - origin) / T)
 //   mass         = sum m
-//   cross        = sum m d, where d is how far below `pivot` x is, less how far below its origin
-//   the
-//                  target's own logit is, if it holds logits; not over T
-// An origin is the largest logit seen so far, or 0 while there is none but -inf: -inf - -inf would
-// poison the sums. The pivot is input's origin or, where the target holds logits, the input logit
-// of target's largest: where one class has almost all the mass, its share of `cross` is then 0 and
-// nothing cancels. Sums are relative to origins and pivot, so that logits near 700 lose nothing;
-// raising an origin rescales them. A nan, or +inf, makes the sums nan, as in torch.
+//   cross        = sum m d, where d = pivot - x or, if the target holds logits t,
+//                  d = (pivot - x) - (target origin - t); not divided by T
+// An origin is the largest logit seen so far, or 0 while all logits are -inf: -inf - -inf would
+// make the sums nan. If the target holds logits, the pivot is the input logit of the class with the
+// largest target logit; otherwise it is input's origin. If one class has almost all the mass, its
+// term of `cross` is then 0 and nothing cancels. Sums are relative to origins and pivot, so that
+// logits near 700 lose no digits. Raising an origin rescales the sums. A nan or +inf makes the sums
+// nan, as in torch.
 #pragma once
 
 #include "math.h"
 
 namespace fused {
 
-// One class's share of the sums.
+// The terms that one class adds to the sums.
 template <typename acc_t, typename sum_t>
 struct RowPairTerm {
   acc_t exponential;
   sum_t mass, cross;
 };
 
-// What a loss and its gradients are made of. Sums, not their logarithms: the rounding of a
-// logarithm near 10 would be a much larger error of every probability.
+// The statistics of a row, from which its loss and gradients are computed. They hold sums, not
+// logarithms of sums: the rounding of a logarithm near 10 would be a much larger error of every
+// probability.
 template <typename acc_t>
 struct RowPairStatistics {
   acc_t largest_input, exponentials, largest_target, mass, pivot, cross;
 };
 
-// A loss whose terms need the sums of both rows has a type SecondPass. It is made of a row's
-// statistics, gives two numbers for each class, and the loss's `finish` puts their sums into the
-// statistics.
+// If the terms of a loss need the sums of both rows, the loss has a type SecondPass. A SecondPass
+// is constructed from a row's statistics and gives two numbers for each class. The loss's `finish`
+// stores their sums in the statistics.
 template <typename acc_t>
 struct RowPairSecondTerm {
   acc_t input, target;
@@ -48,15 +49,16 @@ FUSED_HOST_DEVICE acc_t finite_or_zero(acc_t logit) {
   return logit > -math::kInfinity<acc_t> ? logit : acc_t(0);
 }
 
-// kTargetLogits: the target row holds logits, and its masses have an origin as well. Without kCross
-// there is no pivot either.
+// kTargetLogits: the target row holds logits, so its masses have an origin too. Without kCross,
+// `cross` and the pivot are not computed for target logits.
 template <typename acc_t, bool kTargetLogits, bool kCross = true>
 struct RowPairState {
   static constexpr bool kHasTargetLogits = kTargetLogits, kHasCross = kCross;
   acc_t largest_input, largest_target, pivot;
   double exponentials, mass, cross;
 
-  // Of no classes at all. Not the default: the type also lies in shared memory, uninitialised.
+  // The state of no classes. Not a default constructor, since variables in shared memory cannot
+  // have one that initialises.
   static FUSED_HOST_DEVICE RowPairState none() {
     return {-math::kInfinity<acc_t>, -math::kInfinity<acc_t>, 0, 0, 0, 0};
   }
@@ -77,7 +79,7 @@ struct RowPairState {
     }
   }
 
-  // beside: input's logit of the same class.
+  // beside: the input logit of the class whose target logit is `largest`.
   FUSED_HOST_DEVICE void raise_target(acc_t largest, acc_t beside, acc_t inverse_temperature) {
     if (!(largest > largest_target)) return;
     const acc_t origin = target_origin(), next = finite_or_zero(largest);
@@ -93,27 +95,27 @@ struct RowPairState {
     largest_target = largest;
   }
 
-  // Makes the sums relative to origins and a pivot that also hold for other classes: those of the
-  // state, or of another one, that has the largest logits.
+  // Makes the sums relative to the origins and the pivot of the largest logits among this state and
+  // the states to be added.
   FUSED_HOST_DEVICE void align(acc_t input, acc_t target, acc_t target_pivot,
                                acc_t inverse_temperature) {
     raise_input(input, inverse_temperature);
     if constexpr (kTargetLogits) raise_target(target, target_pivot, inverse_temperature);
     if constexpr (kTargetLogits && kCross) {
-      // Equally large, but not the same class.
+      // The other state's largest target logit may be equal but belong to another class.
       cross += mass * static_cast<double>(target_pivot - pivot);
       pivot = target_pivot;
     }
   }
 
-  // Of aligned states.
+  // Both states must be aligned.
   FUSED_HOST_DEVICE void add(const RowPairState& other) {
     exponentials += other.exponentials;
     mass += other.mass;
     cross += other.cross;
   }
 
-  // The sums of other classes.
+  // Adds the sums of other classes.
   FUSED_HOST_DEVICE void merge(RowPairState other, acc_t inverse_temperature) {
     const bool theirs = other.largest_target > largest_target;
     const acc_t input = other.largest_input > largest_input ? other.largest_input : largest_input;
@@ -124,7 +126,7 @@ struct RowPairState {
     add(other);
   }
 
-  // With cross over `divisor`.
+  // Divides cross by `divisor`.
   template <typename stats_t>
   FUSED_HOST_DEVICE RowPairStatistics<stats_t> statistics(double divisor) const {
     return {static_cast<stats_t>(largest_input),  static_cast<stats_t>(exponentials),

@@ -1,18 +1,20 @@
-// Statistics of a row of logits z, after their soft-cap, if there is one:
+// Statistics of a row of logits z (after the soft-cap, if there is one):
 //   logsumexp  log(sum exp(z))
 //   nll        logsumexp - z[t]
-//   entropy    -sum p log(p), where p = exp(z - logsumexp); of p = 0 nothing
+//   entropy    -sum p log(p), where p = exp(z - logsumexp); p = 0 adds nothing
 //   total      sum z
-//   maximum    with argmax, the first class that has it; a nan counts as the largest
-// and their gradient by z, of gradients g:
+//   maximum    and argmax, the first class that has the maximum; a nan counts as the largest
+// and their gradient with respect to z, where g_nll, ... are the gradients of the statistics:
 //   p (g_nll + g_logsumexp - g_entropy (z - logsumexp + entropy)) - g_nll [c == t] + g_total
 //
-// The row is read once. With its largest logit m so far, s = sum exp(z - m) and
-// w = sum exp(z - m) (z - m), entropy = log(s) - w / s. Neither term is negative, and logits near
-// 700 lose nothing.
+// The row is read once. Let m be the largest logit so far, s = sum exp(z - m) and
+// w = sum exp(z - m) (z - m). Then entropy = log(s) - w / s. Neither term is negative, and logits
+// near 700 lose no digits.
 //
-// As in torch, a nan makes everything nan, +inf all but logsumexp, maximum and total, and -inf in
-// all classes nll and entropy.
+// As in torch, these inputs give nan:
+//   a nan                 in all statistics
+//   +inf                  in all but logsumexp, maximum and total
+//   -inf in all classes   in nll and entropy
 #pragma once
 
 #include "../arguments.h"
@@ -20,8 +22,9 @@
 
 namespace fused {
 
-// Of a difference of logits, so that 0 times it is 0: one of -inf, or of a number below all others,
-// as masks are made of. So is that of a nan, which sums do not tell of.
+// A difference of logits, bounded below so that 0 times it is 0. Masks make logits of -inf or of
+// the lowest finite number, whose difference would be infinite. A nan is bounded too, so the sums
+// do not show it; has_nan does.
 template <typename acc_t>
 FUSED_HOST_DEVICE acc_t bounded(acc_t difference) {
   return math::larger(difference, acc_t(-1e30));
@@ -43,21 +46,24 @@ struct RowTerm {
   }
 };
 
-// Of the logits seen so far, less nans; of sum_t, which may be wider than the logits' acc_t.
+// The sums of the logits seen so far. A nan counts as exp(-1e30), which is 0 (see `bounded`). sum_t
+// may be wider than acc_t.
 template <typename acc_t, typename sum_t = acc_t>
 struct RowSums {
   acc_t largest;
   sum_t exponentials, weighted;
 
-  // Of no logits at all. Not the default: the type also lies in shared memory, uninitialised.
+  // The sums of no logits. Not a default constructor, since variables in shared memory cannot have
+  // one that initialises.
   static FUSED_HOST_DEVICE RowSums none() { return {-math::kInfinity<acc_t>, 0, 0}; }
 
-  // What the sums are relative to: -inf - -inf would poison them.
+  // The logit that the sums are relative to. Never -inf: -inf - -inf would make the sums nan.
   FUSED_HOST_DEVICE acc_t origin() const {
     return largest > -math::kInfinity<acc_t> ? largest : acc_t(0);
   }
 
-  // To a number that is not less. Of no logits but -inf both sums are 0.
+  // Makes new_largest, which is at least `largest`, the largest logit. If all logits so far are
+  // -inf, both sums are 0 and need no factor.
   FUSED_HOST_DEVICE void raise(acc_t new_largest) {
     if (largest > -math::kInfinity<acc_t>) {
       const sum_t shift = bounded(static_cast<sum_t>(largest) - static_cast<sum_t>(new_largest));
@@ -72,7 +78,7 @@ struct RowSums {
 template <typename acc_t>
 struct RowStatistics {
   acc_t nll, logsumexp, entropy;
-  acc_t largest, log_sum;  // their sum is the logsumexp, which is rounded
+  acc_t largest, log_sum;  // logsumexp is their rounded sum
 
   template <typename sum_t>
   FUSED_HOST_DEVICE RowStatistics(const RowSums<acc_t, sum_t>& sums, bool has_nan,
@@ -91,7 +97,8 @@ struct RowStatistics {
     }
   }
 
-  // What the gradient is made from. The softmax of a row with +inf or nan is nan in all classes.
+  // Writes the numbers from which the backward computes the gradient. If the row holds +inf or nan,
+  // its softmax is nan in all classes.
   FUSED_HOST_DEVICE void save(acc_t* stats) const {
     stats[0] = largest;
     stats[1] = log_sum;
@@ -99,7 +106,8 @@ struct RowStatistics {
   }
 };
 
-// The gradient by a row's logits, but for the target's share and the soft-cap.
+// The gradient with respect to a row's logits, without the term of the target and the slope of the
+// soft-cap.
 template <typename acc_t>
 struct RowStatisticsGradient {
   acc_t largest, log_sum, entropy;
@@ -114,7 +122,7 @@ struct RowStatisticsGradient {
         of_entropy(g_entropy),
         of_total(g_total) {}
 
-  // Where any statistic but the total has a gradient; otherwise it is of_total.
+  // Called only if has_softmax. Otherwise the gradient is of_total.
   FUSED_HOST_DEVICE acc_t operator()(acc_t logit) const {
     const acc_t difference = (logit - largest) - log_sum;
     const acc_t p = math::fast_exp(difference);

@@ -1,10 +1,10 @@
-// The soft-cap of logits: cap * tanh(logit / cap), and its slope, 1 - tanh^2 (Gemma 2,
+// The soft-cap of logits, cap * tanh(logit / cap), and its slope, 1 - tanh^2 (Gemma 2,
 // https://arxiv.org/abs/2408.00118).
 //
-// With u = exp(-2 |x|), tanh |x| = (1 - u) / (1 + u), and the slope is 4 u / (1 + u)^2, which keeps
-// its digits where the tanh rounds to 1. Near 0, where 1 - u would cancel, the tanh is Cephes'
-// polynomial (float) or rational function (double). Monotone but for the last bit; of infinities
-// the limits, slope 0; of a nan nan.
+// With u = exp(-2 |x|), tanh |x| = (1 - u) / (1 + u). The slope is 4 u / (1 + u)^2, which keeps its
+// digits where the tanh rounds to 1. Near 0, where 1 - u would cancel, the tanh is Cephes'
+// polynomial (float) or rational function (double). The result is monotone except for the last bit.
+// For infinities the result is the limit and the slope is 0; for a nan both are nan.
 #pragma once
 
 #include "math.h"
@@ -40,7 +40,7 @@ struct Capped {
   acc_t logit, slope;
 };
 
-// On the host; vectorises.
+// The version for the host, which vectorises.
 template <typename acc_t>
 FUSED_HOST_DEVICE Capped<acc_t> soft_capped(acc_t logit, acc_t cap) {
   const acc_t x = logit / cap;

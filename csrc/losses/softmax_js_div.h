@@ -5,10 +5,10 @@
 //   loss  = (1 - beta) KL(p || m) + beta KL(q || m)
 //   dx[c] = (1 - beta) p[c] (log p[c] - log m[c] - KL(p || m)) / T
 //   dt[c] = beta q[c] (log q[c] - log m[c] - KL(q || m)) / T
-// A class of probability 0 adds 0, in one row or in both, and its gradient is 0. Where a row has no
-// softmax (a nan, +inf, nothing but -inf) everything is nan.
+// If a class has probability 0 in one row or both, that probability's term and gradient are 0. If a
+// row has no softmax (it holds a nan or +inf, or only -inf), the loss and all gradients are nan.
 //
-// m needs both rows' sums, so the divergences are made in a second pass.
+// m depends on the sums of both rows, so a second pass computes the divergences.
 #pragma once
 
 #include "row_pair.h"
@@ -20,7 +20,7 @@ struct SoftmaxJsDiv {
   static constexpr bool kWeighted = false;
   acc_t beta, rest, inverse_temperature;
 
-  // parameters: beta, temperature. With both weights, every m stays positive.
+  // parameters: beta, temperature. Both weights stay positive after rounding, and so does every m.
   FUSED_HOST_DEVICE explicit SoftmaxJsDiv(const double* parameters)
       : beta(math::positive<acc_t>(parameters[0])),
         rest(math::positive<acc_t>(1 - parameters[0])),
@@ -28,7 +28,7 @@ struct SoftmaxJsDiv {
 
   using State = RowPairState<acc_t, true, false>;
 
-  // input, target: less their origins
+  // input, target: the logits less their origins
   FUSED_HOST_DEVICE RowPairTerm<acc_t, acc_t> term(acc_t input, acc_t /*below*/, acc_t target,
                                                    acc_t /*weight*/) const {
     return {math::fast_exp(input, inverse_temperature), math::fast_exp(target, inverse_temperature),
@@ -40,9 +40,9 @@ struct SoftmaxJsDiv {
     return state.template statistics<acc_t>(1);
   }
 
-  // One class, by the larger of its probabilities, so that nothing overflows. Logarithms are those
-  // of differences from it: between rows that are almost the same, they are small, and keep their
-  // digits.
+  // One class. Everything is relative to the larger of its two probabilities, so that nothing
+  // overflows. If the rows are almost equal, the logarithms of these ratios are small and keep
+  // their digits.
   struct Class {
     bool target_larger;
     acc_t larger, smaller;
@@ -66,14 +66,14 @@ struct SoftmaxJsDiv {
           inverse_temperature(loss.inverse_temperature),
           beta(loss.beta),
           rest(loss.rest),
-          // nan if one row has no softmax: then so are all classes, of both rows.
+          // If one row has no softmax, log_sums is nan, and with it all classes of both rows.
           log_sums(row.exponentials > 0 && row.mass > 0 ? math::log(row.exponentials / row.mass)
                                                         : math::kNan<acc_t>),
           p_scale(1 / row.exponentials + 0 * log_sums),
           q_scale(1 / row.mass + 0 * log_sums) {}
 
     FUSED_HOST_DEVICE Class at(acc_t x, acc_t t) const {
-      // Finite, so that two probabilities 0 have a quotient, and 0 times its logarithm is 0.
+      // Finite, so that two probabilities of 0 have a quotient whose logarithm times 0 is 0.
       constexpr acc_t kLowestExponent = -1e30;
       const acc_t u = math::larger((x - largest_input) * inverse_temperature, kLowestExponent);
       const acc_t v = math::larger((t - largest_target) * inverse_temperature, kLowestExponent);
@@ -91,15 +91,16 @@ struct SoftmaxJsDiv {
       return c;
     }
 
-    // Terms of KL(p || m) and KL(q || m). An error of log_sums moves all logarithms of a row as
-    // much as its divergence, which the gradient subtracts from them, and cancels in the loss.
+    // The terms of KL(p || m) and KL(q || m). An error of log_sums shifts all logarithms of a row
+    // and the row's divergence by the same amount. It cancels in the gradient, which subtracts the
+    // divergence from the logarithms, and in the loss.
     FUSED_HOST_DEVICE RowPairSecondTerm<acc_t> term(acc_t x, acc_t t) const {
       const Class c = at(x, t);
       return {c.p() * c.log_input(), c.q() * c.log_target()};
     }
   };
 
-  // KL(p || m) and KL(q || m) take the places of pivot and cross.
+  // Stores KL(p || m) in pivot and KL(q || m) in cross.
   static FUSED_HOST_DEVICE void finish(RowPairStatistics<acc_t>& row, double input, double target) {
     row.pivot = static_cast<acc_t>(input);
     row.cross = static_cast<acc_t>(target);
@@ -110,7 +111,7 @@ struct SoftmaxJsDiv {
            static_cast<double>(beta) * static_cast<double>(row.cross);
   }
 
-  // The gradients of one row; scale: grad_output over the reduction's divisor.
+  // The gradients of one row. scale: grad_output over the reduction's divisor.
   struct Gradient {
     SecondPass classes;
     acc_t input_divergence, target_divergence, input_scale, target_scale;

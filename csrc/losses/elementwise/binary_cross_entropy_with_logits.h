@@ -1,8 +1,8 @@
 // Binary cross entropy of a logit, as torch.nn.functional.binary_cross_entropy_with_logits:
 //   (1 - target) softplus(logit) + pos_weight target softplus(-logit)
 // where softplus(x) = max(x, 0) + log1p(exp(-|x|)) neither overflows nor cancels. torch subtracts a
-// log-sigmoid from (1 - target) logit instead. Of infinities its formulas have other results, which
-// are kept: where ours are not finite, theirs are taken.
+// log-sigmoid from (1 - target) logit instead, which differs for infinities. If our result is not
+// finite, torch's formula is used.
 #pragma once
 
 #include "../elementwise.h"
@@ -20,7 +20,7 @@ struct Logit {
         negative(logit < acc_t(0) ? -logit : acc_t(0)),
         decay(math::exp(-math::absolute(logit))) {}
 
-  // The part of softplus(logit) and softplus(-logit) that both have. A nan logit arrives here.
+  // The common term of softplus(logit) and softplus(-logit). It is nan if the logit is.
   FUSED_HOST_DEVICE acc_t common() const { return math::log1p_unit(decay); }
 };
 
@@ -29,7 +29,8 @@ FUSED_HOST_DEVICE acc_t finite_or(acc_t result, acc_t torchs) {
   return math::is_finite(result) ? result : torchs;
 }
 
-// Both probabilities by the same division: neither is 1 minus the other, which would cancel.
+// The probabilities of both classes, from one division. Neither is computed as 1 minus the other,
+// which would cancel.
 template <typename acc_t>
 FUSED_HOST_DEVICE void probabilities(acc_t logit, acc_t& one, acc_t& zero) {
   const acc_t decay = math::exp(-math::absolute(logit));
@@ -58,7 +59,7 @@ struct BinaryCrossEntropyWithLogits {
   FUSED_HOST_DEVICE acc_t grad_target(acc_t input, acc_t /*target*/) const { return -input; }
 };
 
-// The same with a weight of the positive class for each element.
+// With a weight of the positive class for each element.
 template <typename acc_t>
 struct BinaryCrossEntropyWithPosWeight {
   static constexpr bool kWeightLast = true;

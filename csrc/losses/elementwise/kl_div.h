@@ -1,6 +1,6 @@
-// Pointwise Kullback-Leibler divergence, as torch.nn.functional.kl_div: input holds
-// log-probabilities (or, with kLogInput false, probabilities whose logarithm is taken here and
-// never stored); target holds probabilities (or, with kLogTarget, log-probabilities).
+// Pointwise Kullback-Leibler divergence, as torch.nn.functional.kl_div. input holds
+// log-probabilities or, without kLogInput, probabilities, whose logarithm is never written to
+// memory. target holds probabilities or, with kLogTarget, log-probabilities.
 //   target * (log(target) - log_input)          0 * log(0) is 0
 //   exp(target) * (target - log_input)          kLogTarget
 // The corner cases are torch's: a negative target gives nan, a log-input of -inf with target 0
@@ -23,7 +23,7 @@ struct KlDiv {
       return kLogInput ? input : math::log(input);
     }
 
-    // log(target) - log_input, of a probability as target. kFast: by the hardware's logarithm.
+    // log(target) - log_input, if target holds probabilities. kFast: by the hardware's logarithm.
     template <bool kFast = false>
     static FUSED_HOST_DEVICE acc_t distance(acc_t input, acc_t target) {
       if constexpr (kFast) return math::fast_log(target) - input;
@@ -36,7 +36,7 @@ struct KlDiv {
       return target * (target == acc_t(0) ? -log_of(input) : distance<kFast>(input, target));
     }
 
-    // On the device: the value of 16-bit operands, whose own rounding, 2^-12 of a target at least,
+    // On the device: the value for 16-bit operands. Their rounding, at least 2^-12 of a target,
     // hides the error of the hardware's logarithm.
     FUSED_HOST_DEVICE acc_t value_of_16_bit(acc_t input, acc_t target) const
       requires(kLogInput && !kLogTarget)
@@ -44,8 +44,8 @@ struct KlDiv {
       return value<true>(input, target);
     }
 
-    // On the host: the value of what is_regular, by one logarithm without special cases. That of 0
-    // is some finite number there.
+    // On the host: the value of arguments that are is_regular, by one logarithm without special
+    // cases. This logarithm of 0 is some finite number.
     acc_t regular_value(acc_t input, acc_t target) const
       requires(!kLogTarget)
     {

@@ -1,5 +1,5 @@
-// 0.5 d^2 / beta where |d| < beta, |d| - 0.5 beta elsewhere, with d = input - target; beta 0 is the
-// L1 loss. As torch.nn.functional.smooth_l1_loss (Girshick, Fast R-CNN, 2015).
+// 0.5 d^2 / beta where |d| < beta, |d| - 0.5 beta elsewhere, with d = input - target. With beta 0
+// it is the L1 loss. As torch.nn.functional.smooth_l1_loss (Girshick, Fast R-CNN, 2015).
 #pragma once
 
 #include "../elementwise.h"
@@ -10,8 +10,8 @@ template <typename acc_t>
 struct SmoothL1Loss {
   acc_t beta;
   acc_t lift;   // a power of two that keeps 1 / (lift beta) finite
-  acc_t slope;  // of the gradient around 0, over lift: 1 where there is no such part
-  acc_t edge;   // of that part; above 0, so that the L1 loss's gradient is 0 for 0
+  acc_t slope;  // of the gradient where |d| < beta, over lift; 1 if beta is 0
+  acc_t edge;   // beta, or above 0 if beta is 0, so that the L1 loss's gradient is 0 for 0
 
   FUSED_HOST_DEVICE explicit SmoothL1Loss(const double* parameters)
       : beta(static_cast<acc_t>(parameters[0])),
@@ -24,8 +24,8 @@ struct SmoothL1Loss {
     return distance < beta ? acc_t(0.5) * (slope * (lift * distance)) * distance
                            : distance - acc_t(0.5) * beta;
   }
-  // The comparisons are ordered so that nan reaches the last branch, and hold for an infinite
-  // difference and beta. The L1 loss's gradient is 0 for nan, as torch's.
+  // The comparisons are ordered so that nan reaches the last branch. They also hold if difference
+  // and beta are infinite. The L1 loss's gradient is 0 for nan, as in torch.
   FUSED_HOST_DEVICE acc_t grad_input(acc_t input, acc_t target) const {
     const acc_t difference = input - target;
     const acc_t middle = beta > acc_t(0) ? slope * (lift * difference) : acc_t(0);
