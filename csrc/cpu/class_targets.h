@@ -1,4 +1,4 @@
-// What the losses with class indices share: a row's target, and the factor of its gradient.
+// Code that the losses with class indices share: a row's target, and the factor of its gradient.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ inline void check_targets(const char* op, const CrossEntropyArgs& args) {
                           " classes (ignore_index is " + std::to_string(args.ignore_index) + ")");
 }
 
-// What one row's loss and gradient need besides its statistics.
+// A row's target and its weight.
 template <typename acc_t>
 struct RowTarget {
   bool ignored;
@@ -49,8 +49,8 @@ const acc_t* class_weights(const CrossEntropyArgs& args) {
   return args.weight ? static_cast<const acc_t*>(args.weight) + args.first_class : nullptr;
 }
 
-// What all rows' gradients are multiplied with: one grad_output, over the total weight for the
-// mean.
+// The common factor of all rows' gradients: grad_output, if it is one number, and for the mean the
+// inverse of the total weight.
 template <typename acc_t>
 acc_t common_scale(const CrossEntropyArgs& args) {
   acc_t scale = 1;
@@ -60,7 +60,8 @@ acc_t common_scale(const CrossEntropyArgs& args) {
   return scale;
 }
 
-// The same with a grad_output for each row; 0 for an ignored row.
+// A row's factor: the common one, times the row's grad_output if each row has one; 0 for an ignored
+// row.
 template <typename acc_t>
 acc_t row_scale(const CrossEntropyArgs& args, int64_t row, const RowTarget<acc_t>& target,
                 acc_t common) {
@@ -71,7 +72,8 @@ acc_t row_scale(const CrossEntropyArgs& args, int64_t row, const RowTarget<acc_t
   return common * grad_output;
 }
 
-// Of all rows that are not ignored. Throws for a target out of bounds.
+// The sum of the target weights of all rows that are not ignored. Throws for a target out of
+// bounds.
 template <typename acc_t>
 double sum_of_weights(const char* op, const CrossEntropyArgs& args) {
   check_targets(op, args);

@@ -1,14 +1,14 @@
 // Cross entropy on the CPU. Log-probabilities are never written to memory.
 //
-// Two ways through the logits:
-//   rows     an online softmax over the tiles of a row, any stride between its logits. They come
-//            from memory once in the forward, with or without the gradient as long as a row fits
-//            the L2 cache, and once in the backward. Bytes moved per row: forward cols *
-//            sizeof(logit); backward, and forward with gradient, twice that.
-//   columns  neighbouring rows lie side by side, as in [N, C, H, W] or a transposed matrix: a block
-//            of kLanes of them goes through the classes together, one lane a row, once for the
-//            largest and once for the sum. From memory that is one read while a block (kLanes *
-//            cols logits) fits the L2 cache, and two beyond.
+// Two paths:
+//   rows     an online softmax over the tiles of a row, with any stride between its logits. The
+//            forward reads the logits from memory once, also with the gradient if a row fits the
+//            L2 cache; the backward reads them once. Bytes moved per row: forward cols *
+//            sizeof(logit); backward, and forward with the gradient, twice that.
+//   columns  for rows with stride 1 between them, as in [N, C, H, W] or a transposed matrix. A
+//            block of kLanes rows goes through the classes together, one lane a row: once for the
+//            largest logit, once for the sum and, with smoothing, once for the weighted sum. If a
+//            block (kLanes * cols logits) fits the L2 cache, only the first pass reads memory.
 #include <limits>
 
 #include "../kernels.h"
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t kColumnBlock = 32;  // classes of a partial sum in the column path
 
-// What a shard knows of a row, instead of its loss.
+// Writes a shard's part of a row, instead of the row's loss.
 template <typename acc_t>
 void finish_part(const CrossEntropyArgs& args, int64_t row, int64_t offset, acc_t largest,
                  acc_t sum, acc_t weighted_sum) {
@@ -68,14 +68,14 @@ void forward_row(const CrossEntropyArgs& args, int64_t row) {
     acc_t tile_largest = largest;
 #pragma omp simd reduction(max : tile_largest)
     for (int64_t i = 0; i < count; ++i) tile_largest = x[i] > tile_largest ? x[i] : tile_largest;
-    // While every logit is -inf there is nothing to add: -inf - -inf would poison the sum.
+    // While all logits are -inf, the reference is 0: -inf - -inf would make the sum nan.
     const bool finite = tile_largest > -std::numeric_limits<acc_t>::infinity();
     const acc_t reference = finite ? tile_largest : acc_t(0);
     if (tile_largest > largest) sum *= math::exp(largest - tile_largest);
     for (int64_t block = 0; block < count; block += kSumBlock) {
-      // The next tile's block, of this row or the next one: no load of these loops asks for it
-      // until they are done. Not all of the tile at once: a core waits when many lines are on their
-      // way.
+      // Prefetches a block of the next tile, of this row or the next one: the loops over this tile
+      // do not load it. One block at a time, since a core stalls if too many cache lines are in
+      // flight.
       if (stride == 1) prefetch(args.input, args.dtype, offset + first + count + block, kSumBlock);
       sum += sum_of<acc_t>(block, std::min(count, block + kSumBlock),
                            [&](int64_t i) { return math::host::exp_term(x[i] - reference); });
@@ -96,7 +96,7 @@ void forward_row(const CrossEntropyArgs& args, int64_t row) {
   finish_row(args, row, offset, largest, sum, weighted_sum);
 }
 
-// The column path: rows [row, row + lanes) lie side by side.
+// The column path: rows [row, row + lanes) have stride 1 between them.
 template <typename acc_t>
 void forward_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes) {
   alignas(64) acc_t buffer[kLanes], largest[kLanes], origin[kLanes];
@@ -111,17 +111,17 @@ void forward_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes) {
   std::fill_n(sum, kLanes, acc_t(0));
   std::fill_n(block_sum, kLanes, acc_t(0));
   std::fill_n(weighted_sum, kLanes, acc_t(0));
-  // The largest logit is the largest after a soft-cap too.
+  // The soft-cap is monotone, so the largest logit is capped only once, after the search.
   for (int64_t col = 0; col < args.cols; ++col) {
     const acc_t* x = read_tile(args, offset + col * args.input_layout.col_stride, 1, lanes, buffer);
     for (int64_t i = 0; i < lanes; ++i) largest[i] = x[i] > largest[i] ? x[i] : largest[i];
   }
   if (args.softcap > 0)
     cap_logits<acc_t>(largest, lanes, static_cast<acc_t>(args.softcap), largest, nullptr);
-  // As in forward_row, -inf - -inf would poison the sum of a shard that holds nothing else.
+  // As in forward_row: if all logits are -inf, -inf - -inf would make the sum nan.
   for (int64_t i = 0; i < lanes; ++i)
     origin[i] = largest[i] > -std::numeric_limits<acc_t>::infinity() ? largest[i] : acc_t(0);
-  // By blocks of classes: a sum of fewer terms rounds less.
+  // Sums go by blocks of classes, since a sum of fewer terms rounds less.
   for_each_col([&](int64_t col, const acc_t* x) {
 #pragma omp simd
     for (int64_t i = 0; i < lanes; ++i) block_sum[i] += math::host::exp_term(x[i] - origin[i]);

@@ -1,7 +1,7 @@
-// The gradient of cross entropy on the CPU, from each row's statistics: by rows and by columns, as
-// cross_entropy.cpp describes them. Probabilities are never written to memory. In place: grad_input
-// may be the buffer of input, in the same layout; a tile, or a class of a block of rows, is read
-// before it is written.
+// The gradient of cross entropy on the CPU, from each row's statistics, on the two paths that
+// cross_entropy.cpp describes. Probabilities are never written to memory. In place: grad_input may
+// be the buffer of input, in the same layout. A tile, or a class of a block of rows, is read before
+// it is written.
 #pragma once
 
 #include "../losses/cross_entropy.h"
@@ -19,14 +19,15 @@ acc_t weight_sum(const CrossEntropyArgs& args) {
                          : static_cast<acc_t>(args.classes);
 }
 
-// The weights of the row's classes where they all take part: with label smoothing. An infinite one
-// that doesn't would make nan of 0 times itself.
+// The weights of the row's classes with label smoothing; otherwise null, since 0 times an infinite
+// weight would be nan.
 template <typename acc_t>
 const acc_t* smoothing_weights(const CrossEntropyArgs& args) {
   return args.label_smoothing == 0 ? nullptr : class_weights<acc_t>(args);
 }
 
-// A view of count logits as acc_t: in place when they already are, else converted into buffer.
+// Returns `count` logits as acc_t. If the logits are contiguous acc_t, returns them in place;
+// otherwise converts them into `buffer`.
 template <typename acc_t>
 const acc_t* read_tile(const CrossEntropyArgs& args, int64_t offset, int64_t stride, int64_t count,
                        acc_t* buffer) {
@@ -36,7 +37,7 @@ const acc_t* read_tile(const CrossEntropyArgs& args, int64_t offset, int64_t str
   return buffer;
 }
 
-// As read_tile, of the logits after their soft-cap.
+// As read_tile, after the soft-cap.
 template <typename acc_t>
 const acc_t* read_capped(const CrossEntropyArgs& args, int64_t offset, int64_t stride,
                          int64_t count, acc_t* buffer, acc_t* slopes = nullptr) {
@@ -52,7 +53,7 @@ acc_t logit_at(const CrossEntropyArgs& args, int64_t offset, int64_t col) {
   return *read_capped(args, offset + col * args.input_layout.col_stride, 1, 1, &buffer);
 }
 
-// By the logits before their soft-cap, from the gradient by those after it.
+// Turns the gradient with respect to capped logits into that with respect to the logits themselves.
 template <typename acc_t>
 void through_softcap(const CrossEntropyArgs& args, const acc_t* slopes, int64_t count,
                      acc_t* gradient) {
@@ -114,7 +115,7 @@ void gradient_row(const CrossEntropyArgs& args, int64_t row, acc_t common) {
   }
 }
 
-// The column path: rows [row, row + lanes) lie side by side.
+// The column path: rows [row, row + lanes) have stride 1 between them.
 template <typename acc_t>
 void gradient_lanes(const CrossEntropyArgs& args, int64_t row, int64_t lanes, acc_t common) {
   alignas(64) acc_t buffer[kLanes], out[kLanes], slopes[kLanes];

@@ -1,4 +1,4 @@
-// Cross entropy of rows whose classes are sharded, from what each shard knows of them.
+// Cross entropy of rows whose classes are sharded, from the parts that the shards computed.
 // Bytes moved per row: shards * 3 or 4 numbers, the row's target, its loss, weight and statistics.
 #include "../kernels.h"
 #include "../losses/cross_entropy.h"

@@ -7,8 +7,8 @@ namespace fused {
 namespace cpu {
 namespace {
 
-// The gradient of the class weights: a sum over the rows for each class, in shares of rows that do
-// not depend on the threads.
+// The gradient of the class weights: for each class a sum over the rows. The shares of rows do not
+// depend on the number of threads.
 template <typename acc_t>
 void weight_backward(const RowPairArgs& args) {
   using Loss = CrossEntropyProbabilities<acc_t>;

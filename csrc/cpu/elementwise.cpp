@@ -1,4 +1,4 @@
-// The kernels of an elementwise loss. The build compiles this file for each of them.
+// The kernels of an elementwise loss. The build compiles this file once for each loss.
 #include "elementwise.h"
 
 #include "../kernels.h"

@@ -1,12 +1,12 @@
 // Elementwise losses on the CPU: value, sum and derivatives in one pass over the operands.
 //
-// The iteration space is cut into chunks of kChunk elements, whatever the number of threads, and
-// the chunks' sums are added up in order: results do not depend on the threads. A chunk is worked
-// off in tiles that fit the L1 cache. A tile of a contiguous operand that has the arithmetic's own
-// type is used where it lies, and so are rows of input, target and their gradients where all of
-// them have one 16-bit dtype; any other operand is converted into a buffer first, so strides,
-// broadcasting and mixed dtypes need no code of their own. Bytes moved: each operand once, each
-// output once.
+// The iteration space is cut into chunks of kChunk elements, for any number of threads, and the
+// chunks' sums are added up in order. Results therefore do not depend on the number of threads. A
+// chunk is processed in tiles that fit the L1 cache. A tile is used in place if its operand is
+// contiguous and has the arithmetic's type. Rows of input, target and their gradients are also used
+// in place if all have one 16-bit dtype. Any other operand is first converted into a buffer, so
+// that strides, broadcasting and mixed dtypes need no code of their own. Bytes moved: each operand
+// once, each output once.
 #pragma once
 
 #include <vector>
@@ -39,7 +39,7 @@ void for_each_run(const ElementwiseArgs& args, const int64_t* strides, int64_t b
     body(offset, strides[0], run, done);
     done += run;
     if (done == count) return;
-    // The run reached the end of its dimension: on to the next one's next index.
+    // The run reached the end of its dimension. Advance the next dimension's index.
     offset -= digits[0] * strides[0];
     digits[0] = 0;
     for (int d = 1; d < args.ndim; ++d) {
@@ -51,7 +51,7 @@ void for_each_run(const ElementwiseArgs& args, const int64_t* strides, int64_t b
   }
 }
 
-// Whether an operand's elements lie side by side in the order of the iteration.
+// Whether an operand's elements are contiguous in the order of the iteration.
 inline bool is_dense(const ElementwiseArgs& args, const Operand& operand) {
   int64_t dense = 1;
   for (int d = 0; d < args.ndim; ++d) {
@@ -75,10 +75,10 @@ class Tile {
 
   explicit operator bool() const { return operand_.data != nullptr; }
 
-  // Whether the operand is one number for all elements.
+  // Whether the operand has one value for all elements.
   bool is_constant() const { return constant_; }
 
-  // The elements in memory, of a tile in which they lie side by side.
+  // A pointer to the elements of a tile that is contiguous in memory.
   template <typename scalar_t>
   scalar_t* in_memory(int64_t begin) const {
     int64_t offset = 0;
@@ -131,21 +131,21 @@ struct NoTile {
   NoTile(const ElementwiseArgs& /*args*/, const Operand& /*operand*/) {}
 };
 
-// Nothing for an operand that an instantiation never has: a tile takes room on the stack.
+// If an instantiation never has the operand, no tile: a tile takes space on the stack.
 template <typename acc_t, bool kPresent>
 using OptionalTile = std::conditional_t<kPresent, Tile<acc_t>, NoTile>;
 
-// Whether a loss has another way to its value, of less arithmetic, for all but rare arguments.
+// Whether a loss has cheaper arithmetic for its value, valid for all but rare arguments.
 template <typename Loss, typename acc_t>
 constexpr bool has_regular_value = requires(const Loss loss, acc_t x) {
   loss.regular_value(x, x);
   loss.is_regular(x, x);
 };
 
-// The loops below allow an output to be the very buffer of an input: each index is read before it
-// is written, and no other index is touched.
-// scalar_t: what input, target and their gradients are read and written as; other than acc_t, they
-// lie side by side in each run of `run` elements.
+// An output may share the buffer of an input: in the loops below each index is read before it is
+// written, and no other index is accessed.
+// scalar_t: the type in which input, target and their gradients are read and written. If it is not
+// acc_t, they are contiguous in each run of `run` elements.
 template <bool kWeighted, typename acc_t, typename scalar_t, typename Loss>
 Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t run, int64_t begin,
                       int64_t end) {
@@ -170,8 +170,9 @@ Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t run
     [[maybe_unused]] const acc_t* p = nullptr;
     if constexpr (kWeighted) w = weight.read(first, count);
     if constexpr (kPosWeight) p = pos_weight.read(first, count);
-    // A function of the loss's arguments at index i, times the weight there. By value: what is
-    // captured by reference is read again after every store.
+    // Apply a function to the loss's arguments at index i; `weighted` multiplies it with the
+    // weight. They capture by value: a variable captured by reference is read again after every
+    // store.
     const auto plain = [x, y, p](auto&& function, int64_t i) {
       if constexpr (kPosWeight)
         return function(to_acc<acc_t>(x[i]), to_acc<acc_t>(y[i]), p[i]);
@@ -214,7 +215,7 @@ Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t run
 
     const bool each = grad_output && !one_grad_output;
     const acc_t* g = each ? grad_output.read(first, count) : nullptr;
-    // scaled(i, scale): a derivative times a GradientScale.
+    // scaled(i, scale): the derivative at index i times a GradientScale.
     const auto write = [&](auto* out, const GradientScale<acc_t> by, auto&& scaled) {
       using out_t = std::remove_pointer_t<decltype(out)>;
       if (g) {
@@ -231,7 +232,7 @@ Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t run
       write(grad.write_pointer(first), by, scaled);
       grad.write(first, count);
     };
-    // Of input or target.
+    // Writes the gradient of input or target.
     const auto differentiate_operand = [&](Tile<acc_t>& grad, auto&& derivative) {
       const auto scaled = [=](int64_t i, const GradientScale<acc_t> by) {
         if constexpr (kWeighted)
@@ -244,7 +245,7 @@ Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t run
       else
         write(grad.template in_memory<scalar_t>(first), scale, scaled);
     };
-    // grad_input is written last: it may lie over input.
+    // grad_input is written last, because it may share input's buffer.
     if constexpr (kWeighted) {
       if (grad_weight)
         differentiate(grad_weight, weight_scale, [=](int64_t i, const GradientScale<acc_t> by) {
@@ -279,8 +280,8 @@ void elementwise_as(const ElementwiseArgs& args, int64_t run) {
   }
 }
 
-// How many elements of input, target and their gradients lie side by side, if all are of one dtype:
-// all, those of a row that is not short, or none.
+// How many elements are contiguous in input, target and their gradients: all elements, those of a
+// row that is not short, or 0, also if not all have `dtype`.
 inline int64_t run_of(const ElementwiseArgs& args, DType dtype) {
   int64_t run = args.numel;
   for (const Operand* operand : {&args.input, &args.target, &args.grad_input, &args.grad_target}) {

@@ -1,5 +1,5 @@
-// Negative log likelihood on the CPU. Of a row only the log-probability of its target is read, and
-// only its gradient written: grad_input holds zeros already.
+// Negative log likelihood on the CPU. The kernels read only the log-probability of a row's target
+// and write only its gradient: grad_input already holds zeros.
 #include "../losses/nll_loss.h"
 
 #include "../kernels.h"
@@ -9,7 +9,7 @@ namespace fused {
 namespace cpu {
 namespace {
 
-constexpr int64_t kRows = 1 << 12;  // a thread should have at least
+constexpr int64_t kRows = 1 << 12;  // of a thread, at least
 
 template <typename acc_t>
 void forward(const CrossEntropyArgs& args) {

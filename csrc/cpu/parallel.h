@@ -1,4 +1,4 @@
-// Threads and conversions that every CPU kernel uses.
+// Parallel loops and conversions that every CPU kernel uses.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace fused::cpu {
 
 // Calls body(context, first, last) over [begin, end) on torch's threads, at least `grain` indices a
-// call. Defined by the binding, over torch's own parallel_for.
+// call. The binding defines it by torch's parallel_for.
 void parallel_for_range(int64_t begin, int64_t end, int64_t grain,
                         void (*body)(void*, int64_t, int64_t), void* context);
 
@@ -25,7 +25,8 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, Body&& body) {
       &body);
 }
 
-// bfloat16 and float16 as bits; the conversions are integer arithmetic that vectorises everywhere.
+// bfloat16 and float16 as bits. The conversions are integer and float arithmetic that vectorises
+// for every instruction set.
 struct BFloat16 {
   uint16_t bits;
 };
@@ -40,7 +41,7 @@ inline __attribute__((always_inline)) acc_t to_acc(scalar_t value) {
   } else if constexpr (std::is_same_v<scalar_t, Float16>) {
     const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fff) << 13;
     const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000) << 16;
-    // 2^112 moves the exponent bias from 15 to 127, and makes subnormals normal on the way.
+    // The factor 2^112 changes the exponent bias from 15 to 127, and makes subnormals normal.
     const uint32_t finite = math::bit_cast<uint32_t>(math::bit_cast<float>(magnitude) * 0x1p112f);
     const uint32_t result = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : finite;
     return static_cast<acc_t>(math::bit_cast<float>(result | sign));
@@ -49,7 +50,7 @@ inline __attribute__((always_inline)) acc_t to_acc(scalar_t value) {
   }
 }
 
-// Rounds to nearest even, as torch's casts.
+// Rounds to nearest even, as torch's casts do.
 template <typename scalar_t, typename acc_t>
 inline __attribute__((always_inline)) scalar_t from_acc(acc_t value) {
   if constexpr (std::is_same_v<scalar_t, BFloat16>) {
@@ -61,8 +62,9 @@ inline __attribute__((always_inline)) scalar_t from_acc(acc_t value) {
     const uint32_t bits = math::bit_cast<uint32_t>(static_cast<float>(value));
     const uint32_t sign = bits & 0x80000000;
     const uint32_t magnitude = bits ^ sign;
-    // Normal results: shift the exponent and round the 13 lost bits. Subnormal ones: let the adder
-    // align and round by adding 0.5, whose last bit is float16's smallest subnormal.
+    // For a normal result, change the exponent bias and round the 13 lost bits. For a subnormal
+    // result, add 0.5: its last bit is float16's smallest subnormal, so the addition aligns and
+    // rounds.
     const uint32_t normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
     const uint32_t subnormal =
         math::bit_cast<uint32_t>(math::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000;
@@ -117,7 +119,7 @@ void store(void* data, DType dtype, int64_t offset, int64_t stride, int64_t coun
   });
 }
 
-// Asks for `count` elements that are read next, to arrive while others are computed with.
+// Prefetches `count` elements.
 inline void prefetch(const void* data, DType dtype, int64_t offset, int64_t count) {
   constexpr int64_t kCacheLine = 64;
   const char* first = static_cast<const char*>(data) + offset * element_size(dtype);

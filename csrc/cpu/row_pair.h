@@ -1,10 +1,9 @@
-// Losses of row pairs on the CPU: an online softmax over the tiles of two rows, and their
-// gradients. Probabilities are never written to memory.
+// Losses of row pairs on the CPU: an online softmax over the tiles of two rows, and the gradients.
+// Probabilities are never written to memory.
 //
-// Rows whose classes lie side by side are taken one by one. Where neighbouring rows lie side by
-// side instead, see row_pair_lanes.h. Bytes moved per row: each operand once in the forward, with
-// or without a second pass and the gradient as long as two rows fit the L2 cache, and once in the
-// backward; each gradient once.
+// Rows with contiguous classes are handled one by one. For rows with stride 1 between them, see
+// row_pair_lanes.h. Bytes moved per row: each operand once in the forward (also with a second pass
+// or the gradient, if two rows fit the L2 cache) and once in the backward; each gradient once.
 #pragma once
 
 #include "../losses/row_pair.h"
@@ -48,7 +47,8 @@ class RowTile {
   alignas(64) acc_t buffer_[kRowTile];
 };
 
-// Calls body(weight of class i) with a function that is a constant where there are no weights.
+// Calls body(weight), where weight(i) is the weight of class first + i. Without weights, weight(i)
+// is a constant.
 template <typename Loss, typename acc_t, typename Body>
 void with_weights(const RowPairArgs& args, int64_t first, Body&& body) {
   if constexpr (Loss::kWeighted) {
@@ -60,7 +60,7 @@ void with_weights(const RowPairArgs& args, int64_t first, Body&& body) {
   body([](int64_t) { return acc_t(1); });
 }
 
-// Of a row so far, with sums in double.
+// The state of a row so far, in double.
 template <template <typename> class Loss>
 using RowState = typename Loss<double>::State;
 
@@ -119,7 +119,7 @@ typename Loss::Gradient row_gradient(const RowPairArgs& args, const Loss& loss, 
   return {loss, read_statistics<acc_t>(args, row), gradient_scale<acc_t>(args, row)};
 }
 
-// Writes a row's statistics and returns its loss; that of no classes is 0.
+// Writes a row's statistics and returns its loss, which is 0 if there are no classes.
 template <template <typename> class Loss, typename acc_t>
 double finish_row(const RowPairArgs& args, const Loss<acc_t>& loss, int64_t row,
                   const RowPairStatistics<acc_t>& done) {
@@ -174,7 +174,7 @@ void gradient_row(const RowPairArgs& args, const Loss& loss, int64_t row) {
     const acc_t* x = input.read(first, count);
     const acc_t* t = target.read(first, count);
     with_weights<Loss, acc_t>(args, first, [&](auto weight) {
-      // grad_target first: grad_input may lie over input.
+      // grad_target is written first, because grad_input may share input's buffer.
       if (grad_target) {
         acc_t* out = grad_target.write_pointer(first);
 #pragma omp simd

@@ -1,7 +1,7 @@
-// Row pairs whose neighbouring rows lie side by side, as in [N, C, H, W] or a transposed matrix: a
-// block of kRowLanes of them goes through the classes together, one lane a row, once for the
-// largest, once for the sums and, where a loss has one, once for its second pass. And the launches
-// for both ways through the rows.
+// Row pairs with stride 1 between neighbouring rows, as in [N, C, H, W] or a transposed matrix. A
+// block of kRowLanes rows goes through the classes together, one lane a row: once for the largest
+// logits, once for the sums and, if the loss has a second pass, once more. Also the entry points
+// for these rows and those of row_pair.h.
 #pragma once
 
 #include <bit>
@@ -13,7 +13,7 @@ namespace fused::cpu {
 
 constexpr int64_t kRowLanes = 64;
 
-// A class's logits of all lanes.
+// One operand's elements of one class, for all lanes.
 template <typename acc_t>
 class Lanes {
  public:
@@ -47,7 +47,8 @@ class Lanes {
   alignas(64) acc_t buffer_[kRowLanes];
 };
 
-// A struct of acc_t for each lane, member by member, so that loops over the lanes vectorise.
+// Structs of acc_t, one for each lane, stored as a struct of arrays so that loops over the lanes
+// vectorise.
 template <typename acc_t, typename Struct>
 class LaneStructs {
  public:
@@ -163,7 +164,8 @@ void gradient_lanes(const RowPairArgs& args, const Loss& loss, int64_t row, int6
     const acc_t* x = input.read(col);
     const acc_t* t = target.read(col);
     const acc_t weight = weight_of<Loss, acc_t>(args, col);
-    // Into buffers, both before the first is written: grad_input may lie over input.
+    // Both gradients are computed into buffers before either is written, because grad_input may
+    // share input's buffer.
     if (grad_target) {
       acc_t* out = grad_target.buffer();
 #pragma omp simd

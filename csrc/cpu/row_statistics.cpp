@@ -1,9 +1,9 @@
-// Statistics of rows of logits on the CPU, and their gradient, over the tiles of a row. Log-
-// probabilities are never written to memory.
+// Statistics of rows of logits on the CPU, and their gradient, over the tiles of a row.
+// Log-probabilities are never written to memory.
 //
 // Bytes moved per row: forward cols * sizeof(logit), backward twice that.
 //
-// In place: grad_input may be the buffer of input; a tile is read before it is written.
+// In place: grad_input may be the buffer of input. A tile is read before it is written.
 #include "../losses/row_statistics.h"
 
 #include <stdexcept>
@@ -33,13 +33,14 @@ void check_targets(const RowStatisticsArgs& args) {
   }
 }
 
-// -1: none, or ignored.
+// The row's target, or -1 if there is none or it is ignored.
 int64_t target_of(const RowStatisticsArgs& args, int64_t row) {
   if (!args.target || args.target[row] == args.ignore_index) return -1;
   return args.target[row];
 }
 
-// Logits as acc_t, after their soft-cap: in place when nothing is to be done, else in `buffer`.
+// Returns logits as acc_t, after the soft-cap. If they need neither a conversion nor a soft-cap,
+// they are returned in place, otherwise in `buffer`.
 template <typename acc_t>
 const acc_t* read(const RowStatisticsArgs& args, int64_t offset, int64_t count, acc_t* buffer,
                   acc_t* slopes = nullptr) {
@@ -53,13 +54,13 @@ const acc_t* read(const RowStatisticsArgs& args, int64_t offset, int64_t count, 
   return buffer;
 }
 
-// A row so far; sums in double.
+// The state of a row so far, with sums in double.
 template <typename acc_t>
 struct RowScan {
   RowSums<acc_t, double> sums = RowSums<acc_t, double>::none();
   double total = 0;
   int64_t argmax = 0;
-  bool has_nan = false;  // then argmax is the first
+  bool has_nan = false;  // if true, argmax is the class of the first nan
 
   void add_block(const acc_t* x, int64_t first, int64_t last) {
     const acc_t origin = sums.origin();
@@ -78,7 +79,7 @@ struct RowScan {
     total += value;
   }
 
-  // first_class: of the tile.
+  // Adds a tile, whose first class is first_class.
   template <typename Prefetch>
   void add(const acc_t* x, int64_t first_class, int64_t count, Prefetch&& prefetch_block) {
     acc_t largest = sums.largest;

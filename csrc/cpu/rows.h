@@ -1,4 +1,4 @@
-// Where rows lie, and how they are shared among threads.
+// The offsets of rows, and their distribution over threads.
 #pragma once
 
 #include "parallel.h"
@@ -6,7 +6,7 @@
 
 namespace fused::cpu {
 
-constexpr int64_t kGrain = 1 << 15;  // logits a thread should have at least
+constexpr int64_t kGrain = 1 << 15;  // logits of a thread, at least
 
 inline int64_t row_offset(const RowLayout& layout, int64_t row) {
   const int last = layout.ndim - 1;
@@ -27,8 +27,8 @@ double sum_over_rows(int64_t rows, Value&& value) {
   return sum.value();
 }
 
-// Calls body(row, lanes) for blocks of at most `most` rows side by side; lanes is 0 where the rows
-// are to be taken one by one.
+// Calls body(row, lanes) for blocks of at most `most` rows with stride 1 between them. If rows must
+// be handled one by one, calls body(row, 0) for each row.
 template <typename Body>
 void for_each_block(const RowLayout& layout, int64_t rows, int64_t cols, int64_t most,
                     Body&& body) {

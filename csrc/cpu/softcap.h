@@ -7,9 +7,10 @@
 
 namespace fused::cpu {
 
-// The soft-cap of logits, which may lie in `capped`, and its slopes, unless they are null. Never
-// inlined: fused with the subtraction of a row's largest logit, the last product would not be 0 for
-// that logit itself, and a row of one class would not have the loss 0.
+// Writes the soft-capped logits and, unless null, the slopes. `capped` may be the buffer of
+// `logits`. Never inlined: if the last product were fused with the subtraction of a row's largest
+// logit, the difference would not be 0 for that logit itself, and the loss of a row of one class
+// would not be 0.
 template <typename acc_t>
 __attribute__((noinline)) void cap_logits(const acc_t* logits, int64_t count, acc_t cap,
                                           acc_t* capped, acc_t* slopes) {

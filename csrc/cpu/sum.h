@@ -8,11 +8,11 @@
 
 namespace fused::cpu {
 
-constexpr int64_t kSumBlock = 256;  // numbers that `sum_of` may add up at a time
-constexpr int64_t kSumLanes = 32;   // partial sums that it keeps of them
+constexpr int64_t kSumBlock = 256;  // numbers of one call of `sum_of`, at most
+constexpr int64_t kSumLanes = 32;   // partial sums of `sum_of`
 
-// A sum in double and what its additions lost. (Knuth's TwoSum; equal numbers, as of a constant
-// tensor, would otherwise all be rounded in the same direction.)
+// A sum in double and the rounding errors of its additions (Knuth's TwoSum). Without them, sums of
+// equal numbers, as in a constant tensor, would all be rounded in the same direction.
 class Sum {
  public:
   void add(double value) {
@@ -24,7 +24,7 @@ class Sum {
 
   double value() const {
     const double sum = total_ + lost_;
-    return std::isfinite(lost_) ? sum : total_;  // inf - inf is lost of infinite numbers
+    return std::isfinite(lost_) ? sum : total_;  // infinite numbers make lost_ nan
   }
 
  private:
@@ -44,7 +44,7 @@ inline __attribute__((always_inline)) void for_each_lane(int64_t first, int64_t 
   for (int64_t lane = 0; lane < last - i; ++lane) body(lane, i + lane);
 }
 
-// In pairs.
+// The sum of the lanes, added in pairs.
 template <typename acc_t>
 inline __attribute__((always_inline)) acc_t sum_of_lanes(acc_t (&lanes)[kSumLanes]) {
   for (int64_t width = kSumLanes / 2; width > 0; width /= 2)
@@ -52,8 +52,8 @@ inline __attribute__((always_inline)) acc_t sum_of_lanes(acc_t (&lanes)[kSumLane
   return lanes[0];
 }
 
-// The sum of value(i) over [first, last), at most kSumBlock of them: each lane adds up eight at
-// most, and the lanes are added in pairs.
+// The sum of value(i) over [first, last), at most kSumBlock numbers. Each lane adds up at most
+// eight of them, and the lanes are added in pairs.
 template <typename acc_t, typename Value>
 inline __attribute__((always_inline)) acc_t sum_of(int64_t first, int64_t last, Value&& value) {
   static_assert(kSumBlock == 8 * kSumLanes);
@@ -62,7 +62,7 @@ inline __attribute__((always_inline)) acc_t sum_of(int64_t first, int64_t last, 
   return sum_of_lanes(lanes);
 }
 
-// The same; nothing unless holds(i) for all of them.
+// As sum_of, but nullopt unless holds(i) is true for all i.
 template <typename acc_t, typename Value, typename Holds>
 inline __attribute__((always_inline)) std::optional<acc_t> sum_where_all(int64_t first,
                                                                          int64_t last,

@@ -1,4 +1,4 @@
-// A row's class index that is out of bounds, reported.
+// Reports a class index that is out of bounds.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@ extern "C" __device__ void __assert_fail(const char* assertion, const char* file
 
 namespace fused::cuda {
 
-// Ends in torch's "device-side assert triggered", with NDEBUG too. Out of line: printf's buffer
-// must not cost the callers registers.
+// Ends in torch's "device-side assert triggered", even with NDEBUG. Not inlined, so that printf's
+// buffer does not increase the callers' register pressure.
 static __device__ __noinline__ void report_target(int64_t target, int64_t row, int64_t classes) {
   printf("target %lld of row %lld is out of bounds for %lld classes\n",
          static_cast<long long>(target), static_cast<long long>(row),

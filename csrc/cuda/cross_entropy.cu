@@ -1,8 +1,9 @@
 // Cross entropy on CUDA.
 //
-// Launches: [sums of the target weights, where the gradient of a mean needs them first], one kernel
-// over the logits, sums over the rows. Each begins while the one in front ends, where the device
-// allows. No temporary buffers.
+// Launches: the sums of the target weights, if the gradient of a mean needs them first; one kernel
+// over the logits; the sums over the rows. If the device allows, the sums overlap the end of the
+// preceding kernel, and so do the kernels of short rows and of bulk copies. The only temporary
+// buffers are row_losses and partials, of the binding.
 #include "../kernels.h"
 #include "cross_entropy_launch.cuh"
 #include "cross_entropy_sums.cuh"

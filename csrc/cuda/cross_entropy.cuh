@@ -1,5 +1,5 @@
-// What the cross-entropy kernels share: where a row lies, its online softmax, its gradient. Offsets
-// of rows are 64 bits wide; classes are counted in 32.
+// Code that the cross-entropy kernels share: a row's target, its online softmax, its gradient.
+// Offsets of rows have 64 bits, class indices 32.
 #pragma once
 
 #include <cmath>
@@ -21,9 +21,9 @@ __device__ __forceinline__ bool is_out_of_bounds(const CrossEntropyArgs& args, i
   return target != args.ignore_index && (target < 0 || target >= args.classes);
 }
 
-// What one row's loss and gradient need besides its statistics. A target out of bounds counts as
-// ignored here, so that nothing is read or written out of bounds; in the forward the sums over the
-// rows, in the backward the gradient kernels report it.
+// A row's target and its weight. A target out of bounds counts as ignored here, so that nothing is
+// read or written out of bounds. It is reported by the sums over the rows in the forward, and by
+// the gradient kernels in the backward.
 template <typename acc_t>
 struct RowTarget {
   bool ignored;
@@ -47,24 +47,25 @@ __device__ __forceinline__ const acc_t* class_weights(const CrossEntropyArgs& ar
   return args.weight ? static_cast<const acc_t*>(args.weight) + args.first_class : nullptr;
 }
 
-// Matters with smoothing only.
+// The sum of the class weights. Used with smoothing only.
 template <typename acc_t>
 __device__ __forceinline__ acc_t weight_sum(const CrossEntropyArgs& args) {
   return args.weight_sum ? *static_cast<const acc_t*>(args.weight_sum)
                          : static_cast<acc_t>(args.classes);
 }
 
-// Of the logits seen so far: the largest, and the sum of exp(logit - reference), where the
-// reference is the largest, or 0 while there is none but -inf (-inf - -inf would poison the sum). A
-// nan makes the sum nan, and so does +inf, as in torch. With smoothing also `weights`, the sum of
-// w, and `weighted`, the sum of w (reference - logit): relative to the reference, so that logits
-// far from 0 lose nothing.
+// The online softmax of the logits seen so far: the largest logit, and the sum of
+// exp(logit - reference). The reference is the largest logit, or 0 while all logits are -inf
+// (-inf - -inf would make the sum nan). A nan or +inf makes the sum nan, as in torch. With
+// smoothing also `weights`, the sum of w, and `weighted`, the sum of w (reference - logit). It is
+// relative to the reference, so that logits far from 0 lose no digits.
 template <typename acc_t, bool kSmoothing>
 struct Softmax {
   acc_t largest, sum;
   acc_t weighted, weights;
 
-  // Of no logits at all. Not the default: the type also lies in shared memory, uninitialised.
+  // The state of no logits. Not a default constructor, since variables in shared memory cannot have
+  // one that initialises.
   static __device__ __forceinline__ Softmax none() { return {-kInfinity<acc_t>, 0, 0, 0}; }
 
   __device__ __forceinline__ acc_t reference() const {
@@ -78,8 +79,8 @@ struct Softmax {
     if constexpr (kSmoothing) weighted += weights * (reference() - before);
   }
 
-  // `count` of the packets, whose first logits are the classes col, col + stride, ..., take part;
-  // the others must hold -inf. weight: [cols] or null.
+  // Adds the first `count` packets, whose first classes are col, col + stride, ... The other
+  // packets must hold -inf. weight: [cols] or null.
   template <typename scalar_t, int kPackets, bool kCapped>
   __device__ __forceinline__ void add(Packet<scalar_t> (&packets)[kPackets], int count,
                                       const acc_t* weight, int col, int stride,
@@ -89,7 +90,7 @@ struct Softmax {
     const acc_t origin = reference();
 #pragma unroll
     for (int u = 0; u < kPackets; ++u) {
-      if (kCapped && u >= count) break;  // a capped -inf counts
+      if (kCapped && u >= count) break;  // a capped -inf is finite
       packets[u].keep_packed();
       acc_t even = 0, odd = 0;
 #pragma unroll
@@ -121,7 +122,7 @@ struct Softmax {
     }
   }
 
-  // The first `count` of the logits, whose classes are col, col + stride, ...
+  // Adds the first `count` logits, whose classes are col, col + stride, ...
   template <int kCount>
   __device__ __forceinline__ void add(const acc_t (&logits)[kCount], int count, const acc_t* weight,
                                       int col, int stride) {
@@ -131,7 +132,7 @@ struct Softmax {
       if (u < count) highest = ::max(highest, logits[u]);
     if (highest > largest) raise(highest);
     const acc_t origin = reference();
-    acc_t total = 0;  // added up apart: sums of fewer terms round less
+    acc_t total = 0;  // a sum of its own: sums of fewer terms round less
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
       if (u >= count) break;
@@ -145,7 +146,7 @@ struct Softmax {
     sum += total;
   }
 
-  // The state of all logits of kLanes neighbouring lanes, in each of them.
+  // Gives each of kLanes neighbouring lanes the state of the logits of all of them.
   template <int kLanes = kWarp>
   __device__ __forceinline__ void combine(unsigned mask = ~0u) {
     raise(group_max(largest, kLanes, mask));
@@ -156,8 +157,9 @@ struct Softmax {
     }
   }
 
-  // The state of a block of whole warps, in every thread. Orders the block's earlier reads before
-  // its later writes. scratch: [kWarp] in shared memory, free again only after another barrier.
+  // Gives every thread of a block of whole warps the state of the block's logits. Orders the
+  // block's earlier reads before its later writes. scratch: [kWarp] in shared memory, which may be
+  // reused only after another barrier.
   __device__ __forceinline__ void combine_block(Softmax* scratch) {
     combine();
     if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = *this;
@@ -168,7 +170,7 @@ struct Softmax {
   }
 };
 
-// Writes what a shard knows of a row; called by one thread.
+// Writes a shard's part of a row. One thread calls it.
 template <typename acc_t, bool kSmoothing>
 __device__ __forceinline__ void finish_part(const CrossEntropyArgs& args, int64_t row,
                                             const Softmax<acc_t, kSmoothing>& softmax,
@@ -182,7 +184,7 @@ __device__ __forceinline__ void finish_part(const CrossEntropyArgs& args, int64_
   if (smoothing) part[3] = softmax.weighted;
 }
 
-// Writes a row's outputs; called by one thread.
+// Writes a row's outputs. One thread calls it.
 template <typename acc_t, bool kSmoothing>
 __device__ __forceinline__ void finish_row(const CrossEntropyArgs& args, int64_t row,
                                            const Softmax<acc_t, kSmoothing>& softmax,
@@ -201,8 +203,8 @@ __device__ __forceinline__ void finish_row(const CrossEntropyArgs& args, int64_t
                          softmax.weighted, static_cast<acc_t>(args.classes));
 }
 
-// What all rows' gradients are multiplied with: one grad_output, over the total weight for the
-// mean, which the kernel in front may write. Waits for memory.
+// The common factor of all rows' gradients: grad_output, if it is one number, and for the mean the
+// inverse of the total weight, which the preceding kernel may write. The loads stall the thread.
 template <typename acc_t>
 __device__ __forceinline__ acc_t common_scale(const CrossEntropyArgs& args) {
   acc_t scale = 1;
@@ -212,7 +214,8 @@ __device__ __forceinline__ acc_t common_scale(const CrossEntropyArgs& args) {
   return scale;
 }
 
-// The same with a grad_output for each row; 0 for an ignored row.
+// A row's factor: the common one, times the row's grad_output if each row has one; 0 for an ignored
+// row.
 template <typename acc_t>
 __device__ __forceinline__ acc_t row_scale(const CrossEntropyArgs& args, int64_t row,
                                            const RowTarget<acc_t>& target, acc_t common) {
@@ -222,8 +225,8 @@ __device__ __forceinline__ acc_t row_scale(const CrossEntropyArgs& args, int64_t
   return target.ignored ? acc_t(0) : common;
 }
 
-// The gradient of one row, element by element. The softmax's 1 / sum stands in `probability`: taken
-// out of the exponent, it costs neither an instruction per logit nor the low bits of the
+// The gradient of one row, element by element. `probability` includes the softmax's factor 1 / sum.
+// In the exponent, that factor would cost an instruction per logit and the low bits of the
 // difference.
 template <typename acc_t, bool kCapped, bool kSmoothing = true>
 struct RowGradient {
@@ -231,7 +234,7 @@ struct RowGradient {
   acc_t largest;
   acc_t probability, uniform, picked;
   int target;
-  const acc_t* weight;  // [cols]; null unless it takes part
+  const acc_t* weight;  // [cols]; null without smoothing
 
   // scale: row_scale.
   __device__ __forceinline__ RowGradient(const CrossEntropyArgs& args,
@@ -254,7 +257,7 @@ struct RowGradient {
     return (col == target ? gradient - picked : gradient) * capped.slope;
   }
 
-  // A packet whose first logit is class col, replaced by its gradient.
+  // Replaces a packet, whose first class is col, by its gradient.
   template <typename scalar_t>
   __device__ __forceinline__ void apply(Packet<scalar_t>& packet, int col) const {
     constexpr int kWidth = Packet<scalar_t>::kWidth;

@@ -1,13 +1,13 @@
-// Cross entropy with its gradient on Hopper: the row arrives in shared memory by asynchronous bulk
-// copies, and its gradient, written over it there, leaves by bulk copies. A cluster of blocks
-// shares a row that is too long for one: each block keeps a slice, and the blocks exchange their
-// (largest, sum) through distributed shared memory.
+// Cross entropy with its gradient on Hopper. Asynchronous bulk copies load the row into shared
+// memory. The gradient overwrites it there, and bulk copies store it to global memory. If a row is
+// too long for one block, a cluster shares it: each block keeps a slice, and the blocks exchange
+// their (largest, sum) through distributed shared memory.
 //
-// Fused and never written: as in cross_entropy_rows.cuh.
+// Fused, and never written to memory: as in cross_entropy_rows.cuh.
 //
 // Bytes moved per row: 2 * cols * sizeof(logit), and 20 for target and statistics.
 //
-// In place: a slice is read as a whole before any of it is written, and no other block reads it.
+// In place: a whole slice is read before any of it is written, and no other block reads the slice.
 #pragma once
 
 #include "cross_entropy.cuh"
@@ -16,7 +16,7 @@
 namespace fused::cuda {
 
 constexpr int kBulkThreads = 256;  // at most
-constexpr int kBulkChunks = 8;     // copies a slice is cut into, at most
+constexpr int kBulkChunks = 8;     // copies of a slice, at most
 constexpr int kBulkUnroll = 2;     // packets that a thread adds to its sum at a time
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// A barrier that opens once `bytes` have arrived. One thread calls, once.
+// Makes the barrier complete once `bytes` have arrived. One thread calls it, once.
 __device__ __forceinline__ void expect_bytes(uint64_t* barrier, uint32_t bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
@@ -43,7 +43,7 @@ __device__ __forceinline__ void wait_for(uint64_t* barrier) {
       : "memory");
 }
 
-// Both ends on 16-byte boundaries.
+// Both addresses must be on 16-byte boundaries.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32_t bytes,
                                           uint64_t* barrier) {
   asm volatile(
@@ -62,9 +62,9 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
 }
 #endif
 
-// `cluster` blocks a row, one row a cluster; block `rank` keeps packets [rank * slice, (rank + 1) *
-// slice) of it, in chunks of `chunk` packets, and the first block the loose logits too. Dynamic
-// shared memory: 16 * slice bytes. Input and gradient rows must be equally aligned.
+// A cluster of `cluster` blocks handles one row. Block `rank` keeps packets [rank * slice, (rank +
+// 1) * slice) of the row, in chunks of `chunk` packets. The first block also handles the loose
+// logits. Dynamic shared memory: 16 * slice bytes. Input and gradient rows must be equally aligned.
 template <typename scalar_t, bool kCapped, bool kSmoothing>
 __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 4 : 6)
     cross_entropy_bulk_kernel(const __grid_constant__ CrossEntropyArgs args, int cluster, int slice,
@@ -128,8 +128,9 @@ __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 4 : 6)
   }
   if (has_loose) softmax.add(cap(loose), kSmoothing && weight ? weight[loose_col] : acc_t(1));
 
-  // The thread that holds the target's logit will write the row's outputs; for an ignored row, the
-  // first thread of the first block. Read here, before the gradient overwrites it.
+  // The row's outputs are written by the thread that holds the target's logit, if it is loose, or
+  // by the first thread of the block whose slice contains it; for an ignored row, by the first
+  // thread of the first block. The target's logit is read here, before the gradient overwrites it.
   const int place = target.index - span.col_of_packet(begin);
   const bool in_slice = place >= 0 && place < count * kWidth;
   bool writes_row = has_loose && loose_col == target.index;
@@ -149,10 +150,10 @@ __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 4 : 6)
     softmax = State::none();
     if (lane < cluster) softmax = *static_cast<const State*>(__cluster_map_shared_rank(&own, lane));
     softmax.combine();
-    // Waited for at the end: no block may leave while another still reads its `own`.
+    // The matching wait is at the end: no block may exit while another block reads its `own`.
     __cluster_barrier_arrive();
   }
-  // Only the total weight is of the kernel in front, which may have run until now.
+  // The preceding kernel may have run until here: only its total weight is needed.
   await_previous();
   const acc_t scale = row_scale(args, row, target, common_scale<acc_t>(args));
   if (writes_row) finish_row(args, row, softmax, target, target_logit);
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 4 : 6)
       gradient.apply(packet, span.col_of_packet(begin + index));
       buffer[index] = packet.words[0];
     }
-    // The copy engine reads what these ordinary stores wrote.
+    // Makes the ordinary stores above visible to the bulk copy.
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
     if (threadIdx.x == 0)
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 4 : 6)
                  16 * (end - i * chunk));
   }
   if (has_loose) out[loose_col] = from_acc<scalar_t>(gradient(loose, loose_col));
-  // Shared memory must outlive the copies out of it.
+  // The block may exit only when the copies have read its shared memory.
   if (threadIdx.x == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
   if (cluster > 1) __cluster_barrier_wait();
 #endif

@@ -1,11 +1,12 @@
-// Cross entropy where a row's logits are not neighbours, as in [N, C, H, W] or a transposed matrix:
-// neighbouring rows lie side by side, so neighbouring threads take neighbouring rows and loads
-// coalesce along the rows. kColumnLanes threads share a row's classes. Right for any layout.
+// Cross entropy of rows whose logits are not contiguous, as in [N, C, H, W] or a transposed matrix.
+// The stride between neighbouring rows is then usually 1. Neighbouring threads take neighbouring
+// rows, so that loads are coalesced. kColumnLanes threads share a row's classes. Correct for any
+// layout.
 //
-// Fused, never written, and in place: as in cross_entropy_rows.cuh.
+// Fused, never written to memory, and in place: as in cross_entropy_rows.cuh.
 //
-// Bytes moved per row: forward cols * sizeof(logit); with the gradient, and backward, twice that as
-// long as a block's kColumnRows rows stay in the L2 cache between the two reads.
+// Bytes moved per row: forward cols * sizeof(logit). With the gradient, and backward, twice that,
+// if a block's kColumnRows rows stay in the L2 cache between the two reads of the forward.
 #pragma once
 
 #include "cross_entropy.cuh"
@@ -16,8 +17,8 @@ constexpr int kColumnRows = 32;
 constexpr int kColumnLanes = 8;
 constexpr int kColumnUnroll = 4;  // logits that a thread has in flight
 
-// Calls body(col, count, logits) for groups of every kColumnLanes-th class: `count` of them from
-// col on.
+// Calls body(col, count, logits) for groups of `count` logits, whose classes are col,
+// col + kColumnLanes, ...
 template <typename scalar_t, typename Body>
 __device__ __forceinline__ void for_each_group(const CrossEntropyArgs& args, const scalar_t* x,
                                                Body&& body) {

@@ -1,4 +1,5 @@
-// Cross entropy on CUDA: which kernel a shape gets, with a soft-cap of the logits or without.
+// Cross entropy on CUDA: the choice of a kernel for each shape, and the launches, with a soft-cap
+// of the logits or without.
 #pragma once
 
 #include <bit>
@@ -9,8 +10,8 @@
 
 namespace fused::cuda {
 
-// The gradient of a mean needs the total weight before the first row is done: the sums of the
-// target weights are launched in front of the rows' kernel.
+// Whether the rows' kernel needs the total weight, as for the gradient of a mean. The sums of the
+// target weights are then launched before the rows' kernel.
 inline bool needs_total_weight(const CrossEntropyArgs& args) {
   return args.grad_input && args.reduction == Reduction::kMean;
 }
@@ -19,14 +20,15 @@ enum class Path { kColumns, kShortRows, kBlock, kBulk };
 
 struct Choice {
   Path path;
-  // kShortRows: as many as a row's lanes hold; kBlock: kept in shared memory; kBulk: of a block's
-  // slice.
+  // kShortRows: the capacity of a row's lanes; kBlock: packets kept in shared memory; kBulk:
+  // packets of a block's slice.
   int64_t packets = 0;
-  int threads = 0;  // of a block, where it varies
+  int threads = 0;  // of a block, if the path does not fix it
   int cluster = 1;  // kBulk: blocks that share a row
 };
 
-// Whether each row of the gradient lies on 16-byte boundaries where its logits do.
+// Whether each row of the gradient has the same offset from a 16-byte boundary as its row of
+// logits.
 inline bool equally_aligned(const CrossEntropyArgs& args) {
   const int64_t size = element_size(args.dtype);
   const auto differ = [&](int64_t a, int64_t b) { return (a - b) * size % 16 != 0; };
@@ -41,14 +43,14 @@ inline bool equally_aligned(const CrossEntropyArgs& args) {
   return true;
 }
 
-// The one place where a shape is given its kernel. Limits are in 16-byte packets of a row.
+// Chooses the forward kernel for a shape. Limits are in 16-byte packets of a row.
 inline Choice choose_forward(const CrossEntropyArgs& args, const Device& device) {
   const bool gradient = args.grad_input;
   const int64_t packets = args.cols * element_size(args.dtype) / 16;
   if (args.cols > 1 &&
       (args.input_layout.col_stride != 1 || (gradient && args.grad_layout.col_stride != 1)))
     return {Path::kColumns};
-  // double's exp takes too many registers to keep a row in the others.
+  // double's exponential takes too many registers for a kernel that keeps a row in registers.
   const bool is_double = args.dtype == DType::kFloat64;
   if (is_double && packets <= 128) return {Path::kColumns};
   const bool bulk = gradient && !is_double && has_clusters(device) && equally_aligned(args) &&
@@ -57,7 +59,8 @@ inline Choice choose_forward(const CrossEntropyArgs& args, const Device& device)
     return {Path::kShortRows, std::max<int64_t>(std::bit_ceil(static_cast<uint64_t>(packets)), 4)};
 
   if (!gradient) {
-    // 16 for those of least arithmetic; others would take up to 15% longer.
+    // 16 packets a thread for rows with the least arithmetic. Other rows would take up to 15%
+    // longer.
     const bool light = args.dtype == DType::kFloat32 && packets >= 1024 &&
                        args.label_smoothing == 0 && args.softcap == 0;
     return {Path::kBlock, 0,
@@ -66,8 +69,8 @@ inline Choice choose_forward(const CrossEntropyArgs& args, const Device& device)
   }
 
   if (bulk) {
-    // Three blocks a multiprocessor: one row's copies run under the arithmetic of two others. The
-    // kernel's static shared memory stays below 512 bytes.
+    // Three blocks a multiprocessor: the copies of one row overlap the arithmetic of two others.
+    // The kernel's static shared memory stays below 512 bytes.
     const int64_t third =
         (device.shared_per_multiprocessor / 3 - device.shared_reserved - 512) / 16;
     const int64_t most = (device.shared_per_block - 512) / 16;
@@ -77,7 +80,7 @@ inline Choice choose_forward(const CrossEntropyArgs& args, const Device& device)
         return {Path::kBulk, slice, row_threads(slice, 8, kWarp, kBulkThreads), cluster};
     }
   }
-  // Half of a multiprocessor's shared memory, so that two rows are under way.
+  // Half of a multiprocessor's shared memory, so that it holds two rows at a time.
   const int64_t half = (device.shared_per_multiprocessor / 2 - device.shared_reserved - 512) / 16;
   return {Path::kBlock, std::min(packets, half), row_threads(packets, 4, 64, kLongRowThreads)};
 }
@@ -103,8 +106,8 @@ void launch_lanes(const CrossEntropyArgs& args, cudaStream_t stream) {
          stream, args);
 }
 
-// As few lanes a row as hold it in their registers: what is done once a row costs a warp the same
-// for one row as for many.
+// Uses as few lanes a row as can hold it in registers: work that is done once a row costs a warp
+// the same for one row as for many.
 template <typename scalar_t, bool kCapped, bool kGradient>
 void launch_short_rows(const CrossEntropyArgs& args, int64_t packets, cudaStream_t stream) {
   constexpr int kPackets = kGradient ? 4 : 8;
@@ -127,7 +130,8 @@ template <typename scalar_t, bool kCapped, bool kSmoothing>
 void launch_bulk(const CrossEntropyArgs& args, const Choice& choice, cudaStream_t stream) {
   const auto kernel = cross_entropy_bulk_kernel<scalar_t, kCapped, kSmoothing>;
   const int slice = static_cast<int>(choice.packets);
-  // Chunks that suit the unrolled loop of all threads, so that only the last one has a remainder.
+  // A multiple of the packets of one unrolled iteration of the block, so that only the last chunk
+  // has a remainder.
   const int step = kBulkUnroll * choice.threads;
   const int chunk = static_cast<int>(divide_up(divide_up(slice, kBulkChunks), step)) * step;
   const size_t shared = size_t(16) * slice;
@@ -173,7 +177,7 @@ void launch_forward(const CrossEntropyArgs& args, cudaStream_t stream) {
               args);
       return check_launch("cross_entropy_columns_kernel");
     case Path::kShortRows:
-      if constexpr (!std::is_same_v<scalar_t, double>) {  // as chosen by choose_forward
+      if constexpr (!std::is_same_v<scalar_t, double>) {  // never chosen for double
         args.grad_input ? launch_short_rows<scalar_t, kCapped, true>(args, choice.packets, stream)
                         : launch_short_rows<scalar_t, kCapped, false>(args, choice.packets, stream);
       }
@@ -197,7 +201,7 @@ void launch_backward(const CrossEntropyArgs& args, cudaStream_t stream) {
   check_launch("cross_entropy_gradient_kernel");
 }
 
-// Both are compiled for a soft-cap in cross_entropy_softcap.cu, else in cross_entropy.cu.
+// With kCapped, cross_entropy_softcap.cu instantiates both functions, otherwise cross_entropy.cu.
 template <bool kCapped>
 void forward_rows(const CrossEntropyArgs& args, cudaStream_t stream) {
   visit(args.dtype, [&](auto* type) {

@@ -1,5 +1,5 @@
-// Cross entropy of rows whose classes are sharded, from what each shard knows of them: a thread a
-// row, then the sums over the rows.
+// Cross entropy of rows whose classes are sharded, from the parts that the shards computed. One
+// thread merges a row; then the sums over the rows follow.
 // Bytes moved per row: shards * 3 or 4 numbers, the row's target, its loss, weight and statistics.
 #include "../kernels.h"
 #include "cross_entropy_sums.cuh"

@@ -8,8 +8,8 @@ namespace {
 
 constexpr int kWeightThreads = 128;
 
-// The gradient of the class weights, for one share of the rows: a thread adds up one class's.
-// Bytes moved per row: both operands once.
+// The gradient of the class weights, for one share of the rows. A thread adds up the terms of one
+// class. Bytes moved per row: both operands once.
 template <typename acc_t>
 __global__ void __launch_bounds__(kWeightThreads)
     weight_gradient_kernel(const __grid_constant__ RowPairArgs args,

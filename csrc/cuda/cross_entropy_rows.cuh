@@ -1,9 +1,9 @@
 // Cross entropy of dense rows (col_stride 1), forward with or without the gradient, and backward.
 // Fused: log-softmax, nll_loss, label smoothing, class weights and, on demand, the gradient. Never
 // written to memory: log-probabilities, one-hot targets.
-//   short rows  some lanes of a warp hold the whole row in registers;
-//   long rows   a block goes through the row once with an online softmax; for the gradient the row
-//               waits in shared memory, and what does not fit comes again through L2.
+//   short rows  some lanes of a warp hold the whole row in registers
+//   long rows   a block reads the row once, with an online softmax; for the gradient it keeps the
+//               row in shared memory, and reads packets that do not fit again, through L2
 // Bytes moved per row: forward cols * sizeof(logit) and the row's target and statistics (20 bytes);
 // with the gradient, and backward, twice cols * sizeof(logit).
 //
@@ -20,9 +20,9 @@ namespace fused::cuda {
 
 constexpr int kShortRowThreads = 256;
 constexpr int kLongRowThreads = 512;    // at most
-constexpr unsigned kLastBlocks = 4096;  // about as many as a device holds together
+constexpr unsigned kLastBlocks = 4096;  // about as many as run on a device at a time
 
-// kLanes lanes a row of at most kLanes * kPackets packets.
+// kLanes lanes share a row of at most kLanes * kPackets packets.
 template <typename scalar_t, int kLanes, int kPackets, bool kGradient, bool kCapped,
           bool kSmoothing>
 __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
     const RowSpan<scalar_t> span(x, args.cols);
     const RowTarget<acc_t> target(args, row);
     const acc_t scale = kGradient ? row_scale(args, row, target, common) : acc_t(0);
-    // Before the registers fill: it may divide.
+    // Computed before the packets fill the registers, because row_offset may divide.
     scalar_t* out =
         kGradient ? static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row)
                   : nullptr;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
 #pragma unroll
     for (int u = 0; u < kPackets; ++u) {
       const int index = lane + u * kLanes;
-      // What a lane holds beyond the row adds nothing; but a capped -inf would.
+      // Packets beyond the row hold -inf and add nothing, but a capped -inf would.
       if ((kCapped ? index : u * kLanes) >= span.packets) break;
       packets[u].keep_packed();
       acc_t sum = 0;
@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(kShortRowThreads, kPackets > 4 ? 3
   }
 }
 
-// One block a row, of at least 2 * (kWidth - 1) threads. Dynamic shared memory: the first
-// `cached_packets` packets of the row, 16 bytes each, used with the gradient only.
+// One block a row, of at least 2 * (kWidth - 1) threads. Dynamic shared memory holds the first
+// `cached_packets` packets of the row, 16 bytes each; used with the gradient only.
 template <typename scalar_t, bool kGradient, bool kCapped, bool kSmoothing>
 __global__ void __launch_bounds__(kLongRowThreads, 2)
     cross_entropy_long_rows_kernel(const __grid_constant__ CrossEntropyArgs args,
@@ -150,8 +150,8 @@ __global__ void __launch_bounds__(kLongRowThreads, 2)
   __shared__ Softmax<acc_t, kSmoothing> scratch[kLongRowThreads / kWarp];
   const acc_t* weight = class_weights<acc_t>(args);
   const Softcap<acc_t, kCapped> cap(args.softcap);
-  // All others have ended by the time these have begun. If they said so too, a device would get
-  // through no more than a block in 1.5 ns, which is too few for rows of 4 KB.
+  // Only the last blocks signal: when they begin, all others have ended. If every block signalled,
+  // a device would finish at most one block in 1.5 ns, which is too slow for rows of 4 KB.
   if (blockIdx.x + kLastBlocks >= gridDim.x) let_next_start();
   const acc_t common = kGradient ? common_scale<acc_t>(args) : acc_t(0);
   const int threads = blockDim.x;
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kLongRowThreads, 2)
                   threads * Packet<scalar_t>::kWidth, cap);
     }
     if (has_loose) softmax.add(cap(loose), kSmoothing && weight ? weight[loose_col] : acc_t(1));
-    // Only now, so that no load of the row waits until the target is known.
+    // Read only now, so that no load of the row waits for the load of the target.
     const acc_t target_logit =
         threadIdx.x == 0 && target.index >= 0 ? cap(to_acc<acc_t>(x[target.index])) : acc_t(0);
     __syncthreads();
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kLongRowThreads, 2)
   }
 }
 
-// Backward from the statistics of the forward.
+// The backward, from the statistics of the forward.
 template <typename scalar_t, bool kCapped>
 __global__ void __launch_bounds__(kGradientThreads)
     cross_entropy_gradient_kernel(const __grid_constant__ CrossEntropyArgs args) {

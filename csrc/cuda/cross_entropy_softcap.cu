@@ -1,4 +1,4 @@
-// The kernels of cross entropy for soft-capped logits; called from cross_entropy.cu.
+// Instantiates the cross-entropy kernels for soft-capped logits, which cross_entropy.cu launches.
 #include "cross_entropy_launch.cuh"
 
 namespace fused::cuda {

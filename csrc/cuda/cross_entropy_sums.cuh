@@ -1,5 +1,5 @@
-// Sums over the rows of a cross entropy: the total weight, and the loss. In double and in a fixed
-// order, through `partials` where many blocks take part.
+// Sums over the rows of a cross entropy: the total weight and the loss. The sums are in double and
+// in a fixed order. If there are many blocks, their sums go through `partials`.
 #pragma once
 
 #include "cross_entropy.cuh"
@@ -8,7 +8,7 @@
 namespace fused::cuda {
 
 constexpr int kSumThreads = 1024;
-// Rows a thread adds up, at most, for which one cluster is faster than a second launch.
+// The most rows a thread for which one cluster is faster than a second launch.
 constexpr int kClusterRounds = 4;
 
 template <typename acc_t>
@@ -22,11 +22,11 @@ __device__ __forceinline__ void write_sums(const CrossEntropyArgs& args, bool fi
                  : losses);
 }
 
-// Sums of the target weights and, once the row kernel has written them (`finished`), of row_losses;
-// one contiguous share of the rows a block. kCluster: the blocks are one cluster, whose first adds
-// up all shares; otherwise a grid of several blocks is to be followed by the total kernel.
-// Behind the row kernel the targets are read before that has ended: it starts only after all that
-// may have written them.
+// Sums the target weights and, if the row kernel precedes (`finished`), row_losses. Each block sums
+// one contiguous share of the rows. kCluster: the blocks are one cluster, whose first block adds up
+// all shares. Without kCluster, if there are several blocks, the total kernel must follow.
+// If the row kernel precedes, this kernel reads the targets before the row kernel has ended:
+// whatever writes the targets ends before the row kernel lets this one start.
 // Bytes moved per row: 8 for the target, sizeof(acc_t) for its loss.
 template <typename acc_t, bool kCluster>
 __global__ void __launch_bounds__(kSumThreads)
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kSumThreads)
       losses = group_sum(part.y, kMaxCluster, (1u << kMaxCluster) - 1);
       if (threadIdx.x == 0) write_sums<acc_t>(args, finished, weights, losses);
     }
-    __cluster_barrier_arrive();  // no block may leave while its `own` is read
+    __cluster_barrier_arrive();  // no block may exit while the first reads its `own`
     __cluster_barrier_wait();
     return;
   }
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kSumThreads)
   args.partials[2 * blockIdx.x + 1] = losses;
 }
 
-// One block: adds up the partial sums.
+// One block adds up the partial sums.
 template <typename acc_t>
 __global__ void __launch_bounds__(kSumThreads)
     cross_entropy_total_kernel(const __grid_constant__ CrossEntropyArgs args, bool finished,

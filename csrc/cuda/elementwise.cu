@@ -1,4 +1,4 @@
-// The kernels of an elementwise loss. The build compiles this file for each of them.
+// The kernels of an elementwise loss. The build compiles this file once for each loss.
 #include "../kernels.h"
 #include "../this_loss.h"
 #include "elementwise.cuh"

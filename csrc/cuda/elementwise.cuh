@@ -1,17 +1,17 @@
-// Elementwise losses on CUDA: value, sum and derivative of each element in one read of the
-// operands.
+// Elementwise losses on CUDA: the value and derivative of each element and the sum, in one read of
+// the operands.
 //
 // Fused: the loss, its reduction and, on demand, its gradient. Never written to memory: the losses
 // of single elements under a reduction, and any temporary.
 //
-// Bytes moved per element: the sizes of its operands, each once, and of its outputs, each once; the
-// block sums (at most 32 KiB) are the only other traffic.
+// Bytes moved per element: each operand once and each output once. The block sums (at most 32 KiB)
+// are the only other traffic.
 //
-// Two ways through the elements:
-//   contiguous  float32, bfloat16 or float16 operands (or a 16-bit input with a float32 target),
-//               dense in one order and equally aligned: 16-byte packets; a weight as well, in the
-//               wider dtype of input and target;
-//   strided     everything else (strided.cuh).
+// Two kernels:
+//   contiguous  16-byte packets. Operands are float32, bfloat16 or float16 (or a 16-bit input and a
+//               float32 target), dense in one order and equally aligned. A weight has the wider
+//               dtype of input and target.
+//   strided     everything else (strided.cuh)
 #pragma once
 
 #include "launch.cuh"
@@ -19,21 +19,21 @@
 
 namespace fused::cuda {
 
-// Threads of a block. Few large blocks were measured faster than many small ones: by 2% where a
-// gradient is written, by 3 to 6% where logarithms are taken, and small losses fit into one.
+// Threads of a block. Few large blocks are faster than many small ones, most of all for a loss with
+// logarithms, and a small loss fits into one block.
 template <typename Loss>
 constexpr int kThreads = requires { Loss::kLogarithms; } ? 1024 : 512;
 constexpr int kThreadsPerMultiprocessor = 1024;
 
-// Packets of each operand that a thread has in flight: four, or two where a weight takes registers
-// as well, or a wide target beside a narrow input and a loss with exponentials.
+// Packets of each operand that a thread has in flight: four, or two if register pressure is high.
+// That is so with a weight, and with a loss with exponentials whose target is wider than its input.
 template <bool kWeighted, typename input_t, typename target_t, typename Loss>
 constexpr int kUnroll =
     kWeighted || (requires { Loss::kExponentials; } && sizeof(input_t) < sizeof(target_t)) ? 2 : 4;
 
 enum class Mode {
   kTotal,             // the sum of the losses
-  kTotalAndGradient,  // and grad_input, with one grad_output
+  kTotalAndGradient,  // the sum of the losses and grad_input, with one grad_output
   kLosses,            // the loss of each element
   kGradient,          // grad_input, with one grad_output for all elements
   kGradientOfEach,    // grad_input, with a grad_output for each element
@@ -42,16 +42,17 @@ enum class Mode {
 struct ContiguousArgs {
   const void* input;
   const void* target;
-  const void* weight;       // one per element; null where there is none
+  const void* weight;       // one per element; null if there is none
   const void* grad_output;  // one element or, for kGradientOfEach, one per element; null: 1
   DType grad_output_dtype;
-  void* output;  // losses or grad_input; may be the very buffer of input
+  void* output;  // losses or grad_input; may be the buffer of input
   int64_t numel;
   int64_t head;  // elements before the first packet
-  Total total;   // its scale is the gradient's, too
+  Total total;   // its scale is the gradient's too
 };
 
-// By the shorter arithmetic of a loss that has one for 16-bit operands, if both are.
+// The loss of one element. If both operands have 16 bits, uses the loss's cheaper arithmetic, if
+// any.
 template <typename input_t, typename target_t, typename Loss>
 __device__ __forceinline__ float value_of(const Loss& loss, float x, float y) {
   if constexpr (sizeof(input_t) == 2 && sizeof(target_t) == 2 &&
@@ -61,25 +62,25 @@ __device__ __forceinline__ float value_of(const Loss& loss, float x, float y) {
     return loss.value(x, y);
 }
 
-// How a launch shares out the packets. The host works it out: on the device it costs 0.15 us.
+// The distribution of the packets over the blocks of a launch. The host computes it, because 64-bit
+// remainders on the device would slow down a small loss.
 //
-// A row of the grid is as many blocks as run at a time. It shares half of the tiles that the rows
-// in front have left, the last one all of them: multiprocessors don't read equally fast (of an
-// H200's one in twenty takes a quarter less time than the others), and one that is done takes the
-// next block.
+// A row of the grid has as many blocks as run at a time. They share half of the tiles that the
+// earlier rows have left; the last row takes all of the rest. Multiprocessors do not read equally
+// fast, so the first to finish takes the next block.
 struct Tiles {
   int64_t packets;
   int64_t full;
-  unsigned last_block;  // of the grid's first row. It takes what is left: a tile that isn't full,
-                        // and the elements before and after all packets; no block's number where
-                        // nothing is
+  unsigned last_block;  // the block of the grid's first row that also takes the last, partial tile
+                        // and the elements before and after all packets; if there are none, no
+                        // block has this number
 
   __device__ __forceinline__ int64_t end(unsigned grid_row) const {
     return grid_row < gridDim.y ? full - (full >> grid_row) : full;
   }
 };
 
-// Arithmetic in float. A thread adds the losses of kPackets packets in float and those sums in
+// Arithmetic is in float. A thread adds the losses of kPackets packets in float and these sums in
 // double, so that the rounding error of a total does not grow with the number of elements.
 template <Mode kMode, bool kWeighted, typename input_t, typename target_t, typename Loss>
 __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kThreads<Loss>)
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kT
     if constexpr (kMode == Mode::kGradientOfEach) return scaled({g, scale.first});
     return scaled(scale);
   };
-  // kCount packets from packet `first` on, kBlock apart. All loads come before the first use.
+  // Handles kCount packets from packet `first` on, kBlock apart. All loads precede the first use.
   const auto packets = [&]<int kCount>(std::integral_constant<int, kCount>, int64_t first) {
     Packet<input_t, kWidth> x[kCount];
     Packet<target_t, kWidth> y[kCount];
@@ -164,7 +165,7 @@ __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kT
   }
   if (blockIdx.x == tiles.last_block && blockIdx.y == 0) [[unlikely]] {
     tile_sum = 0;
-#pragma unroll 1  // short code: a small loss waits for it to be loaded
+#pragma unroll 1  // short code, since a small loss waits for the instructions to be loaded
     for (int64_t i = tiles.full * kTile + threadIdx.x; i < tiles.packets; i += kBlock)
       packets(std::integral_constant<int, 1>(), i);
     const int64_t in_packets = tiles.packets * kWidth;
@@ -186,8 +187,9 @@ __global__ void __launch_bounds__(kThreads<Loss>, kThreadsPerMultiprocessor / kT
 
 constexpr unsigned kMostGridRows = 8;
 
-// See Tiles. Where nothing is written, an even load saves little more than the ends of the blocks
-// cost: there should be many tiles, and another block on the multiprocessor to read meanwhile.
+// The number of grid rows, see Tiles. If nothing is written, load balancing saves little more than
+// the ends of additional blocks cost. There must then be many tiles, and a second block on the
+// multiprocessor that reads while one ends.
 template <Mode kMode, typename Loss>
 unsigned grid_rows_for(int64_t full, int64_t blocks) {
   constexpr bool kAlone = kThreads<Loss> == kThreadsPerMultiprocessor;
@@ -227,7 +229,7 @@ inline bool is_one_element(const ElementwiseArgs& args, const Operand& operand) 
                      [](int64_t stride) { return stride == 0; });
 }
 
-// Launches the contiguous kernel if the operands have these types, and all else it asks for.
+// Launches the contiguous kernel if the operands have these types and meet its other conditions.
 template <bool kWeighted, typename input_t, typename target_t, typename Loss>
 bool try_contiguous(const ElementwiseArgs& args, const Loss& loss, cudaStream_t stream) {
   constexpr bool kMixed = !std::is_same_v<input_t, target_t>;

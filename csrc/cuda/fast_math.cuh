@@ -1,4 +1,4 @@
-// exp and 1 / x of floats in the hardware's approximations; of doubles as usual.
+// exp and 1 / x: for float the hardware's approximations, for double the usual functions.
 #pragma once
 
 #include "../losses/math.h"

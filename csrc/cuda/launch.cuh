@@ -1,5 +1,5 @@
-// The current device's figures, the check after every launch, and launches that overlap the end of
-// the kernel in front.
+// Properties of the current device, the check after every launch, and launches that overlap the end
+// of the preceding kernel.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -28,10 +28,10 @@ struct Device {
   int arch;                       // compute capability as in __CUDA_ARCH__: 900 for 9.0
   int shared_per_multiprocessor;  // bytes
   int shared_per_block;           // bytes, the opt-in limit
-  int shared_reserved;            // bytes the driver takes from each block's share
+  int shared_reserved;            // bytes of each block's share that the driver reserves
 };
 
-// Queried once for every device; later calls only ask which device is current.
+// The first call queries all devices. Later calls only ask which device is current.
 inline const Device& current_device() {
   static const std::vector<Device> devices = [] {
     int count = 0;
@@ -57,8 +57,8 @@ inline const Device& current_device() {
   return devices.at(index);
 }
 
-// Whether the code that runs on `device` was compiled for at least `arch`: a build for 8.0 alone
-// also runs on 9.0, without the parts that are compiled for 9.0 only.
+// Whether the code that runs on `device` was compiled for at least `arch`. For example, a build for
+// 8.0 alone runs on 9.0, without the code that is compiled for 9.0 only.
 inline bool compiled_for(int arch, const Device& device) {
   for (const int built : {__CUDA_ARCH_LIST__})
     if (arch <= built && built <= device.arch) return true;
@@ -78,12 +78,12 @@ void visit(DType dtype, Function&& function) {
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Of a grid whose blocks go on to the rows of a next round where there are more.
+// The number of blocks of a grid that goes through the rows by a grid-stride loop.
 inline unsigned blocks_for(int64_t rows, int64_t rows_per_block) {
   return static_cast<unsigned>(std::min<int64_t>(divide_up(rows, rows_per_block), INT32_MAX));
 }
 
-// Throws where a row has more classes than the kernels count.
+// Throws if a row has more classes than the kernels' 32-bit indices can count.
 inline void check_classes(const char* op, int64_t classes) {
   if (classes > INT32_MAX)
     throw std::runtime_error(std::string(op) + ": " + std::to_string(classes) +
@@ -92,24 +92,25 @@ inline void check_classes(const char* op, int64_t classes) {
 
 inline cudaStream_t as_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
 
-// In a kernel that launch_behind's kernel follows: that one may be launched once every block has
-// called this or ended. Nothing is handed over here, so it may be called first of all.
+// Lets the following kernel, if it is launched `behind`, start once every block has called this or
+// ended. It makes no memory visible, so a kernel may call it first of all.
 __device__ __forceinline__ void let_next_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-// In the kernel behind, in every thread: returns when the kernel in front has ended and what it
-// wrote is visible. Called before any access to memory; only what was written by a kernel further
-// in front may be read before, if the one in front waited for that before it let this one start.
+// Returns when the preceding kernel has ended and its writes are visible. Every thread of a kernel
+// that is launched `behind` calls it before any access to memory, with one exception: if the
+// preceding kernel waited for an earlier kernel before it let this one start, the writes of that
+// earlier kernel may be read before.
 __device__ __forceinline__ void await_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-constexpr int kMaxCluster = 8;  // the largest that every device with clusters takes
+constexpr int kMaxCluster = 8;  // the largest that every device with clusters supports
 
 inline bool has_clusters(const Device& device) {
   return device.arch >= 900 && compiled_for(900, device);
@@ -118,9 +119,9 @@ inline bool has_clusters(const Device& device) {
 struct Grid {
   dim3 blocks, threads;
   size_t shared = 0;  // dynamic, in bytes
-  int cluster = 1;    // blocks; more than one only where the device has_clusters
-  // Whether the launch may overlap the end of the kernel in front, which saves about a microsecond:
-  // a kernel that calls await_previous().
+  int cluster = 1;    // blocks; more than one only if the device has_clusters
+  // Whether the launch may overlap the end of the preceding kernel, which saves about a
+  // microsecond. The launched kernel must call await_previous().
   bool behind = false;
 };
 
@@ -147,7 +148,7 @@ void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, c
   check(cudaLaunchKernelEx(&config, kernel, arguments...), name);
 }
 
-// A kernel that begins with await_previous().
+// Launches a kernel that calls await_previous().
 template <typename... Parameters>
 void launch_behind(const char* name, void (*kernel)(Parameters...), dim3 blocks, dim3 threads,
                    cudaStream_t stream, std::type_identity_t<Parameters>... arguments) {

@@ -1,8 +1,8 @@
-// Negative log likelihood on CUDA. Of a row only the log-probability of its target is read, and
-// only its gradient written: grad_input holds zeros already. The sums over the rows are those of
+// Negative log likelihood on CUDA. The kernels read only the log-probability of a row's target and
+// write only its gradient: grad_input already holds zeros. The sums over the rows are those of
 // cross entropy.
-// Bytes moved per row: forward 8 for the target, a memory sector of the row, twice its loss and
-// weight; backward 8 and a memory sector.
+// Bytes moved per row: forward a memory sector of the row, and twice the target (8), its weight and
+// the loss, which the sums read again; backward the target, its weight and a memory sector.
 #include "../kernels.h"
 #include "../losses/nll_loss.h"
 #include "cross_entropy_sums.cuh"

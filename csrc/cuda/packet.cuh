@@ -22,7 +22,7 @@ constexpr DType dtype_of() {
                                                    : DType::kFloat16;
 }
 
-// Only intrinsics: torch builds with the conversion operators of cuda_fp16.h switched off.
+// Uses intrinsics only: torch's builds disable the conversion operators of cuda_fp16.h.
 template <typename acc_t, typename scalar_t>
 __device__ __forceinline__ acc_t to_acc(scalar_t value) {
   if constexpr (std::is_same_v<scalar_t, __nv_bfloat16>) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ acc_t to_acc(scalar_t value) {
   }
 }
 
-// Rounds to nearest even, as torch's casts.
+// Rounds to nearest even, as torch's casts do.
 template <typename scalar_t, typename acc_t>
 __device__ __forceinline__ scalar_t from_acc(acc_t value) {
   if constexpr (std::is_same_v<scalar_t, __nv_bfloat16>) {
@@ -46,8 +46,7 @@ __device__ __forceinline__ scalar_t from_acc(acc_t value) {
   }
 }
 
-// One element of a dtype known at run time only. The switch is uniform: every thread of a launch
-// takes the same branch.
+// Loads one element whose dtype is known only at run time. The branch is uniform across the launch.
 template <typename acc_t>
 __device__ __forceinline__ acc_t load_as(const void* data, DType dtype, int64_t offset) {
   switch (dtype) {
@@ -72,8 +71,8 @@ __device__ __forceinline__ void store_as(void* data, DType dtype, int64_t offset
   }
 }
 
-// kWidth neighbouring elements that start on a 16-byte boundary and fill whole 16-byte words. Loads
-// are never of the non-coherent kind: an output may lie over an input.
+// kWidth neighbouring elements that start on a 16-byte boundary and fill whole 16-byte words. No
+// load is non-coherent, because an output may share its buffer with an input.
 template <typename scalar_t, int kWidth_ = 16 / sizeof(scalar_t)>
 struct alignas(16) Packet {
   static constexpr int kWidth = kWidth_;
@@ -87,7 +86,8 @@ struct alignas(16) Packet {
 
   __device__ __forceinline__ Packet() {}
 
-  // Read once: first to be evicted from the caches. `source` points at the packet's first element.
+  // For data that is read once: evicted from the caches first. `source` points at the packet's
+  // first element.
   static __device__ __forceinline__ Packet load_streaming(const scalar_t* source) {
     Packet packet;
 #pragma unroll
@@ -96,7 +96,7 @@ struct alignas(16) Packet {
     return packet;
   }
 
-  // Read again soon by the same thread: kept in L2, not in L1.
+  // For data that the same thread soon reads again: cached in L2, not in L1.
   static __device__ __forceinline__ Packet load_to_l2(const scalar_t* source) {
     Packet packet;
 #pragma unroll
@@ -110,8 +110,8 @@ struct alignas(16) Packet {
     for (int w = 0; w < kWords; ++w) __stcs(reinterpret_cast<uint4*>(destination) + w, words[w]);
   }
 
-  // Makes the compiler convert the elements again at their next use. Left alone, it keeps 16-bit
-  // elements as floats from one pass to the next, in twice the registers, and spills.
+  // Makes the compiler convert the elements again at their next use. Otherwise the compiler keeps
+  // 16-bit elements as floats from one pass to the next, in twice the registers, and spills.
   __device__ __forceinline__ void keep_packed() {
     if constexpr (sizeof(scalar_t) == 2) {
 #pragma unroll
@@ -122,7 +122,7 @@ struct alignas(16) Packet {
 
   template <typename acc_t>
   __device__ __forceinline__ acc_t get(int i) const {
-    // Of both halves of a word at once, so that neither takes a register of its own.
+    // Takes either half from the whole word, so that no half needs a register of its own.
     if constexpr (std::is_same_v<scalar_t, __nv_bfloat16>) {
       const uint32_t word = reinterpret_cast<const uint32_t*>(words)[i / 2];
       return static_cast<acc_t>(__uint_as_float(i % 2 ? word & 0xffff0000u : word << 16));
@@ -134,8 +134,8 @@ struct alignas(16) Packet {
     }
   }
 
-  // The largest element of some packets; a nan is passed over. The hardware compares pairs of
-  // 16-bit floats.
+  // The largest element of some packets, ignoring nans. The hardware compares pairs of 16-bit
+  // floats.
   template <typename acc_t, int kCount>
   static __device__ __forceinline__ acc_t largest(const Packet (&packets)[kCount]) {
     if constexpr (sizeof(scalar_t) == 2) {
@@ -156,7 +156,7 @@ struct alignas(16) Packet {
     }
   }
 
-  // Two at a time: the hardware converts and packs pairs of 16-bit floats in one instruction.
+  // Converts two elements at a time: one instruction converts and packs a pair of 16-bit floats.
   template <typename acc_t>
   __device__ __forceinline__ void set(const acc_t (&source)[kWidth]) {
     if constexpr (std::is_same_v<scalar_t, __nv_bfloat16> && std::is_same_v<acc_t, float>) {

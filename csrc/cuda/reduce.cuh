@@ -7,8 +7,8 @@ namespace fused::cuda {
 
 constexpr int kWarp = 32;
 
-// The sum over `lanes` neighbouring lanes, a power of two, that share `mask`, in every one of them.
-// All lanes of the mask call, with the same number.
+// Returns to every lane the sum over a group of `lanes` neighbouring lanes, a power of two. All
+// lanes of `mask` must call, with the same `lanes`.
 template <typename T>
 __device__ __forceinline__ T group_sum(T value, int lanes = kWarp, unsigned mask = ~0u) {
 #pragma unroll
@@ -17,7 +17,7 @@ __device__ __forceinline__ T group_sum(T value, int lanes = kWarp, unsigned mask
   return value;
 }
 
-// As group_sum; a nan is passed over.
+// As group_sum, but the maximum, ignoring nans.
 template <typename T>
 __device__ __forceinline__ T group_max(T value, int lanes = kWarp, unsigned mask = ~0u) {
 #pragma unroll

@@ -1,15 +1,15 @@
-// Losses of row pairs on CUDA: an online softmax over both rows, and their gradients.
+// Losses of row pairs on CUDA: an online softmax over both rows, and the gradients.
 //
-// Fused: the softmax or log-softmax of input, that of target where it holds logits, their product,
-// its sum and, on demand, the gradients. Never written to memory: probabilities.
+// Fused: the softmax or log-softmax of input, that of target if it holds logits, their product, its
+// sum and, on demand, the gradients. Never written to memory: probabilities.
 //
 // Bytes moved per row: both operands once in the forward and once in the backward, each gradient
-// once, and 24 for the statistics. With the gradient in the forward the rows come again, and for a
-// loss with a second pass they do too, as a rule from L2.
+// once, and 24 for the statistics (48 for float64). A forward with the gradient, and a loss with a
+// second pass, read the rows again, usually from L2.
 //
-// Two ways through the rows:
-//   dense    classes side by side, dtypes of which packets can be made (row_pair_dense.cuh);
-//   strided  everything else (row_pair_strided.cuh).
+// Two kernels:
+//   dense    contiguous classes, of dtypes for which there are packets (row_pair_dense.cuh)
+//   strided  everything else (row_pair_strided.cuh)
 //
 // In place: grad_input may be the buffer of input, in the same layout. A thread writes only logits
 // that no other thread reads, after it has read them for the last time.
@@ -29,8 +29,8 @@ constexpr bool kHasTargetLogits = Loss::State::kHasTargetLogits;
 template <typename Loss>
 constexpr bool kHasCross = Loss::State::kHasCross;
 
-// The largest target logit of the lanes that share a row, in each of them; returns what the first
-// lane that has it holds in `beside`.
+// Sets largest_target in each lane to the largest of the lanes that share a row. Returns `beside`
+// of the first lane that has this largest target logit.
 template <typename acc_t>
 __device__ __forceinline__ acc_t beside_largest(acc_t& largest_target, acc_t beside, int lanes) {
   const acc_t own = largest_target;
@@ -40,8 +40,8 @@ __device__ __forceinline__ acc_t beside_largest(acc_t& largest_target, acc_t bes
   return __shfl_sync(~0u, beside, first + __ffs(have) - 1);
 }
 
-// One class of a row pair. What stands for several of them has these members, too (see PairPackets
-// in row_pair_dense.cuh): kPackets packets of kWidth classes, `count` of which take part.
+// One class of a row pair, with the interface of PairPackets (row_pair_dense.cuh), which holds
+// several classes: kPackets packets of kWidth classes. Only the first `count` packets are valid.
 template <typename acc_t>
 struct PairClass {
   static constexpr int kPackets = 1, kWidth = 1;
@@ -70,10 +70,10 @@ __device__ __forceinline__ acc_t input_beside(const Classes& classes, acc_t larg
   return beside;
 }
 
-// Adds classes to a row's sums: those of a few packets in acc_t, and these in double, so that there
-// are few conversions. kShared: groups of `lanes` lanes of a warp, all of which call, share a row
-// and the origins and the pivot of their sums. So few groups of packets raise any of these: a
-// larger logit turns up for all lanes together, not for one or another of them.
+// Adds classes to a row's sums. The terms of a few packets are added in acc_t and these sums in
+// double, so that there are few conversions. kShared: groups of `lanes` lanes of a warp share a
+// row, and the origins and the pivot of its sums. All lanes of the warp call. Sharing makes it rare
+// that packets raise an origin, since the largest logits of all lanes count.
 template <bool kShared, typename Loss, typename Classes>
 __device__ __forceinline__ void add_classes(const RowPairArgs& args, const Loss& loss,
                                             typename Loss::State& state, const Classes& classes,
@@ -101,10 +101,10 @@ __device__ __forceinline__ void add_classes(const RowPairArgs& args, const Loss&
   }
   const acc_t origin = state.input_origin(), target_origin = state.target_origin();
   const acc_t* weight = Loss::kWeighted ? static_cast<const acc_t*>(args.weight) : nullptr;
-  // A class by itself is converted anyway: then nothing is lost where its product is double.
+  // A single class is converted to double anyway, so its product is computed in double.
   constexpr bool kSingle = kPackets * kWidth == 1;
   using sum_t = std::conditional_t<kSingle && !kHasTargetLogits<Loss>, double, acc_t>;
-  // Masses of either sign cancel: only those of a packet are added up before they are double.
+  // Masses of different signs may cancel, so only the sum of one packet is in acc_t.
   using total_t = std::conditional_t<kHasTargetLogits<Loss>, acc_t, double>;
   acc_t exponentials = 0;
   total_t mass = 0, cross = 0;
@@ -130,7 +130,7 @@ __device__ __forceinline__ void add_classes(const RowPairArgs& args, const Loss&
   if constexpr (kHasCross<Loss>) state.cross += static_cast<double>(cross);
 }
 
-// The sums of a second pass.
+// A thread's sums of a second pass.
 struct SecondSums {
   double input = 0, target = 0;
 
@@ -152,7 +152,7 @@ struct SecondSums {
   }
 };
 
-// The sums of the lanes that share a row and have the same origins and pivot, in each of them.
+// Gives each lane the sums over the lanes that share a row. Their origins and pivots must be equal.
 template <typename State>
 __device__ __forceinline__ void add_up_lanes(State& state, int lanes) {
   state.exponentials = group_sum(state.exponentials, lanes);
@@ -160,8 +160,8 @@ __device__ __forceinline__ void add_up_lanes(State& state, int lanes) {
   if constexpr (State::kHasCross) state.cross = group_sum(state.cross, lanes);
 }
 
-// The state of all classes of a warp's lanes, in each of them. The lanes first agree on what their
-// sums are relative to, so that each rescales them once, and then only add.
+// Gives each lane of a warp the state of the classes of all lanes. The lanes first align their sums
+// to common origins and a common pivot, so that each lane rescales its sums only once.
 template <typename Loss, typename State = typename Loss::State>
 __device__ __forceinline__ void combine_warp(const Loss& loss, State& state) {
   const auto largest = group_max(state.largest_input);
@@ -174,9 +174,9 @@ __device__ __forceinline__ void combine_warp(const Loss& loss, State& state) {
   add_up_lanes(state, kWarp);
 }
 
-// The state of a block of whole warps, in its first warp; the lanes of each have the same origins
-// and pivot. scratch: [kWarp] in shared memory, free
-// again only after another barrier.
+// Gives the first warp of a block of whole warps the state of the block's classes. The lanes of
+// each warp must have the same origins and pivot. scratch: [kWarp] in shared memory, which may be
+// reused only after another barrier.
 template <typename Loss, typename State = typename Loss::State>
 __device__ __forceinline__ void combine_block(const Loss& loss, State& state, State* scratch) {
   add_up_lanes(state, kWarp);
@@ -194,7 +194,7 @@ __device__ __forceinline__ RowPairStatistics<acc_t> read_statistics(const RowPai
   return {stats[0], stats[1], stats[2], stats[3], stats[4], stats[5]};
 }
 
-// Called by one thread.
+// Writes a row's statistics and its loss. One thread calls it.
 template <typename Loss, typename acc_t>
 __device__ __forceinline__ void write_row(const RowPairArgs& args, const Loss& loss, int64_t row,
                                           const RowPairStatistics<acc_t>& done) {
@@ -219,7 +219,7 @@ __device__ __forceinline__ typename Loss::Gradient row_gradient(
   return {loss, statistics, scale / static_cast<acc_t>(args.divisor)};
 }
 
-// Adds up the rows' losses, in an order that depends on nothing but their number.
+// Adds up the rows' losses, in an order that depends only on the number of rows.
 template <typename Loss, typename acc_t>
 __global__ void __launch_bounds__(kRowTotalThreads)
     row_pair_total_kernel(const __grid_constant__ RowPairArgs args, const Loss loss,

@@ -1,6 +1,5 @@
-// Row pairs whose classes lie side by side: some lanes of a warp a row, or a block where rows are
-// long. With the gradient, and in the backward, each thread reads its classes again and writes
-// theirs.
+// Row pairs with contiguous classes. Some lanes of a warp share a row or, if rows are long, a
+// block. For a gradient, each thread reads its classes again and writes their gradients.
 //
 // Bytes moved per row, and in place: as in row_pair.cuh.
 #pragma once
@@ -9,25 +8,26 @@
 
 namespace fused::cuda {
 
-constexpr int kRowPairThreads = 384;       // at most
-constexpr int kRowPairLanesThreads = 256;  // of a block whose warps have one row or more
+constexpr int kRowPairThreads = 384;       // of a block that shares a row, at most
+constexpr int kRowPairLanesThreads = 256;  // of a block whose warps have one row or more each
 
-// What a kernel computes: kValue the sums of a row, in one pass or two; kWithGradient then the
-// gradient of input, too; kBackward both gradients, or one, from the sums.
+// The outputs of a kernel. kValue: the sums of a row, in one pass or two. kWithGradient: the sums,
+// and then the gradient of input. kBackward: one or both gradients, from the sums.
 enum class RowPairPass { kValue, kWithGradient, kBackward };
 
-// How rows are read, by what is computed from them.
+// How a kernel reads rows.
 template <typename Loss, typename acc_t, RowPairPass kPass>
 struct RowPairReads {
   static constexpr bool kOnce = kPass == RowPairPass::kValue && !kHasSecondPass<Loss>;
   static constexpr bool kDouble = sizeof(acc_t) == 8;
-  // Of each operand, that a thread has in flight.
+  // Packets of each operand that a thread has in flight.
   static constexpr int kPackets = kOnce && !kDouble ? 4 : 2;
-  // That a multiprocessor is to hold at least.
+  // Warps that a multiprocessor must be able to hold.
   static constexpr int kWarps = kDouble ? 12 : kPass == RowPairPass::kValue && !kOnce ? 32 : 24;
 };
 
-// Packets of a row pair: those of input as wide as 16 bytes, those of target of as many classes.
+// Packets of a row pair. A packet of input has 16 bytes, a packet of target the same number of
+// classes.
 template <typename input_t, typename target_t, int kPackets_>
 struct PairPackets {
   static constexpr int kPackets = kPackets_;
@@ -37,7 +37,7 @@ struct PairPackets {
   Packet<input_t> inputs[kPackets];
   Packet<target_t, kWidth> targets[kPackets];
   int count;
-  int col, stride;  // in classes: the first packet's first, and from one packet to the next
+  int col, stride;  // in classes: the start of the first packet, and the step between packets
 
   __device__ __forceinline__ acc_t input(int u, int j) const {
     return inputs[u].template get<acc_t>(j);
@@ -56,8 +56,8 @@ struct PairPackets {
   __device__ __forceinline__ int first_class(int u) const { return col + u * stride; }
 };
 
-// Two dense rows as packets of kWidth classes, where both start on 16-byte boundaries at the same
-// class; as single, `loose`, classes otherwise.
+// Two dense rows. If both reach a 16-byte boundary at the same class, they are packets of kWidth
+// classes and a few single, `loose`, classes. Otherwise all classes are loose.
 template <typename input_t, typename target_t, typename Reads>
 struct DensePair {
   using acc_t = acc_type<input_t>;
@@ -66,7 +66,7 @@ struct DensePair {
   const target_t* t;
   RowSpan<input_t> span;
 
-  // inside: whether the row has any classes for the caller.
+  // inside: whether the caller has a row; otherwise the pair has no classes.
   __device__ __forceinline__ DensePair(const RowPairArgs& args, int64_t row, bool inside)
       : x(static_cast<const input_t*>(args.input.data) + row_offset(args.input.layout, row)),
         t(static_cast<const target_t*>(args.target.data) + row_offset(args.target.layout, row)),
@@ -84,8 +84,9 @@ struct DensePair {
     packet = Reads::kOnce ? packet_t::load_streaming(source) : packet_t::load_to_l2(source);
   }
 
-  // Calls body(classes) for packets, and each loose class, of a lane; where other lanes of its warp
-  // have more, with a count of 0. All lanes of a warp call. kWarpRow: they have the same row.
+  // Calls body(classes) for the packets and for each loose class of a lane. If other lanes of the
+  // warp have more, calls it with a count of 0, so that the body may use warp-wide functions. All
+  // lanes of a warp call. kWarpRow: the lanes have the same row.
   template <bool kWarpRow, typename Body>
   __device__ __forceinline__ void for_each(int lane, int lanes, Body&& body) const {
     const auto any_below = [&](int index, int count) {
@@ -130,7 +131,7 @@ __device__ __forceinline__ void store_classes(scalar_t* destination, const acc_t
   for (int j = 0; j < N; ++j) destination[j] = from_acc<scalar_t>(values[j]);
 }
 
-// kBoth: of input and target, those that are wanted; else of input.
+// Writes the gradients that are present: with kBoth, of input and target; otherwise of input.
 template <bool kBoth, bool kWarpRow, typename Loss, typename input_t, typename target_t,
           typename Reads>
 __device__ __forceinline__ void write_gradients(const RowPairArgs& args, int64_t row,
@@ -168,7 +169,7 @@ __device__ __forceinline__ void write_gradients(const RowPairArgs& args, int64_t
   });
 }
 
-// Who shares a row: a block's threads, a warp's lanes or `row_lanes` of them, a power of two.
+// The threads that share a row: a block, a warp, or `row_lanes` lanes of a warp, a power of two.
 enum class RowPairShare { kBlock, kWarp, kLanes };
 
 template <typename Loss, typename input_t, typename target_t, RowPairShare kShare,
@@ -192,7 +193,7 @@ __global__ void __launch_bounds__(kShare == RowPairShare::kBlock ? kRowPairThrea
   const int lane = kBlockRow ? threadIdx.x : threadIdx.x & (voting - 1);
   const int64_t rows = kBlockRow ? 1 : blockDim.x / voting;
   const int64_t own = kBlockRow ? 0 : threadIdx.x / voting;
-  // Thread 0's, in every thread of a block; those of lanes that share a row are the same anyway.
+  // Broadcasts the statistics of thread 0 to its block. Lanes that share a row already agree.
   const auto share = [&](RowPairStatistics<acc_t>& statistics) {
     if constexpr (kBlockRow) {
       if (threadIdx.x == 0) shared = statistics;

@@ -1,7 +1,7 @@
-// Row pairs of any strides and mixture of dtypes. Where classes are not neighbours, rows usually
-// are, as in [N, C, H, W] or a transposed matrix: neighbouring threads take neighbouring rows, so
-// that loads coalesce along the rows, and kStridedLanes threads share a row's classes. And the
-// launches for both ways through the rows.
+// Row pairs of any strides and mixture of dtypes, and the launches of the dense and the strided
+// kernel. If classes are not contiguous, the stride between neighbouring rows is usually 1, as in
+// [N, C, H, W] or a transposed matrix. Neighbouring threads take neighbouring rows, so that loads
+// are coalesced. kStridedLanes threads share a row's classes.
 //
 // Bytes moved per row, and in place: as in row_pair.cuh.
 #pragma once
@@ -96,9 +96,9 @@ __global__ void __launch_bounds__(kStridedRows* kStridedLanes)
   }
 }
 
-// How many threads share a row: lanes of a warp where it is short and rows are many, since what is
-// done once a row costs a warp the same for one row as for many. A lane then reads about 8 packets,
-// but 4 of the shortest rows.
+// The number of threads that share a row. If rows are short and many, some lanes of a warp: work
+// that is done once a row costs a warp the same for one row as for many. A lane then reads about 8
+// packets, or 4 of the shortest rows.
 template <RowPairPass kPass>
 int row_pair_threads(int64_t rows, int64_t packets, const Device& device) {
   const int64_t filling = divide_up(512 * device.multiprocessors, rows);
@@ -106,7 +106,8 @@ int row_pair_threads(int64_t rows, int64_t packets, const Device& device) {
       std::max(divide_up(packets, 8), std::min<int64_t>(divide_up(packets, 4), 4));
   const int64_t lanes = std::max(wanted, filling);
   if (lanes <= kWarp / 2) return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(lanes)));
-  // Rows that are read again should come from the L2 cache: fewer of them are under way at a time.
+  // Rows that are read again should stay in the L2 cache: then more threads share a row, so that
+  // fewer rows are in flight.
   return kPass == RowPairPass::kValue
              ? independent_row_threads(rows, packets, device.multiprocessors, kRowPairThreads)
              : row_threads(packets, 8, kWarp, kRowPairThreads);

@@ -1,4 +1,4 @@
-// Where rows lie, and dense rows as 16-byte packets, wherever they start.
+// The offsets of rows, and dense rows of any alignment as 16-byte packets.
 #pragma once
 
 #include <limits>
@@ -12,7 +12,7 @@ constexpr T kInfinity = std::numeric_limits<T>::infinity();
 
 __device__ __forceinline__ int64_t row_offset(const RowLayout& layout, int64_t row) {
   int64_t offset = 0;
-#pragma unroll 1  // mostly there is nothing to do
+#pragma unroll 1  // usually no iterations
   for (int d = 0; d + 1 < layout.ndim; ++d) {
     const int64_t size = layout.sizes[d];
     const int64_t quotient = (row | size) >> 32 == 0
@@ -25,8 +25,8 @@ __device__ __forceinline__ int64_t row_offset(const RowLayout& layout, int64_t r
 }
 
 // A dense row: `head` logits before the first 16-byte boundary, whole packets, and a tail shorter
-// than a packet. The head's and the tail's logits are the row's `loose` ones, at most
-// 2 * (kWidth - 1).
+// than a packet. The logits of head and tail are the row's `loose` logits, at most 2 * (kWidth -
+// 1).
 template <typename scalar_t>
 struct RowSpan {
   static constexpr int kWidth = Packet<scalar_t>::kWidth;
@@ -45,7 +45,7 @@ struct RowSpan {
 
 template <typename scalar_t>
 __device__ __forceinline__ Packet<scalar_t> lowest_packet() {
-  // By bits: the compiler would convert and pack every element at run time.
+  // Set by bits, because the compiler would convert and pack every element at run time.
   constexpr bool kDouble = std::is_same_v<scalar_t, double>;
   constexpr uint32_t kHigh = kDouble                                   ? 0xfff00000
                              : std::is_same_v<scalar_t, float>         ? 0xff800000
@@ -57,12 +57,12 @@ __device__ __forceinline__ Packet<scalar_t> lowest_packet() {
   return packet;
 }
 
-// Packets that a thread has in flight; double's exp needs the registers.
+// Packets that a thread has in flight. For double the exponential needs the registers.
 template <typename scalar_t>
 constexpr int kRowUnroll = std::is_same_v<scalar_t, double> ? 1 : 4;
 
-// The packets first, first + stride, ... of a row; -inf for those beyond its end. Returns how many
-// are not.
+// Loads the packets first, first + stride, ... of a row. Packets beyond its end are -inf. Returns
+// the number of packets within the row.
 template <bool kToL2, typename scalar_t, int kPackets>
 __device__ __forceinline__ int load_packets(Packet<scalar_t> (&packets)[kPackets],
                                             const scalar_t* row, const RowSpan<scalar_t>& span,
@@ -83,7 +83,7 @@ __device__ __forceinline__ int load_packets(Packet<scalar_t> (&packets)[kPackets
   return count;
 }
 
-// `aligned`: whether the destination, like the source, starts on a 16-byte boundary.
+// aligned: whether the destination starts on a 16-byte boundary.
 template <typename scalar_t>
 __device__ __forceinline__ void store_packet(const Packet<scalar_t>& packet, scalar_t* destination,
                                              bool aligned) {
@@ -97,10 +97,10 @@ __device__ __forceinline__ bool is_aligned(const scalar_t* data) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0;
 }
 
-// Writes the gradient of a row of logits, of which this is one of `stride` threads. `out` may be
-// the row itself: each thread writes what it has read.
-//   gradient.apply(packet, col)   replaces a packet whose first logit is class col;
-//   gradient(logit, col)          of one logit.
+// Writes the gradient of a row of logits, which `stride` threads share. `out` may be the row
+// itself: each thread writes only elements that it has read.
+//   gradient.apply(packet, col)   replaces a packet, whose first class is col, by its gradient
+//   gradient(logit, col)          returns the gradient of one logit
 template <typename scalar_t, typename Gradient>
 __device__ __forceinline__ void write_gradient(const scalar_t* row, scalar_t* out,
                                                const RowSpan<scalar_t>& span, bool aligned,

@@ -1,10 +1,10 @@
 // Statistics of rows of logits on CUDA, and their gradient. Fused: soft-cap, log-softmax, nll_loss,
 // entropy, sum, max and argmax. Never written to memory: log-probabilities.
 //
-// A warp a row where rows are short, else a block: it goes through the row once, each warp with an
-// online softmax whose largest logit its lanes share, so that few packets raise it.
-// Bytes moved per row: forward cols * sizeof(logit), the row's target and its statistics (8 and 28
-// bytes, of float64 48); backward twice cols * sizeof(logit).
+// A warp handles a short row, a block a long one, in one pass. Each warp has an online softmax
+// whose largest logit its lanes share, so that few packets raise it.
+// Bytes moved per row: forward cols * sizeof(logit), the row's target (8) and its statistics (40;
+// 72 for float64); backward twice cols * sizeof(logit).
 //
 // In place: grad_input may be the buffer of input. Each thread writes only logits that it alone
 // reads, after it has read them.
@@ -21,12 +21,13 @@ namespace fused {
 namespace cuda {
 namespace {
 
-constexpr int kBlockThreads = 512;   // at most, of a row's block
+constexpr int kBlockThreads = 512;   // of a block that shares a row, at most
 constexpr int kWarpsThreads = 256;   // of a block whose warps have a row each
-constexpr int64_t kWarpCols = 1024;  // of a warp's row, at most
+constexpr int64_t kWarpCols = 1024;  // classes of a row that one warp handles, at most
 constexpr int kNoClass = INT_MAX;
 
-// -1: none, ignored, or out of bounds, which one thread of a row reports.
+// The row's target, or -1 if there is none or it is ignored or out of bounds. One thread of a row
+// reports a target out of bounds.
 __device__ __forceinline__ int target_of(const RowStatisticsArgs& args, int64_t row, bool reports) {
   if (!args.target) return -1;
   const int64_t target = args.target[row];
@@ -43,20 +44,20 @@ __device__ __forceinline__ int group_min(int value) {
   return value;
 }
 
-// Of the logits that a warp has seen. `largest` is the same in all lanes; the sums and classes are
-// each lane's own. All lanes call.
+// The state of the logits that a warp has seen. `largest` is the same in all lanes; each lane has
+// its own sums and classes. All lanes call.
 template <typename acc_t>
 struct WarpScan {
   RowSums<acc_t> sums;
   acc_t total;
-  int largest_class;  // the first that has the largest logit; kNoClass: none, or it is -inf
-  int nan_class;      // the first that is a nan
+  int largest_class;  // the lane's first class with `largest`; kNoClass if none or -inf
+  int nan_class;      // the lane's first class with a nan
 
   static __device__ __forceinline__ WarpScan none() {
     return {RowSums<acc_t>::none(), 0, kNoClass, kNoClass};
   }
 
-  // own: the lane's largest of what comes next.
+  // own: the largest logit that the lane adds next. Returns whether that raises `largest`.
   __device__ __forceinline__ bool raises(acc_t own) {
     if (!__any_sync(~0u, own > sums.largest)) return false;
     sums.raise(group_max(own));
@@ -64,8 +65,8 @@ struct WarpScan {
     return true;
   }
 
-  // The first `count` of the packets, whose first logits are the classes col, col + stride, ...,
-  // larger ones than those seen; the others must hold -inf.
+  // Adds the first `count` packets, whose first classes are col, col + stride, ..., all beyond the
+  // classes seen. The other packets must hold -inf.
   template <typename scalar_t, int kPackets, bool kCapped>
   __device__ __forceinline__ void add(Packet<scalar_t> (&packets)[kPackets], int count, int col,
                                       int stride, const Softcap<acc_t, kCapped>& cap) {
@@ -79,7 +80,7 @@ struct WarpScan {
         if (u >= count) continue;
 #pragma unroll
         for (int j = kWidth - 1; j >= 0; --j) {
-          // Two logits may have one and the same cap.
+          // Different logits may be equal after the soft-cap.
           const acc_t logit = packets[u].template get<acc_t>(j);
           if (logit == before_cap || (kCapped && cap(logit) == own))
             largest_class = col + u * stride + j;
@@ -114,7 +115,7 @@ struct WarpScan {
     }
   }
 
-  // One logit of each lane that has one, of any class.
+  // Adds one logit, of any class, in each lane that has one.
   __device__ __forceinline__ void add(acc_t logit, int col, bool has_one) {
     raises(has_one ? logit : -kInfinity<acc_t>);
     if (!has_one) return;
@@ -127,7 +128,7 @@ struct WarpScan {
     total += logit;
   }
 
-  // Of all lanes, which may have seen different largest logits, in each of them.
+  // Gives each lane the state of all lanes, which may have different largest logits.
   __device__ __forceinline__ void combine() {
     const acc_t largest = group_max(sums.largest);
     largest_class = group_min(sums.largest == largest ? largest_class : kNoClass);
@@ -139,7 +140,7 @@ struct WarpScan {
   }
 };
 
-// Called by one thread.
+// Writes a row's outputs. One thread calls it.
 template <typename acc_t>
 __device__ __forceinline__ void write_row(const RowStatisticsArgs& args, int64_t row,
                                           const WarpScan<acc_t>& scan, int target,
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(kBlock ? kBlockThreads : kWarpsThreads, kBlock
       const acc_t target_logit = target < 0 ? acc_t(0) : cap(to_acc<acc_t>(x[target]));
       write_row(args, row, scan, target, target_logit);
     }
-    if constexpr (kBlock) __syncthreads();  // the scratch is free again
+    if constexpr (kBlock) __syncthreads();  // before the next row reuses the scratch
   }
 }
 

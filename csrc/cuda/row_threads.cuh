@@ -1,4 +1,4 @@
-// How many threads share a row, and the grids of kernels that go through rows.
+// The number of threads that share a row, and the grids of kernels that go through rows.
 #pragma once
 
 #include "launch.cuh"
@@ -6,15 +6,15 @@
 
 namespace fused::cuda {
 
-// Whole warps for about so many packets a thread.
+// The threads of a row: whole warps, for about packets_per_thread packets a thread.
 inline int row_threads(int64_t packets, int64_t packets_per_thread, int64_t least, int64_t most) {
   const int64_t wanted = divide_up(packets, packets_per_thread * kWarp) * kWarp;
   return static_cast<int>(std::clamp(wanted, least, most));
 }
 
-// For rows that are read once. A warp that waits for no other one overlaps its loads with their
-// arithmetic: no more of them share a row than `packets_per_thread` says or it takes to have two
-// rounds of blocks on the device.
+// The threads of a row that is read once. A warp that waits for no other warp overlaps its loads
+// with their arithmetic. Hence no more warps share a row than `packets_per_thread` asks for or, if
+// rows are few, than make two rounds of blocks on the device.
 inline int independent_row_threads(int64_t rows, int64_t packets, int multiprocessors, int most,
                                    int64_t packets_per_thread = 32) {
   const int64_t filling = divide_up(2048 * multiprocessors, rows);
@@ -25,10 +25,10 @@ inline int independent_row_threads(int64_t rows, int64_t packets, int multiproce
 
 constexpr int kGradientThreads = 256;
 
-// Of a kernel that calls for_each_gradient_row: threads.x * blocks.y threads share a row.
+// The grid of a kernel that calls for_each_gradient_row. threads.x * blocks.y threads share a row.
 inline Grid gradient_grid(int64_t rows, int64_t packets) {
-  // Threads along a row: a power of two, for about four packets each. Where that leaves too few
-  // blocks for the device, several blocks share a row.
+  // The threads of a block along a row are a power of two, for about four packets each. If the
+  // blocks are then too few for the device, several blocks share a row.
   constexpr int kPackets = 4;
   int threads = 8;
   while (threads < kGradientThreads && threads * kPackets < packets) threads *= 2;
@@ -40,8 +40,8 @@ inline Grid gradient_grid(int64_t rows, int64_t packets) {
           .threads = dim3(threads, rows_per_block)};
 }
 
-// Of gradient_grid: calls body(row, thread, stride), where the row's threads are thread, ... of
-// `stride`.
+// In a kernel with gradient_grid: calls body(row, thread, stride) for each row of the thread, which
+// is number `thread` of the row's `stride` threads.
 template <typename Body>
 __device__ __forceinline__ void for_each_gradient_row(int64_t rows, const Body& body) {
   const int stride = blockDim.x * gridDim.y;

@@ -1,6 +1,6 @@
-// Multiplies dense data by one number that lies on the device. A factor of 1, the usual one after
-// loss.backward(), ends the kernel before it touches the data.
-// Bytes moved per element: 0 when the factor is 1, else twice its size.
+// Multiplies dense data by one number on the device. If the factor is 1, as usual after
+// loss.backward(), the kernel returns before it reads or writes the data.
+// Bytes moved per element: 0 if the factor is 1, otherwise twice its size.
 #include "../kernels.h"
 #include "launch.cuh"
 #include "packet.cuh"

@@ -1,7 +1,8 @@
-// The soft-cap of logits on the device, or none: the kernels without it lose nothing to it.
+// The soft-cap of logits on the device. Without kCapped it costs nothing.
 //
-// The last product is rounded on its own. Fused with the subtraction of a row's largest logit it
-// would not be 0 for that logit itself, and a row of one class would not have the loss 0.
+// The last product is rounded on its own. If it were fused with the subtraction of a row's largest
+// logit, the difference would not be 0 for that logit itself, and the loss of a row of one class
+// would not be 0.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +12,8 @@
 
 namespace fused::cuda {
 
-// What the kernels see of a logit, and what the derivative by the logit has as its last factor.
+// Gives the capped logit, and the slope: the last factor of the derivative with respect to the
+// logit.
 template <typename acc_t, bool kCapped>
 struct Softcap {
   __device__ __forceinline__ explicit Softcap(double /*cap*/) {}
@@ -25,13 +27,13 @@ template <>
 struct Softcap<float, true> {
   float cap, inverse;
 
-  // Not infinite: 0 times it would be a nan.
+  // The inverse stays finite, because 0 times infinity would be nan.
   __device__ __forceinline__ explicit Softcap(double cap)
       : cap(static_cast<float>(cap)), inverse(fminf(1 / this->cap, -math::kLowest<float>)) {}
 
   __device__ __forceinline__ float operator()(float logit) const { return with_slope(logit).logit; }
 
-  // As soft_capped, the exponential and the division in one instruction each.
+  // As soft_capped, with one instruction each for the exponential and the division.
   __device__ __forceinline__ Capped<float> with_slope(float logit) const {
     const float x = logit * inverse;
     const float u = fast_exp(-2 * fabsf(x));

@@ -1,7 +1,7 @@
-// Elementwise losses over any strides, broadcasting and mixture of dtypes; what is computed is
-// decided at run time by the outputs that are present. Threads run along the innermost dimension,
-// so that loads and stores coalesce wherever that dimension is dense. Bytes moved per element: as
-// in elementwise.cuh, if strides allow.
+// Elementwise losses for any strides, broadcasting and mixture of dtypes. The kernel computes the
+// outputs that are present at run time. Threads run along the innermost dimension, so that loads
+// and stores are coalesced if that dimension is dense. Bytes moved per element: as in
+// elementwise.cuh, if strides allow.
 #pragma once
 
 #include "../losses/gradient_scale.h"
@@ -18,8 +18,8 @@ inline Total total_of(const ElementwiseArgs& args) {
           static_cast<double*>(args.workspace)};
 }
 
-// Turns a linear index into its digits, innermost first, and calls body(dimension, digit). index_t
-// is uint32_t where all indices fit: a 64-bit division costs several times a 32-bit one.
+// Splits a linear index into its digits, innermost first, and calls body(dimension, digit). If all
+// indices fit, index_t is uint32_t: a 64-bit division costs several times a 32-bit one.
 template <typename index_t, typename Body>
 __device__ __forceinline__ void for_each_digit(int ndim, const int64_t* sizes, int64_t linear,
                                                Body&& body) {

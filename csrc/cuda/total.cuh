@@ -6,19 +6,19 @@
 
 namespace fused::cuda {
 
-constexpr int kTotalThreads = 256;  // that add up the blocks' sums
+constexpr int kTotalThreads = 256;  // threads that add up the blocks' sums
 
-// Where a sum over all blocks goes: total = sum * scale.
+// The destination of a sum over all blocks: total = sum * scale.
 struct Total {
   void* data;
   DType dtype;
-  double scale;      // a division takes 0.05 us, of a small loss
+  double scale;      // a factor, since a division would slow down a small loss
   double* partials;  // [gridDim.y, gridDim.x]; unused by a grid of one block
 
   __device__ __forceinline__ void write(double sum) const { store_as(data, dtype, 0, sum * scale); }
 
-  // Called once by every thread of every block, of kThreads each; a grid of more than one block is
-  // to be followed by launch_total on the same stream.
+  // Every thread of every block calls this once; a block has kThreads threads. If the grid has more
+  // than one block, launch_total must follow on the same stream.
   template <int kThreads>
   __device__ __forceinline__ void add_block(double thread_sum) const {
     const double sum = block_sum<kThreads, true>(thread_sum);
@@ -28,7 +28,7 @@ struct Total {
   }
 };
 
-// One block: adds up `count` block sums, in an order that depends on nothing else.
+// One block adds up `count` block sums, in an order that depends only on `count`.
 static __global__ void __launch_bounds__(kTotalThreads) total_kernel(const Total total, int count) {
   await_previous();
   double sum = 0;

@@ -50,7 +50,7 @@ FUSED_HOST_DEVICE acc_t finite_or_zero(acc_t logit) {
 }
 
 // kTargetLogits: the target row holds logits, so its masses have an origin too. Without kCross,
-// `cross` and the pivot are not computed for target logits.
+// neither `cross` nor the pivot is computed.
 template <typename acc_t, bool kTargetLogits, bool kCross = true>
 struct RowPairState {
   static constexpr bool kHasTargetLogits = kTargetLogits, kHasCross = kCross;
