@@ -1,1 +1,1 @@
-"""How the kernels in csrc/ become shared libraries, and what a wheel of them has to pass."""
+"""The build of the kernels in csrc/ as shared libraries, and the checks of a wheel."""

@@ -1,7 +1,7 @@
-"""The command of setuptools that builds the libraries.
+"""The setuptools command that builds the libraries.
 
-Not torch's BuildExtension: that one refuses CUDA sources beside a torch without CUDA, links
-torch's CUDA libraries, and takes along the flags of the Python that it runs in.
+It does not use torch's BuildExtension, which refuses CUDA sources beside a torch without CUDA,
+links torch's CUDA libraries, and uses the compiler flags of the Python that runs it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ def say(text: str) -> None:
 
 
 class BuildKernels(build_ext):
-    """``build_ext``; what became of the CUDA kernels is written to compile_losses/kernels.json."""
+    """``build_ext``. It writes the outcome for the CUDA kernels to compile_losses/kernels.json."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split("."))) + ".so"
 
     def run(self) -> None:
-        if self.editable_mode:  # setuptools names a folder and deletes it; `make wheel` links these
+        if self.editable_mode:  # setuptools would delete its folder; `make wheel` links the objects
             self.build_temp = "build/kernels"
         super().run()
         folder = Path(self.build_lib, "compile_losses")
         if self.inplace:
             folder = Path(self.get_finalized_command("build_py").get_package_dir("compile_losses"))
-        if "missing" in self.built:  # and an earlier build's library would be packed as well
+        if "missing" in self.built:  # or the library of an earlier build would be packed
             (folder / "_cuda.so").unlink(missing_ok=True)
         (folder / "kernels.json").write_text(json.dumps({"cuda": self.built}, indent=2) + "\n")
 
@@ -59,7 +59,7 @@ class BuildKernels(build_ext):
                 self.extensions = [other for other in self.extensions if other is not library]
 
     def _cuda(self) -> dict[str, object]:
-        """Adds the CUDA library where it can be built; what is to be told of it."""
+        """Adds the CUDA library if it can be built; returns the entry for kernels.json."""
         required = os.environ.get("COMPILE_LOSSES_CUDA") == "1"
         try:
             toolkit = cuda.find()
@@ -72,6 +72,6 @@ class BuildKernels(build_ext):
             f"CUDA kernels for {', '.join(toolkit.architectures)} by {toolkit.nvcc} "
             f"({toolkit.version}), with {toolkit.runtime}"
         )
-        # Not appended to the list, which is the distribution's: this command may run twice.
+        # A new list: the old one belongs to the distribution, and this command may run twice.
         self.extensions = [*self.extensions, cuda_library(toolkit, optional=not required)]
         return {"version": toolkit.version, "architectures": list(toolkit.architectures)}

@@ -1,6 +1,6 @@
-"""``python -m build_tools.check_wheel WHEEL``: what a wheel must be, read from the file alone.
+"""``python -m build_tools.check_wheel WHEEL`` checks a wheel by its file alone.
 
-That the tests pass with it is build_tools.test_wheel's business.
+build_tools.test_wheel runs the tests with it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from elftools.elf.elffile import ELFFile
 ROOT = Path(__file__).parent.parent
 PLATFORM = "manylinux_2_28_x86_64"
 NAME = re.compile(rf"compile_losses-[0-9a-z.]+-cp310-abi3-{PLATFORM}\.whl")
-#: The libraries that torch has loaded before these are. One of them is named so that a wheel
-#: that was built beside a torch without CUDA finds torch's CUDA library, too.
+#: Libraries that torch has loaded before a wheel's libraries are loaded. With libtorch.so, a wheel
+#: built beside a torch without CUDA also finds torch's CUDA library.
 TORCH = {"libtorch.so", "libtorch_cpu.so", "libcudart.so.13"}
 SYSTEM = {"libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2"}
-#: Of a compiler's own: weak, and absent from most systems.
+#: Weak symbols that compilers refer to. Most systems do not define them.
 OPTIONAL_SYMBOLS = {"__gmon_start__", "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable"}
 VERSIONED = re.compile(r"(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+|libcudart\.so\.13")
 MEGABYTES = 60
@@ -36,7 +36,7 @@ FILES = re.compile(
 
 
 def problems(wheel: Path) -> Iterator[str]:
-    """What is wrong with a wheel."""
+    """Yields a message for each problem of a wheel."""
     if not NAME.fullmatch(wheel.name):
         yield f"{wheel.name}: expected a name such as {NAME.pattern}"
     size = wheel.stat().st_size / 1e6
@@ -80,7 +80,7 @@ def problems_of(library: ELFFile) -> Iterator[str]:
 
 
 def stable_abi() -> set[str]:
-    """The functions of libtorch that its stable ABI consists of, from the headers beside it."""
+    """The functions of libtorch's stable ABI, from the headers that torch installs."""
     torch = importlib.util.find_spec("torch")
     assert torch is not None
     assert torch.origin is not None
@@ -92,12 +92,12 @@ def stable_abi() -> set[str]:
 
 
 def symbols(library: ELFFile) -> Iterator[tuple[object, str | None]]:
-    """The dynamic symbols, each with the version or file that it is to come from."""
+    """The dynamic symbols, each with the version or file that must provide it."""
     versions = {}
     needed = library.get_section_by_name(".gnu.version_r")
     for file, entries in needed.iter_versions():
         for entry in entries:
-            # NVIDIA's runtime names its version like its file.
+            # NVIDIA's runtime has a version of the name of its file.
             versions[entry["vna_other"]] = entry.name if "_" in entry.name else file.name
     indices = library.get_section_by_name(".gnu.version")
     for i, symbol in enumerate(library.get_section_by_name(".dynsym").iter_symbols()):
@@ -110,8 +110,8 @@ def main(arguments: list[str]) -> int:
     (wheel,) = map(Path, arguments)
     found = list(problems(wheel))
     print(*found, sep="\n", end="\n" if found else "")
-    # What auditwheel finds in the versions of the symbols is held against the name by
-    # `make wheel`. This one knows which symbols of Python are stable: there are to be none others.
+    # `make wheel` compares auditwheel's findings on symbol versions with the wheel's name.
+    # abi3audit checks that only stable symbols of Python are used.
     audit = subprocess.run([sys.executable, "-m", "abi3audit", "--strict", "--summary", str(wheel)])
     size = wheel.stat().st_size / 1e6
     print(f"{wheel.name}: {size:.1f} MB, {len(found)} problems, abi3audit {audit.returncode}")

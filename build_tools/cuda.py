@@ -1,4 +1,4 @@
-"""Whether the CUDA library can be built here, and how: decided before anything is compiled."""
+"""Decides, before anything is compiled, whether and how the CUDA library can be built here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-# Built for where there is no GPU to ask, unless TORCH_CUDA_ARCH_LIST says otherwise.
+# The architectures if there is no GPU here and TORCH_CUDA_ARCH_LIST is not set.
 DEFAULT_ARCHITECTURES = "8.0;8.6;8.9;9.0;10.0;12.0+PTX"
 SYSTEM_NVCC = Path("/usr/local/cuda/bin/nvcc")
 
@@ -30,12 +30,12 @@ extern "C" int run(__nv_bfloat16* x) {
 
 
 class UnavailableError(Exception):
-    """The CUDA library cannot be built; says why."""
+    """The CUDA library cannot be built. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class Toolkit:
-    """An nvcc, what it compiles for, and the CUDA runtime that the library is linked with."""
+    """An nvcc, the architectures to compile for, and the CUDA runtime to link with."""
 
     nvcc: Path
     version: str  # "13.0"
@@ -48,7 +48,7 @@ class Toolkit:
 
     @property
     def include(self) -> list[str]:
-        """For the host compiler, which unlike nvcc has to be told."""
+        """CUDA's include folders, for the host compiler; nvcc knows them."""
         folders = [self.home / "include", *self.home.glob("targets/*/include")]
         return [str(folder) for folder in folders if (folder / "cuda_runtime.h").exists()]
 
@@ -72,13 +72,13 @@ class Toolkit:
 
 
 def find() -> Toolkit:
-    """The toolkit to build with, after a small program was compiled and linked with it.
+    """The toolkit to build with. A small program has been compiled and linked with it.
 
-    COMPILE_LOSSES_CUDA=0 asks for none, COMPILE_LOSSES_CUDA=1 for one beside a torch without CUDA,
-    too (the libraries need none of torch's CUDA headers).
+    With COMPILE_LOSSES_CUDA=0 there is none. With COMPILE_LOSSES_CUDA=1 there may be one even
+    beside a torch without CUDA, because the libraries need none of torch's CUDA headers.
 
     Raises:
-        UnavailableError: where the CUDA library cannot or shall not be built.
+        UnavailableError: if the CUDA library cannot or must not be built.
     """
     wanted = os.environ.get("COMPILE_LOSSES_CUDA", "")
     if wanted == "0":
@@ -99,7 +99,7 @@ def _major(version: str) -> int:
 
 
 def _nvidia_packages() -> Iterator[Path]:
-    """The folders of NVIDIA's Python packages, those that torch's own wheel depends on first."""
+    """The folders of NVIDIA's Python packages, first the folder beside torch."""
     beside = Path(torch.__file__).parent.parent / "nvidia"
     try:
         import nvidia
@@ -129,7 +129,7 @@ def _nvcc() -> Path:
 
 
 def _run(*command: str | Path) -> str:
-    """What a command prints, on either stream."""
+    """Runs a command and returns its output on both streams."""
     try:
         result = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600
@@ -144,7 +144,7 @@ def _run(*command: str | Path) -> str:
 
 
 def _behind_wrapper(nvcc: Path) -> Path:
-    """nvcc itself, which names its folder in a dry run: distributions put scripts on the PATH."""
+    """The real nvcc, from the folder that a dry run names; the one on the PATH may be a script."""
     with tempfile.NamedTemporaryFile(suffix=".cu") as source:
         told = re.search(r"^#\$ _HERE_=(.+)$", _run(nvcc, "--dryrun", "-c", source.name), re.M)
     real = Path(told[1].strip()) / "nvcc" if told else nvcc
@@ -159,7 +159,7 @@ def _version(nvcc: Path) -> str:
 
 
 def _architectures(nvcc: Path) -> tuple[str, ...]:
-    """TORCH_CUDA_ARCH_LIST, or that of the GPUs here, or what nvcc knows of the default ones."""
+    """TORCH_CUDA_ARCH_LIST, or those of the GPUs here, or the default ones that nvcc knows."""
     if named := os.environ.get("TORCH_CUDA_ARCH_LIST"):
         architectures = tuple(named.replace(" ", ";").split(";"))
         for architecture in architectures:
@@ -181,7 +181,7 @@ def _architectures(nvcc: Path) -> tuple[str, ...]:
 
 
 def _nearest(capability: tuple[int, int], known: set[tuple[int, int]]) -> str:
-    """A GPU newer than nvcc takes the newest code that nvcc makes, translated by the driver."""
+    """The GPU's architecture or, if nvcc does not know it, the newest older one, with PTX."""
     older = [architecture for architecture in known if architecture <= capability]
     if not older:
         raise UnavailableError(
@@ -191,7 +191,7 @@ def _nearest(capability: tuple[int, int], known: set[tuple[int, int]]) -> str:
 
 
 def _runtime(nvcc: Path, version: str) -> Path:
-    """The runtime that torch itself brought, else the toolkit's, of nvcc's major version."""
+    """The CUDA runtime of nvcc's major version: torch's, otherwise the toolkit's."""
     home = nvcc.parent.parent
     folders = [package / "lib" for package in _nvidia_packages()]
     folders += [Path(torch.__file__).parent / "lib"]
@@ -206,7 +206,7 @@ def _runtime(nvcc: Path, version: str) -> Path:
 
 
 def _try(toolkit: Toolkit) -> None:
-    """Compiles and links a few lines: a host compiler that nvcc refuses shows here, in seconds."""
+    """Compiles and links a few lines, to find in seconds if nvcc refuses the host compiler."""
     compiler = os.environ.get("CXX") or "c++"
     with tempfile.TemporaryDirectory() as folder:
         source, made, linked = (Path(folder) / name for name in ("probe.cu", "probe.o", "probe.so"))

@@ -1,4 +1,4 @@
-"""The libraries of kernels: their sources and how each is compiled."""
+"""The libraries of kernels: their sources and compiler commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from build_tools.cuda import Toolkit
 ROOT = Path(__file__).parent.parent
 COMPILER = (os.environ.get("CXX") or "c++").split()
 INCLUDES = [flag for folder in cpp_extension.include_paths() for flag in ("-isystem", folder)]
-# No path of this machine in a binary: torch's headers put theirs into messages.
+# torch's headers put their paths into messages; no binary may hold a path of this machine.
 INCLUDES += [f"-ffile-prefix-map={folder}=torch" for folder in cpp_extension.include_paths()]
 CXX_FLAGS = [
     "-DTORCH_TARGET_VERSION=0x020b000000000000ULL",  # libtorch's stable ABI as of torch 2.11
@@ -27,28 +27,28 @@ if sys.platform == "linux":
     LINK_FLAGS += ["-Wl,--version-script=csrc/binding/exports.map"]
 elif sys.platform == "darwin":
     LINK_FLAGS += ["-undefined", "dynamic_lookup"]
-# SANITIZE=address: for `make asan`.
+# `make asan` sets SANITIZE=address.
 if sanitizer := os.environ.get("SANITIZE"):
     CXX_FLAGS += ["-O2", "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizer}"]
     LINK_FLAGS += [f"-fsanitize={sanitizer}"]
 elif sys.platform == "linux":
     LINK_FLAGS += ["-Wl,--strip-all"]
-# Arithmetic may be reordered only where a loop says so; nan and infinities keep their meaning.
+# Arithmetic is reordered only in loops that allow it. Nans and infinities keep their meaning.
 VECTOR_FLAGS = ["-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
 NVCC_FLAGS = ["-std=c++20", "-O3", "-DNDEBUG", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 
 
-#: Every header here is an elementwise loss, of its name.
+#: Each header in this folder is an elementwise loss and has its name.
 ELEMENTWISE = ROOT / "csrc" / "losses" / "elementwise"
-#: The sources of this name are compiled for each elementwise loss, see csrc/this_loss.h.
+#: Sources of this name are compiled once for each elementwise loss, see csrc/this_loss.h.
 PER_LOSS = "elementwise"
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What a compiler is called for: a source, and the elementwise loss that it is compiled for."""
+    """One compilation: a source and, if it is compiled for one, an elementwise loss."""
 
     source: Path  # relative to ROOT
     loss: str = ""
@@ -64,10 +64,10 @@ class Unit:
 
 
 class Library(Extension):
-    """A shared library of kernels. Where it is optional, a failure leaves it out of the package."""
+    """A shared library of kernels. If an optional one fails to build, the package lacks it."""
 
-    # setuptools' build_ext asks in a build in place. It sets this for the extensions that it is
-    # given, of which the CUDA library is not one.
+    # setuptools' build_ext reads this in a build in place. It sets it only for the extensions that
+    # it is given, and the CUDA library is not one of them.
     _needs_stub = False
 
     def __init__(
@@ -103,7 +103,7 @@ def sources(*patterns: str) -> list[str]:
 
 
 def cpu_libraries() -> list[Library]:
-    """One for every instruction set that torch itself tells apart, from the same sources."""
+    """One library for each instruction set that torch distinguishes, from the same sources."""
     instruction_sets = {"default": []}
     if platform.machine().lower() in ("x86_64", "amd64"):
         instruction_sets |= {"avx2": AVX2, "avx512": AVX2 + AVX512}
@@ -129,8 +129,8 @@ def cuda_library(toolkit: Toolkit, optional: bool) -> Library:
             ".cpp": [*COMPILER, *host],
             ".cu": [str(toolkit.nvcc), *NVCC_FLAGS, *toolkit.compile_flags],
         },
-        # libtorch.so brings torch's CUDA library along where there is one. Beside a torch without
-        # CUDA nothing else can be named.
+        # libtorch.so loads torch's CUDA library if there is one. Beside a torch without CUDA, no
+        # other library could be named.
         ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", *toolkit.link_flags],
         optional,
     )

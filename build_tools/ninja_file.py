@@ -1,4 +1,4 @@
-"""What ninja reads and how it is run."""
+"""Writes ninja's build file and runs ninja."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from build_tools.libraries import ROOT, Library, Unit
 
 
 class BuildFile:
-    """The rules of some libraries. Paths of sources are relative to ROOT, so that messages are."""
+    """The rules of some libraries. Paths of sources, also in messages, are relative to ROOT."""
 
     def __init__(self, folder: Path, outputs: dict[str, Path]) -> None:
         self.path = folder / "build.ninja"
@@ -53,7 +53,7 @@ class BuildFile:
         self.path.write_text("\n".join(self.lines) + "\n")
 
     def run(self, libraries: list[Library], verbose: bool) -> None:
-        """Raises CalledProcessError where one of the libraries fails to build."""
+        """Builds the libraries. If one fails, raises CalledProcessError."""
         command = [program(), "-C", str(ROOT), "-f", str(self.path)]
         if jobs := os.environ.get("MAX_JOBS"):
             command += ["-j", jobs]
@@ -73,7 +73,7 @@ def _path(path: Path) -> str:
 
 
 def program() -> str:
-    """That of the package ninja, which need not be on the PATH, or another."""
+    """The Python package's ninja, which need not be on the PATH; otherwise the one on the PATH."""
     try:
         import ninja
     except ImportError:

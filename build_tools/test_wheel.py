@@ -20,14 +20,14 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 COPIED = ("benchmarks", "build_tools", "constraints.txt", "csrc", "docs", "examples", "tests")
-#: The runs that docs/conformance.md has a table of.
+#: The runs in a table of docs/conformance.md.
 RECORD = ROOT / "tests" / "conformance" / "counts" / "versions.csv"
-#: Commands that PyTorch or the tests start, none of which compiles.
+#: Commands that PyTorch or the tests start. None of them compiles.
 COMMANDS = ("bash", "cat", "env", "file", "git", "ldconfig", "nvidia-smi", "sh", "uname")
 
 
 def checkout(folder: Path) -> Path:
-    """A copy of all but the package, README.md and pyproject.toml included."""
+    """A copy of the checkout without the package."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for name in (*COPIED, "README.md", "CONTRIBUTING.md", "pyproject.toml"):
@@ -41,7 +41,7 @@ def checkout(folder: Path) -> Path:
 
 
 def path_without_compilers(folder: Path) -> str:
-    """A PATH of nothing but COMMANDS."""
+    """A PATH that holds only COMMANDS."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     for command in COMMANDS:
@@ -51,7 +51,7 @@ def path_without_compilers(folder: Path) -> str:
 
 
 def record(info: dict[str, str], tests: list[str], outcome: Path) -> None:
-    """Keeps the counts of a run in RECORD, in the place of an earlier one of the same kind."""
+    """Writes the counts of a run to RECORD, replacing those of an earlier run of the same kind."""
     suite = xml.etree.ElementTree.parse(outcome).getroot().find("testsuite")
     assert suite is not None
     ran, skipped, failed, errors = (
@@ -84,7 +84,7 @@ def main() -> int:
     parser.add_argument("--record", action="store_true", help=f"the counts, in {RECORD.name}")
     parser.add_argument("python", type=Path)
     arguments, rest = parser.parse_known_args()
-    # A folder of this environment's own: tests of two versions of torch may run at a time.
+    # A folder of its own, because tests of two versions of torch may run at a time.
     folder = checkout(ROOT / "build" / "installed" / str(os.getpid()))
     environment = {**os.environ, "PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
     if arguments.without_compilers:
@@ -96,7 +96,7 @@ def main() -> int:
     if arguments.without_compilers or arguments.without_nvcc:
         for name in ("CC", "CXX", "CUDA_HOME", "CUDA_PATH"):
             environment.pop(name, None)
-    # Not resolved: the link is what tells Python its environment.
+    # Not resolved, because Python finds its environment by the link.
     python = arguments.python.absolute()
 
     def run(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""setuptools' build backend, for which pip can fetch nvcc: ``--config-settings cuda=pypi``."""
+"""setuptools' build backend. With ``--config-settings cuda=pypi`` pip installs nvcc for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROJECT = Path(__file__).parent.parent.parent / "pyproject.toml"
 
 
 def nvcc(config_settings: dict[str, Any] | None) -> list[str]:
-    """The dependency group ``cuda`` of pyproject.toml, where it is asked for."""
+    """The dependency group ``cuda`` of pyproject.toml if it is asked for, otherwise nothing."""
     wanted = (config_settings or {}).get("cuda")
     if wanted is None:
         return []
