@@ -41,7 +41,7 @@ void softmax_kl_div_backward(const RowPairArgs& args, void* stream);
 void softmax_js_div_forward(const RowPairArgs& args, void* stream);
 void softmax_js_div_backward(const RowPairArgs& args, void* stream);
 
-// Statistics of rows of logits, and their gradient; both check the targets.
+// Statistics of rows of logits, and their gradient. Both functions check the targets.
 void row_statistics_forward(const RowStatisticsArgs& args, void* stream);
 void row_statistics_backward(const RowStatisticsArgs& args, void* stream);
 

@@ -5,8 +5,8 @@
 
 namespace fused::binding {
 
-// The first steps of every call: checks logits [C], [N, C] or [N, C, d1, ...] and targets, whose
-// shape is that of the logits without C.
+// The common arguments of every call: logits [C], [N, C] or [N, C, d1, ...], and targets of the
+// logits' shape without C.
 struct ClassTargets {
   using Kernel = void (*)(const CrossEntropyArgs&, void*);
 
@@ -19,8 +19,7 @@ struct ClassTargets {
   Sizes row_shape;
   int64_t class_dim;
 
-  // classes: the number of classes of all shards, of which input holds those from first_class on.
-  // By default input holds all classes.
+  // classes: of all shards; input holds those from first_class on. By default input's.
   ClassTargets(const char* op, const Tensor& input, const Tensor& target_tensor,
                const std::optional<Tensor>& weight_tensor, int64_t reduction, int64_t ignore_index,
                double label_smoothing, int64_t first_class = 0, int64_t classes = -1)
@@ -89,8 +88,7 @@ struct ClassTargets {
     args.softcap = *softcap;
   }
 
-  // Lays out the rows in target's order. If there is a gradient, its dimensions are merged together
-  // with those of the logits.
+  // Lays out the rows of the logits, and of the gradient if there is one, in target's order.
   void lay_out(const Tensor& input, const std::optional<Tensor>& gradient) {
     const auto split = [&](const Tensor& tensor, RowLayout& layout) {
       Sizes strides = strides_of(tensor);

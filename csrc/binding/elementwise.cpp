@@ -18,8 +18,7 @@ struct Bound {
   const char* name;
 };
 
-// Sets the iteration space and the operands' strides in it. The first operands decide the order of
-// the dimensions.
+// Sets the iteration space and the operands' strides in it. The first operands decide its order.
 void lay_out(ElementwiseArgs& args, const char* op, const Sizes& shape,
              const std::vector<Bound>& operands) {
   std::vector<Sizes> strides(operands.size());

@@ -6,7 +6,7 @@
 namespace fused::binding {
 
 inline void check_temperature(const char* name, double temperature) {
-  if (!(temperature > 0))  // nan is refused, too
+  if (!(temperature > 0))  // refuses nan too
     throw std::runtime_error(std::string(name) + ": expected temperature to be positive, got " +
                              std::to_string(temperature));
 }

@@ -7,7 +7,7 @@ namespace {
 constexpr char kName[] = "softmax_js_div";
 
 void check(double beta, double temperature) {
-  if (!(beta > 0 && beta < 1))  // nan is refused, too
+  if (!(beta > 0 && beta < 1))  // refuses nan too
     throw std::runtime_error(
         "softmax_js_div: expected beta to be between 0 and 1, without these, got " +
         std::to_string(beta));

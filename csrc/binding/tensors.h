@@ -68,16 +68,15 @@ Tensor empty(const Tensor& like, const Sizes& shape, ScalarType dtype);
 // aten::empty_like(tensor.expand(shape), dtype=dtype): dense, in the order of tensor's strides.
 Tensor empty_like(const Tensor& tensor, const Sizes& shape, ScalarType dtype);
 // Dense, with the strides that torch's pointwise ops give the result of two tensors: those of the
-// first, except where it is broadcast or expanded. computed: the strides of torch's composition
-// that first computes a dense tensor from `first`, and the result from that tensor and one of both.
+// first, except where it is broadcast or expanded. computed: torch computes one tensor from the
+// first alone, one from both, and the result from these two.
 Tensor empty_pointwise(const Tensor& first, const Tensor& second, const Sizes& shape,
                        ScalarType dtype, bool computed);
 // empty_like with tensor's shape and dtype, uninitialised.
 Tensor empty_gradient(const Tensor& tensor);
 
-// Uninitialised memory for the kernels of one call. On a GPU, the kernels may still run when the
-// memory is freed: the caching allocator reuses it on the same stream, so later kernels run after
-// them.
+// Uninitialised memory for the kernels of one call. On a GPU, the kernels may still run when it is
+// freed: the caching allocator reuses it on the same stream, after them.
 class Scratch {
  public:
   Scratch(const Tensor& like, int64_t bytes);
@@ -106,8 +105,8 @@ Sizes broadcast_strides(const Tensor& tensor, const Sizes& shape, const char* op
 // operand. Returns the sizes, innermost first, and replaces each operand's strides accordingly.
 Sizes coalesce(const Sizes& shape, const std::vector<Sizes*>& operands, bool keep_order);
 
-// An op that refuses tensors of different devices. The dispatcher does not: it picks the device of
-// one tensor, whose kernels would then dereference the pointers of all.
+// An op that refuses tensors of different devices. The dispatcher does not refuse them, and the
+// kernels would dereference the pointers of all tensors.
 template <auto function>
 struct OnOneDevice;
 

@@ -72,8 +72,7 @@ acc_t row_scale(const CrossEntropyArgs& args, int64_t row, const RowTarget<acc_t
   return common * grad_output;
 }
 
-// The sum of the target weights of all rows that are not ignored. Throws for a target out of
-// bounds.
+// The sum of the target weights. Throws for a target out of bounds.
 template <typename acc_t>
 double sum_of_weights(const char* op, const CrossEntropyArgs& args) {
   check_targets(op, args);

@@ -26,8 +26,7 @@ const acc_t* smoothing_weights(const CrossEntropyArgs& args) {
   return args.label_smoothing == 0 ? nullptr : class_weights<acc_t>(args);
 }
 
-// Returns `count` logits as acc_t. If the logits are contiguous acc_t, returns them in place;
-// otherwise converts them into `buffer`.
+// Returns `count` logits as acc_t: in place if they are contiguous acc_t, otherwise in `buffer`.
 template <typename acc_t>
 const acc_t* read_tile(const CrossEntropyArgs& args, int64_t offset, int64_t stride, int64_t count,
                        acc_t* buffer) {
@@ -53,7 +52,7 @@ acc_t logit_at(const CrossEntropyArgs& args, int64_t offset, int64_t col) {
   return *read_capped(args, offset + col * args.input_layout.col_stride, 1, 1, &buffer);
 }
 
-// Turns the gradient with respect to capped logits into that with respect to the logits themselves.
+// Turns the gradient with respect to capped logits into the gradient with respect to the logits.
 template <typename acc_t>
 void through_softcap(const CrossEntropyArgs& args, const acc_t* slopes, int64_t count,
                      acc_t* gradient) {

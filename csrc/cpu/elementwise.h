@@ -170,8 +170,8 @@ Sum elementwise_chunk(const ElementwiseArgs& args, const Loss& loss, int64_t run
     [[maybe_unused]] const acc_t* p = nullptr;
     if constexpr (kWeighted) w = weight.read(first, count);
     if constexpr (kPosWeight) p = pos_weight.read(first, count);
-    // Apply a function to the loss's arguments at index i; `weighted` multiplies it with the
-    // weight. They capture by value: a variable captured by reference is read again after every
+    // `plain` calls a function with the loss's arguments at index i; `weighted` also multiplies by
+    // the weight. Captures are by value: a variable captured by reference is read again after every
     // store.
     const auto plain = [x, y, p](auto&& function, int64_t i) {
       if constexpr (kPosWeight)

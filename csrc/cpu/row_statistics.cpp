@@ -39,8 +39,7 @@ int64_t target_of(const RowStatisticsArgs& args, int64_t row) {
   return args.target[row];
 }
 
-// Returns logits as acc_t, after the soft-cap. If they need neither a conversion nor a soft-cap,
-// they are returned in place, otherwise in `buffer`.
+// Returns logits as acc_t, after the soft-cap: in place if nothing changes, otherwise in `buffer`.
 template <typename acc_t>
 const acc_t* read(const RowStatisticsArgs& args, int64_t offset, int64_t count, acc_t* buffer,
                   acc_t* slopes = nullptr) {

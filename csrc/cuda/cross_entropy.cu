@@ -1,9 +1,8 @@
 // Cross entropy on CUDA.
 //
 // Launches: the sums of the target weights, if the gradient of a mean needs them first; one kernel
-// over the logits; the sums over the rows. If the device allows, the sums overlap the end of the
-// preceding kernel, and so do the kernels of short rows and of bulk copies. The only temporary
-// buffers are row_losses and partials, of the binding.
+// over the logits; the sums over the rows. If the device allows, the sums and the kernels of short
+// rows and of bulk copies overlap the end of the preceding kernel.
 #include "../kernels.h"
 #include "cross_entropy_launch.cuh"
 #include "cross_entropy_sums.cuh"

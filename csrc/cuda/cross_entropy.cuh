@@ -57,15 +57,14 @@ __device__ __forceinline__ acc_t weight_sum(const CrossEntropyArgs& args) {
 // The online softmax of the logits seen so far: the largest logit, and the sum of
 // exp(logit - reference). The reference is the largest logit, or 0 while all logits are -inf
 // (-inf - -inf would make the sum nan). A nan or +inf makes the sum nan, as in torch. With
-// smoothing also `weights`, the sum of w, and `weighted`, the sum of w (reference - logit). It is
-// relative to the reference, so that logits far from 0 lose no digits.
+// smoothing also `weights`, the sum of w, and `weighted`, the sum of w (reference - logit).
+// `weighted` is relative to the reference, so that logits far from 0 lose no digits.
 template <typename acc_t, bool kSmoothing>
 struct Softmax {
   acc_t largest, sum;
   acc_t weighted, weights;
 
-  // The state of no logits. Not a default constructor, since variables in shared memory cannot have
-  // one that initialises.
+  // The state of no logits. Not the default: variables in shared memory must stay uninitialised.
   static __device__ __forceinline__ Softmax none() { return {-kInfinity<acc_t>, 0, 0, 0}; }
 
   __device__ __forceinline__ acc_t reference() const {
@@ -132,7 +131,7 @@ struct Softmax {
       if (u < count) highest = ::max(highest, logits[u]);
     if (highest > largest) raise(highest);
     const acc_t origin = reference();
-    acc_t total = 0;  // a sum of its own: sums of fewer terms round less
+    acc_t total = 0;  // not added to `sum` directly: sums of fewer terms round less
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
       if (u >= count) break;

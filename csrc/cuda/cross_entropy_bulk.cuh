@@ -62,8 +62,8 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, uin
 }
 #endif
 
-// A cluster of `cluster` blocks handles one row. Block `rank` keeps packets [rank * slice, (rank +
-// 1) * slice) of the row, in chunks of `chunk` packets. The first block also handles the loose
+// A cluster of `cluster` blocks handles one row. Block `rank` keeps `slice` packets of the row,
+// from packet rank * slice on, in chunks of `chunk` packets. The first block also handles the loose
 // logits. Dynamic shared memory: 16 * slice bytes. Input and gradient rows must be equally aligned.
 template <typename scalar_t, bool kCapped, bool kSmoothing>
 __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 4 : 6)
@@ -128,9 +128,10 @@ __global__ void __launch_bounds__(kBulkThreads, kSmoothing ? 4 : 6)
   }
   if (has_loose) softmax.add(cap(loose), kSmoothing && weight ? weight[loose_col] : acc_t(1));
 
-  // The row's outputs are written by the thread that holds the target's logit, if it is loose, or
-  // by the first thread of the block whose slice contains it; for an ignored row, by the first
-  // thread of the first block. The target's logit is read here, before the gradient overwrites it.
+  // One thread writes the row's outputs. If the target's logit is loose, it is the thread that
+  // holds the logit. If it is in a slice, it is the first thread of that block. If the row is
+  // ignored, it is the first thread of the first block. The gradient will overwrite the target's
+  // logit.
   const int place = target.index - span.col_of_packet(begin);
   const bool in_slice = place >= 0 && place < count * kWidth;
   bool writes_row = has_loose && loose_col == target.index;

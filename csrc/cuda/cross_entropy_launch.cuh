@@ -1,5 +1,4 @@
-// Cross entropy on CUDA: the choice of a kernel for each shape, and the launches, with a soft-cap
-// of the logits or without.
+// Cross entropy on CUDA: the choice of a kernel for each shape, and the launches.
 #pragma once
 
 #include <bit>
@@ -27,8 +26,7 @@ struct Choice {
   int cluster = 1;  // kBulk: blocks that share a row
 };
 
-// Whether each row of the gradient has the same offset from a 16-byte boundary as its row of
-// logits.
+// Whether each row of the gradient is aligned modulo 16 bytes as its row of logits is.
 inline bool equally_aligned(const CrossEntropyArgs& args) {
   const int64_t size = element_size(args.dtype);
   const auto differ = [&](int64_t a, int64_t b) { return (a - b) * size % 16 != 0; };
@@ -59,8 +57,7 @@ inline Choice choose_forward(const CrossEntropyArgs& args, const Device& device)
     return {Path::kShortRows, std::max<int64_t>(std::bit_ceil(static_cast<uint64_t>(packets)), 4)};
 
   if (!gradient) {
-    // 16 packets a thread for rows with the least arithmetic. Other rows would take up to 15%
-    // longer.
+    // 16 for rows with the least arithmetic; other rows would take up to 15% longer.
     const bool light = args.dtype == DType::kFloat32 && packets >= 1024 &&
                        args.label_smoothing == 0 && args.softcap == 0;
     return {Path::kBlock, 0,

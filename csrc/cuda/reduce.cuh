@@ -26,9 +26,9 @@ __device__ __forceinline__ T group_max(T value, int lanes = kWarp, unsigned mask
   return value;
 }
 
-// The block's sum, in its first thread. Assumes whole warps, a one-dimensional block of at most
-// kThreads, and that all threads call it. It may be called again at once, unless kOnce: then no
-// more in this kernel, which saves a barrier.
+// Returns the block's sum to its first thread. The block must be one-dimensional, with whole warps
+// and at most kThreads threads, all of which call. kOnce: the kernel calls only once, which saves a
+// barrier.
 template <int kThreads = 1024, bool kOnce = false>
 __device__ __forceinline__ double block_sum(double value) {
   constexpr int kWarps = kThreads / kWarp;

@@ -22,7 +22,7 @@ struct RowPairReads {
   static constexpr bool kDouble = sizeof(acc_t) == 8;
   // Packets of each operand that a thread has in flight.
   static constexpr int kPackets = kOnce && !kDouble ? 4 : 2;
-  // Warps that a multiprocessor must be able to hold.
+  // The minimum occupancy, in warps a multiprocessor.
   static constexpr int kWarps = kDouble ? 12 : kPass == RowPairPass::kValue && !kOnce ? 32 : 24;
 };
 
@@ -84,9 +84,8 @@ struct DensePair {
     packet = Reads::kOnce ? packet_t::load_streaming(source) : packet_t::load_to_l2(source);
   }
 
-  // Calls body(classes) for the packets and for each loose class of a lane. If other lanes of the
-  // warp have more, calls it with a count of 0, so that the body may use warp-wide functions. All
-  // lanes of a warp call. kWarpRow: the lanes have the same row.
+  // Calls body(classes) for the packets and each loose class of a lane. While other lanes of the
+  // warp have more, the count is 0. All lanes of a warp call. kWarpRow: they have the same row.
   template <bool kWarpRow, typename Body>
   __device__ __forceinline__ void for_each(int lane, int lanes, Body&& body) const {
     const auto any_below = [&](int index, int count) {

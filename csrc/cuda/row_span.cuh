@@ -25,8 +25,7 @@ __device__ __forceinline__ int64_t row_offset(const RowLayout& layout, int64_t r
 }
 
 // A dense row: `head` logits before the first 16-byte boundary, whole packets, and a tail shorter
-// than a packet. The logits of head and tail are the row's `loose` logits, at most 2 * (kWidth -
-// 1).
+// than a packet. The at most 2 * (kWidth - 1) logits of head and tail are the row's `loose` logits.
 template <typename scalar_t>
 struct RowSpan {
   static constexpr int kWidth = Packet<scalar_t>::kWidth;

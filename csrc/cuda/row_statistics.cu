@@ -26,8 +26,8 @@ constexpr int kWarpsThreads = 256;   // of a block whose warps have a row each
 constexpr int64_t kWarpCols = 1024;  // classes of a row that one warp handles, at most
 constexpr int kNoClass = INT_MAX;
 
-// The row's target, or -1 if there is none or it is ignored or out of bounds. One thread of a row
-// reports a target out of bounds.
+// The row's target; -1 if absent, ignored or out of bounds. One thread of a row reports a target
+// out of bounds.
 __device__ __forceinline__ int target_of(const RowStatisticsArgs& args, int64_t row, bool reports) {
   if (!args.target) return -1;
   const int64_t target = args.target[row];

@@ -1,4 +1,4 @@
-// The number of threads that share a row, and the grids of kernels that go through rows.
+// The number of threads that share a row, and grids for rows.
 #pragma once
 
 #include "launch.cuh"
@@ -13,8 +13,8 @@ inline int row_threads(int64_t packets, int64_t packets_per_thread, int64_t leas
 }
 
 // The threads of a row that is read once. A warp that waits for no other warp overlaps its loads
-// with their arithmetic. Hence no more warps share a row than `packets_per_thread` asks for or, if
-// rows are few, than make two rounds of blocks on the device.
+// with arithmetic. Hence no more warps share a row than `packets_per_thread` asks for or, if rows
+// are few, than make two rounds of blocks on the device.
 inline int independent_row_threads(int64_t rows, int64_t packets, int multiprocessors, int most,
                                    int64_t packets_per_thread = 32) {
   const int64_t filling = divide_up(2048 * multiprocessors, rows);
@@ -40,8 +40,8 @@ inline Grid gradient_grid(int64_t rows, int64_t packets) {
           .threads = dim3(threads, rows_per_block)};
 }
 
-// In a kernel with gradient_grid: calls body(row, thread, stride) for each row of the thread, which
-// is number `thread` of the row's `stride` threads.
+// In a gradient_grid: calls body(row, thread, stride) for each row of the calling thread, which is
+// number `thread` of the row's `stride` threads.
 template <typename Body>
 __device__ __forceinline__ void for_each_gradient_row(int64_t rows, const Body& body) {
   const int stride = blockDim.x * gridDim.y;

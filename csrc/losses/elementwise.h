@@ -2,16 +2,14 @@
 // fused::X: functors with its mathematics, and `Op`. All other C++ code of the loss (the binding
 // and the kernels of each device) is compiled from Op.
 //
-// A functor is a class template. Its parameter acc_t is the type of the arithmetic. It is
-// constructed from the loss's parameters (const double*). Its members are
+// A functor is a template of acc_t, the type of the arithmetic, and is constructed from the loss's
+// parameters (const double*). Its members are
 //   value, grad_input, grad_target    (input, target), or (input, target, pos_weight): the loss of
 //                                     one element and its derivatives
 //   kDerivativeSlope, kWeightLast     see gradient_scale.h
-//   regular_value and is_regular      cheaper arithmetic for the value on the CPU, see
-//                                     cpu/elementwise.h
-//   kLogarithms, kExponentials        say that the loss has much arithmetic, see
-//                                     cuda/elementwise.cuh
-//   value_of_16_bit                   cheaper arithmetic for the value on CUDA, see there
+//   regular_value and is_regular      a cheaper value on the CPU, see cpu/elementwise.h
+//   value_of_16_bit                   a cheaper value on CUDA, see cuda/elementwise.cuh
+//   kLogarithms, kExponentials        the loss has much arithmetic, see cuda/elementwise.cuh
 // Only value, grad_input and grad_target are required.
 #pragma once
 

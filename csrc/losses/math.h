@@ -73,8 +73,7 @@ FUSED_HOST_DEVICE bool is_finite(T x) {
   return absolute(x) < kInfinity<T>;
 }
 
-// A positive number as T. It stays positive if T would round it to 0, since 0 times an infinity is
-// nan.
+// A positive number as T, at least the smallest normal number: 0 times an infinity would be nan.
 template <typename T>
 FUSED_HOST_DEVICE T positive(double value) {
   return larger(static_cast<T>(value), kSmallestNormal<T>);

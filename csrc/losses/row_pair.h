@@ -1,4 +1,4 @@
-// Statistics of a row of logits and a target row of the same classes, in one pass over both rows.
+// Statistics of a row of logits and a target row of the same classes, in one pass over both.
 //
 // The target row gives each class a mass m: a probability, or exp of a logit. For input logits x
 // and temperature T:
@@ -25,17 +25,16 @@ struct RowPairTerm {
   sum_t mass, cross;
 };
 
-// The statistics of a row, from which its loss and gradients are computed. They hold sums, not
-// logarithms of sums: the rounding of a logarithm near 10 would be a much larger error of every
-// probability.
+// The statistics from which a row's loss and gradients are computed. Sums, not their logarithms:
+// the rounding of a logarithm near 10 would be a much larger error of every probability.
 template <typename acc_t>
 struct RowPairStatistics {
   acc_t largest_input, exponentials, largest_target, mass, pivot, cross;
 };
 
-// If the terms of a loss need the sums of both rows, the loss has a type SecondPass. A SecondPass
-// is constructed from a row's statistics and gives two numbers for each class. The loss's `finish`
-// stores their sums in the statistics.
+// If the terms of a loss need the sums of both rows, the loss has a type SecondPass, constructed
+// from a row's statistics. It gives two numbers for each class, and the loss's `finish` stores
+// their sums in the statistics.
 template <typename acc_t>
 struct RowPairSecondTerm {
   acc_t input, target;
@@ -57,8 +56,7 @@ struct RowPairState {
   acc_t largest_input, largest_target, pivot;
   double exponentials, mass, cross;
 
-  // The state of no classes. Not a default constructor, since variables in shared memory cannot
-  // have one that initialises.
+  // The state of no classes. Not the default: variables in shared memory must stay uninitialised.
   static FUSED_HOST_DEVICE RowPairState none() {
     return {-math::kInfinity<acc_t>, -math::kInfinity<acc_t>, 0, 0, 0, 0};
   }
@@ -95,8 +93,7 @@ struct RowPairState {
     largest_target = largest;
   }
 
-  // Makes the sums relative to the origins and the pivot of the largest logits among this state and
-  // the states to be added.
+  // Makes the sums relative to the origins and the pivot of this state and those to be added.
   FUSED_HOST_DEVICE void align(acc_t input, acc_t target, acc_t target_pivot,
                                acc_t inverse_temperature) {
     raise_input(input, inverse_temperature);

@@ -22,9 +22,9 @@
 
 namespace fused {
 
-// A difference of logits, bounded below so that 0 times it is 0. Masks make logits of -inf or of
-// the lowest finite number, whose difference would be infinite. A nan is bounded too, so the sums
-// do not show it; has_nan does.
+// A difference of logits, bounded below so that 0 times it is 0. Masked logits are -inf or the
+// lowest finite number, and their differences may be infinite. A nan is bounded too, so that the
+// sums do not show it.
 template <typename acc_t>
 FUSED_HOST_DEVICE acc_t bounded(acc_t difference) {
   return math::larger(difference, acc_t(-1e30));
@@ -46,15 +46,13 @@ struct RowTerm {
   }
 };
 
-// The sums of the logits seen so far. A nan counts as exp(-1e30), which is 0 (see `bounded`). sum_t
-// may be wider than acc_t.
+// The sums of the logits seen so far, without nans. sum_t may be wider than acc_t.
 template <typename acc_t, typename sum_t = acc_t>
 struct RowSums {
   acc_t largest;
   sum_t exponentials, weighted;
 
-  // The sums of no logits. Not a default constructor, since variables in shared memory cannot have
-  // one that initialises.
+  // The sums of no logits. Not the default: variables in shared memory must stay uninitialised.
   static FUSED_HOST_DEVICE RowSums none() { return {-math::kInfinity<acc_t>, 0, 0}; }
 
   // The logit that the sums are relative to. Never -inf: -inf - -inf would make the sums nan.
@@ -97,8 +95,8 @@ struct RowStatistics {
     }
   }
 
-  // Writes the numbers from which the backward computes the gradient. If the row holds +inf or nan,
-  // its softmax is nan in all classes.
+  // Writes the numbers that the backward needs. If the row holds +inf or nan, its softmax is nan in
+  // all classes.
   FUSED_HOST_DEVICE void save(acc_t* stats) const {
     stats[0] = largest;
     stats[1] = log_sum;
@@ -106,8 +104,7 @@ struct RowStatistics {
   }
 };
 
-// The gradient with respect to a row's logits, without the term of the target and the slope of the
-// soft-cap.
+// The gradient with respect to a row's logits, without the target's term and the soft-cap.
 template <typename acc_t>
 struct RowStatisticsGradient {
   acc_t largest, log_sum, entropy;

@@ -11,7 +11,7 @@ struct SmoothL1Loss {
   acc_t beta;
   acc_t lift;   // a power of two that keeps 1 / (lift beta) finite
   acc_t slope;  // of the gradient where |d| < beta, over lift; 1 if beta is 0
-  acc_t edge;   // beta, or above 0 if beta is 0, so that the L1 loss's gradient is 0 for 0
+  acc_t edge;   // beta; above 0 if beta is 0, so that the L1 loss's gradient is 0 for 0
 
   FUSED_HOST_DEVICE explicit SmoothL1Loss(const double* parameters)
       : beta(static_cast<acc_t>(parameters[0])),
