@@ -1,12 +1,12 @@
 """``python -m benchmarks``: checks and times the fused losses against torch and other libraries.
 
-``--size growth`` measures from small to large, for the plots of bandwidth against size and row
-width. ``python -m benchmarks plot FILE.csv`` draws an earlier run again; ``python -m benchmarks
-compile-matrix`` measures compiled steps against stock torch.compile's, ``elementwise`` losses that
-have no op, ``linear`` a linear layer together with its cross entropy, ``tokens`` losses of tokens
-over such a layer, ``distillation`` from one such layer into another, ``returned`` models that
-return their logits, ``steps`` whole training steps of models, ``overhead`` eager calls against
-torch's, and ``profile`` reads what limits the kernels.
+``--size growth`` measures small to large sizes, for the plots of bandwidth against size and row
+width. ``python -m benchmarks plot FILE.csv`` draws an earlier run again. Other commands measure:
+``compile-matrix`` compiled steps against stock torch.compile, ``elementwise`` losses that have no
+op, ``linear`` a linear layer with its cross entropy, ``tokens`` losses of tokens over such a
+layer, ``distillation`` from one such layer into another, ``returned`` models that return their
+logits, ``steps`` whole training steps of models, ``overhead`` eager calls against torch, and
+``profile`` the limits of the kernels.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures what was asked for; 1 if an op of this package is wrong or fails."""
+    """Runs the requested measurements; 1 if an op of this package is wrong or fails."""
     device = torch.device(arguments.device)
     kind = "growth" if arguments.size == "growth" and not arguments.shape else ""
     output = arguments.output or report.default_output(device, kind)
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
                     for result in results
                 ]
                 bar.print(report.table(problem, which, made, results))
-                # Who does not run here has no line in the file; who is wrong has an empty one.
+                # A contender that does not run here has no line; a wrong one has an empty line.
                 tried = [r for r, m in zip(made, results, strict=True) if not m.not_run]
                 rows |= {row.key: row for row in tried}
                 broken |= any(m.broken for m in results if m.contender.name.startswith("ours"))

@@ -1,5 +1,5 @@
-"""Every contender against float64 before it is timed, by one rule: its error may be at most twice
-torch eager's in the same dtype, or a few ulp where eager is better than that."""
+"""Checks every contender against float64 before it is timed. By one rule: its error may be at most
+twice eager torch's in the same dtype, or a few ulp if eager torch's is smaller."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Reference:
 
 @dataclass(frozen=True)
 class Errors:
-    """How far a result is from the reference.
+    """The errors of a result against the reference.
 
-    Two measures of the gradient, because one alone is blind: in a cross entropy the targets'
-    entries are so much larger than the others that an absolute measure sees only them.
+    The gradient has two measures. In a cross entropy the targets' entries are so much larger than
+    the others that an absolute measure depends only on them.
     """
 
     loss: float
@@ -70,7 +70,7 @@ def errors(result: tuple[Tensor, Tensor | None], expected: Reference) -> Errors:
     for rows in _blocks(gradient):
         truth = expected.gradient[rows]
         error = (gradient[rows].double() - truth).abs_()
-        largest = torch.maximum(largest, error.max())  # keeps nan, as Python's max would not
+        largest = torch.maximum(largest, error.max())  # keeps nan; Python's max would not
         total += error.div_(truth.abs().clamp_(min=tiny)).sum()
     return Errors(loss_error, largest.item(), total.item() / gradient.numel())
 

@@ -1,4 +1,4 @@
-"""What is measured: one record a case, with its inputs, torch expression and fused calls.
+"""The cases: one record for each, with its inputs, torch expression and fused calls.
 
 The first input is the prediction: gradients are taken with respect to it.
 """
@@ -23,25 +23,25 @@ TEMPERATURE, BETA = 2.0, 0.5  # of distillation
 
 @dataclass(frozen=True)
 class Case:
-    """One loss as users write it, and how this package's ops are called for it.
+    """One loss as users write it, and the calls of this package's ops for it.
 
     Attributes:
-        name: what the case is called in results.
+        name: the name of the case in results.
         op: the stem of the fused op.
         make_inputs: random inputs for (shape, dtype, device).
-        expression: the loss in torch's own words.
+        expression: the loss in torch's functions.
         fused: the same through the public op.
-        options: what the op's leaves ``X_forward`` and ``X_with_grad`` take between the inputs and
-            the loss's dtype.
+        options: the arguments of the op's leaves ``X_forward`` and ``X_with_grad`` between the
+            inputs and the loss's dtype.
         total: the unreduced loss summed, for the float64 reference, which is computed in blocks of
             rows.
-        divisor: what the reduction divides that sum by, from the inputs.
-        weighted: whether the last input is a weight, whose sum the leaves' sums are divided by.
-        factor: what the leaves' losses are multiplied by.
+        divisor: from the inputs, the number by which the reduction divides that sum.
+        weighted: whether the last input is a weight. The leaves' sums are divided by its sum.
+        factor: the leaves' losses are multiplied by it.
         reference: the sizes of the published tables, by device type.
         small: sizes for a quick look.
-        growth: sizes of the plot of bandwidth against size or row width, by device type; the axis
-            is what differs between them.
+        growth: sizes of the plot of bandwidth against size or row width, by device type. The
+            number that differs between the sizes is the axis.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Case:
         return self.small if size == "small" else self.reference[device.type]
 
     def forward_kernel(self, *inputs: Tensor) -> Tensor:
-        """The loss by the op's leaf, which has no formula of autograd around it."""
+        """The loss by the op's leaf, which has no autograd formula."""
         leaf = getattr(torch.ops.fused, f"{self.op}_forward")
         result = leaf(*inputs, *self.options, inputs[0].dtype)
         loss = result[0] if isinstance(result, (tuple, list)) else result
@@ -84,7 +84,7 @@ class Case:
         return not self.weighted and self.factor == 1
 
     def _scale(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """What the leaf's loss is multiplied by, on the device."""
+        """The factor of the leaf's loss, on the device."""
         if self.weighted:
             return self.factor * inputs[-1].sum().reciprocal()
         return torch.full((), self.factor, device=inputs[0].device)
@@ -137,7 +137,7 @@ def _logits_and_probabilities(
 
 
 def _distillation(student: Tensor, teacher: Tensor, reduction: str = "batchmean") -> Tensor:
-    """Knowledge distillation (Hinton, Vinyals, Dean, 2015), scaled by T^2 as there."""
+    """Knowledge distillation (Hinton, Vinyals, Dean, 2015), scaled by T^2 as in the paper."""
     log_p = F.log_softmax(student / TEMPERATURE, -1)
     q = F.softmax(teacher / TEMPERATURE, -1)
     return F.kl_div(log_p, q, reduction=reduction) * TEMPERATURE * TEMPERATURE
@@ -166,7 +166,7 @@ def _kl_div(predictions: Tensor, targets: Tensor) -> Tensor:
 
 
 def _growing_tensors(largest: int) -> tuple[Size, ...]:
-    """Pairs of float32 tensors of together 64 KB up to ``largest`` bytes, in powers of two."""
+    """Pairs of float32 tensors, 64 KB to ``largest`` bytes a pair, in powers of two."""
     sizes = (1 << k for k in range(16, largest.bit_length()))
     return tuple(((nbytes // 8 // 128, 128), torch.float32) for nbytes in sizes)
 

@@ -1,13 +1,13 @@
-"""How a call is timed, and what the device's memory can do.
+"""Times calls, and measures the bandwidth of the device's memory.
 
 A sample is one call, right after an untimed call of the same step on other inputs. So a step pays
-for writing back its own gradient from the cache and not another contender's. Inputs are not found
-in the cache: neither from the call before nor, in measure.py, from another contender's.
+for writing back its own gradient from the cache, and not another contender's gradient. The cache
+holds no inputs: neither of the call before nor, in measure.py, of another contender's call.
 
-Of a long step a sample is the mean of several calls after several untimed ones, since a GPU's clock
-and power depend on what ran in the milliseconds before: right after a lighter step, the same step
-was up to 15% faster on an H100. In each turn the steps come in another order, drawn at random.
-Where nvidia-ml-py is installed, the clock and the power after each sample are kept.
+For a long step a sample is the mean of several calls after several untimed calls, since a GPU's
+clock and power depend on the load in the milliseconds before: right after a lighter step, the same
+step was up to 15% faster on an H100. Each turn draws a random order of the steps. If nvidia-ml-py
+is installed, the clock and the power after each sample are kept.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Call = Callable[[], object]
 NextCall = Callable[[], Call]
 Reading = tuple[float, float]  # a device's clock in MHz, and its power in W
 FEWEST_ROUNDS, MOST_ROUNDS, WARM_UP = 7, 200, 2
-#: A step that takes so many milliseconds on a GPU is long. The untimed and the timed calls of its
-#: samples; those of others, and on a CPU, have 1 and 1.
+#: A step that takes so many milliseconds on a GPU is long. Its samples have so many untimed and
+#: so many timed calls; samples of other steps, and all on a CPU, have 1 and 1.
 LONG_MS = 2.0
 LONG_CALLS = (2, 4)
 
 
 class Clock(ABC):
-    """Times calls on one device. A ``next_call`` returns the next call of a step, made ready.
+    """Times calls on one device. A ``next_call`` prepares and returns the next call of a step.
 
     Attributes:
-        warm_up_ms: of samples of each step that don't count.
-        readings: of each step of the last ``time_in_turns``, one after each of its samples.
+        warm_up_ms: the time of each step's first samples, which don't count.
+        readings: for each step of the last ``time_in_turns``, one after each of its samples.
     """
 
     warm_up_ms = 0.0
@@ -48,22 +48,22 @@ class Clock(ABC):
     def __init__(self, device: torch.device, cache_bytes: int, buffer_numel: int) -> None:
         self.device = device
         self.cache_bytes = cache_bytes
-        self.buffer_numel = buffer_numel  # of the bandwidth measurement, in float32
+        self.buffer_numel = buffer_numel  # for the bandwidth measurement, in float32
 
     @abstractmethod
     def sample(self, next_call: NextCall, lead_ms: float, untimed: int, timed: int) -> float:
         """Milliseconds of a call, the mean of ``timed``, after ``untimed`` calls."""
 
     def calls_of(self, sample_ms: float) -> tuple[int, int]:
-        """How many calls a sample has, untimed and timed, of a step that takes so long."""
+        """The numbers of untimed and timed calls in a sample of a step that takes so long."""
         return 1, 1
 
     def lead_ms(self, next_call: NextCall) -> float:
-        """How long the device is to be kept busy before a sample of this step."""
+        """How long to keep the device busy before a sample of this step."""
         return 0.0
 
     def next_lead_ms(self, lead_ms: float, sample_ms: float) -> float:
-        """The same after a sample: longer where the host was late with a short step."""
+        """The same after a sample: longer if the host was late with a short step."""
         return lead_ms
 
     def peak_mib(self, call: Call) -> float | None:
@@ -71,7 +71,7 @@ class Clock(ABC):
         return None
 
     def reading(self) -> Reading | None:
-        """The device's clock and power now; None where nothing tells them."""
+        """The device's clock and power now; None if unknown."""
         return None
 
     def conditions(self, *steps: int) -> dict[str, str]:
@@ -89,10 +89,10 @@ class Clock(ABC):
 
 
 def _map_large_buffers_anew() -> None:
-    """Has glibc give every buffer of a MiB or more new pages.
+    """Makes glibc give every buffer of a MiB or more new pages.
 
-    Left alone it takes some from memory that was freed, without page faults, and which of two steps
-    gets those for as long as the process lives is chance: it may halve a step's time.
+    By default glibc takes some buffers from freed memory, without page faults. Chance decides which
+    of two steps gets them for as long as the process lives, and that may halve a step's time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -103,8 +103,8 @@ def _map_large_buffers_anew() -> None:
 class CpuClock(Clock):
     """Wall-clock time of the calling thread."""
 
-    # A virtual machine's host may have to supply memory first, which for some 50 calls makes page
-    # faults several times as slow as they are, those of huge pages most.
+    # A virtual machine's host may have to supply memory first. Then, for some 50 calls, page faults
+    # are several times as slow, most of all the faults of huge pages.
     warm_up_ms = 1e3
 
     def __init__(self, device: torch.device) -> None:
@@ -124,15 +124,15 @@ class CpuClock(Clock):
             start = time.perf_counter()
             result = call()
             elapsed += time.perf_counter() - start
-            del result  # freeing what was returned is not the step's
+            del result  # freeing the result is not part of the step
         return elapsed * 1e3 / timed
 
 
 class CudaClock(Clock):
     """Device time between two events.
 
-    The stream is kept busy before, so that the host has issued the whole step by the time its first
-    kernel starts, and launch latency stays out of the figure.
+    The stream is kept busy before. So the host has issued the whole step when its first kernel
+    starts, and the figure contains no launch latency.
     """
 
     LONGEST_LEAD_MS = 4.0
@@ -141,7 +141,7 @@ class CudaClock(Clock):
         super().__init__(device, torch.cuda.get_device_properties(device).L2_cache_size, 1 << 30)
         self.start = torch.cuda.Event(enable_timing=True)
         self.end = torch.cuda.Event(enable_timing=True)
-        self.late = False  # whether the last timed call began before all of it was issued
+        self.late = False  # whether the last timed call started before it was fully issued
         spin = 20_000_000
         self.cycles_per_ms = spin / min(
             self._milliseconds(lambda: torch.cuda._sleep(spin)) for _ in range(3)
@@ -163,7 +163,7 @@ class CudaClock(Clock):
             next_call()()
             host_ms.append((time.perf_counter() - start) * 1e3)
         torch.cuda.synchronize()
-        return min(3 * min(host_ms) + 0.1, self.LONGEST_LEAD_MS)  # two calls; of a long step more
+        return min(3 * min(host_ms) + 0.1, self.LONGEST_LEAD_MS)  # two calls, more of a long step
 
     def sample(self, next_call: NextCall, lead_ms: float, untimed: int, timed: int) -> float:
         torch.cuda._sleep(int(lead_ms * self.cycles_per_ms))
@@ -182,14 +182,14 @@ class CudaClock(Clock):
         return LONG_CALLS if sample_ms >= LONG_MS else (1, 1)
 
     def reading(self) -> Reading | None:
-        """By nvidia-ml-py, where it is installed."""
+        """From nvidia-ml-py, if it is installed."""
         try:
             return float(torch.cuda.clock_rate()), torch.cuda.power_draw() / 1e3
         except (ImportError, RuntimeError):
             return None
 
     def next_lead_ms(self, lead_ms: float, sample_ms: float) -> float:
-        short = sample_ms < lead_ms  # another kernel of a longer step hides that the host was late
+        short = sample_ms < lead_ms  # in a longer step other kernels hide a late host
         return min(2 * lead_ms, self.LONGEST_LEAD_MS) if self.late and short else lead_ms
 
     def peak_mib(self, call: Call) -> float | None:
@@ -206,7 +206,7 @@ def make_clock(device: torch.device) -> Clock:
 
 
 class Sampler:
-    """Times one step again and again, with the lead that the samples before have shown to need.
+    """Times one step again and again, with the lead that earlier samples needed.
 
     Args:
         slowest: as for :func:`time_in_turns`.
@@ -235,12 +235,12 @@ def time_in_turns(
     budget_s: float,
     slowest: Callable[[float], float] = lambda value: value,
 ) -> list[list[float]]:
-    """Milliseconds of each run, one sample a turn, so that what the device does meets all of them.
+    """Milliseconds of each run, one sample a turn, so that changes of the device affect all runs.
 
     Args:
-        budget_s: about how long to sample each run; short ones at most ``MOST_ROUNDS`` times.
-        slowest: the largest of what several ranks have measured. All of them get it, so that they
-            go through the same number of rounds.
+        budget_s: about how long to sample each run; short runs at most ``MOST_ROUNDS`` times.
+        slowest: returns the largest of several ranks' values to all ranks, so that all make the
+            same number of rounds.
     """
     samplers = []
     for run in runs:
@@ -251,7 +251,7 @@ def time_in_turns(
     clock.readings = readings = [list[Reading]() for _ in runs]
     spent = -clock.warm_up_ms * len(runs)
     order = list(range(len(runs)))
-    random = Random(0)  # of several ranks, each draws the same
+    random = Random(0)  # every rank draws the same order
     budget_ms = budget_s * 1e3 * len(runs)
     while runs and len(times[0]) < MOST_ROUNDS:
         if spent >= budget_ms and len(times[0]) >= FEWEST_ROUNDS:
@@ -269,22 +269,22 @@ def time_in_turns(
 
 
 def ratio_of(stock: list[float], ours: list[float]) -> float:
-    """The median of ours over stock's of the same turn, whatever else the machine does."""
+    """The median of ours over stock's of the same turn; other load affects both."""
     return statistics.median(b / a for a, b in zip(stock, ours, strict=True))
 
 
 def range_of(stock: list[float], ours: list[float]) -> str:
-    """The least and the largest of the same ratios, but for a tenth of them at either end."""
+    """The least and the largest of the same ratios, without a tenth of them at either end."""
     ratios = sorted(b / a for a, b in zip(stock, ours, strict=True))
     cut = len(ratios) // 10
     return f"{ratios[cut]:.3f}-{ratios[-1 - cut]:.3f}"
 
 
 def cpu_peak_mib(call: Call) -> float:
-    """The most memory that torch's CPU allocator gave out during a call, above what it held.
+    """The peak memory of torch's CPU allocator during a call, above the memory held before.
 
-    From the allocator's own records of every allocation and release, which the profiler keeps;
-    Inductor's buffers and the kernels' come from that allocator.
+    The profiler keeps the allocator's records of every allocation and release. Buffers of Inductor
+    and of the kernels come from this allocator.
     """
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
@@ -311,9 +311,9 @@ def peak_mib(run: NextCall, clock: Clock) -> float:
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """What memory can do, in TB/s: a pure read, and a copy counting bytes read and written.
+    """The memory's bandwidth in TB/s: a pure read, and a copy, with bytes read and written.
 
-    A floor is the bytes of a case over ``read`` where nothing is written, over ``copy`` otherwise.
+    A floor is a case's bytes over ``read`` if nothing is written, and over ``copy`` otherwise.
     """
 
     read: float

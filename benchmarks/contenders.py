@@ -1,7 +1,7 @@
-"""Who is measured. Each contender turns a case into a step: inputs in, loss and gradient out.
+"""The contenders. Each turns a case into a step: inputs in, loss and gradient out.
 
-Other libraries are imported only when a step of theirs is built. cut-cross-entropy starts from
-hidden states and a classifier's weight, so it has nothing to compute in these cases.
+Other libraries are imported only when their steps are built. cut-cross-entropy starts from
+hidden states and a classifier's weight, so it takes no part in these cases.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Step = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class UnavailableError(Exception):
-    """A contender cannot run here, or does not have this loss; says why."""
+    """A contender cannot run here, or does not have this loss; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Contender:
     """One implementation of the losses.
 
     Attributes:
-        name: what it is called in results.
+        name: its name in results.
         build: makes the step of a case and pass. ``fwd`` steps run without autograd; ``fwd_bwd``
             steps expect the first input to require grad and to hold no gradient, leave none there,
             and take grad_output as 1. Raises ``UnavailableError`` or ``ImportError``.
         distribution: the package whose version is reported.
-        overwrites_input: whether the backward destroys the first input, so that it needs its own.
+        overwrites_input: whether the backward overwrites the first input, so that it needs a copy.
     """
 
     name: str
@@ -120,7 +120,7 @@ def _ours_eager(case: Case, which: Pass) -> Step:
 
 
 def _ours_compiled(case: Case, which: Pass) -> Step:
-    # By the function and not by name: a build in place has no entry point to find the name by.
+    # The function and not its name, because a build in place has no entry point with the name.
     from compile_losses.backend import compile_losses
 
     return _step(torch.compile(case.expression, backend=compile_losses), which)

@@ -1,9 +1,9 @@
-"""Distillation into a linear layer from a teacher's: a step's time and peak memory.
+"""Distillation from a teacher's linear layer into a student's: a step's time and peak memory.
 
 ``python -m benchmarks distillation`` computes the Kullback-Leibler divergence of two linear layers'
 outputs at a temperature, and the gradients of the student's hidden states and weight, with stock
 torch.compile, with this package compiled and called, and with Liger's fused linear Jensen-Shannon
-loss where that computes the same. ``mixed`` adds the cross entropy of labels to it.
+loss if it computes the same. ``mixed`` adds the cross entropy of labels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Step = Callable[..., Tensor]
 
 
 def divergence(student: Tensor, teacher: Tensor, target: Tensor) -> Tensor:
-    """Of Hinton et al., 2015."""
+    """The divergence of Hinton et al., 2015."""
     log_probs = F.log_softmax(student / TEMPERATURE, -1)
     probs = F.softmax(teacher / TEMPERATURE, -1)
     return F.kl_div(log_probs, probs, reduction="batchmean") * TEMPERATURE**2
@@ -72,7 +72,7 @@ class Problem:
         return [value.detach(), *torch.autograd.grad(value, student)]
 
     def errors(self, step: Step) -> list[float]:
-        """Of the loss and the gradients."""
+        """The errors of the loss and the gradients."""
         results = self._results(step, self.student[0].dtype)
         pairs = zip(results, self.expected, strict=True)
         return [linear_steps.relative_error(*pair) for pair in pairs]
@@ -118,7 +118,7 @@ def _liger(problem: Problem) -> Step:
         raise UnavailableError("not of this loss, or no CUDA device")
     from liger_kernel.transformers import LigerFusedLinearJSD
 
-    # Of beta 0 it is the forward divergence, of which it takes the mean over rows with labels.
+    # With beta 0 it is the forward divergence, averaged over the rows with labels.
     loss = LigerFusedLinearJSD(jsd_beta=0.0, temperature=TEMPERATURE)
 
     def step(

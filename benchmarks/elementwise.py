@@ -2,9 +2,9 @@
 
 ``python -m benchmarks elementwise`` compiles each loss with stock torch.compile, with this package,
 and with stock's max-autotune, checks the losses and gradients of all three against float64 by the
-rule of ``benchmarks/accuracy.py``, times them in turns, and measures the most memory that each
-allocates above what was in use before. ``floor`` is what reading the inputs and writing the
-gradients takes at the memory's bandwidth.
+rule of ``benchmarks/accuracy.py``, times them in turns, and measures the peak memory that each
+allocates above the memory in use before. ``floor`` is the time to read the inputs and write the
+gradients at the memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ Cell = tuple[str, str, Shape]  # loss, dtype, shape
 ULPS = 4
 #: Elements worked on at a time in float64.
 BLOCK = 1 << 22
-#: What is slower than this is measured for longer.
+#: Slower cells than this are measured for longer.
 LIMIT = 1.02
-#: Partial sums, which take no more, are not what is meant by bigger.
+#: Partial sums take no more, and don't count as more memory.
 SLACK_MIB = 1.0
 
 
 def focal(x: Tensor, t: Tensor) -> Tensor:
-    """Of each element, with alpha 0.25 and gamma 2: RetinaNet's, as in torchvision."""
+    """RetinaNet's, for each element, with alpha 0.25 and gamma 2, as in torchvision."""
     p = torch.sigmoid(x)
     ce = F.binary_cross_entropy_with_logits(x, t, reduction="none")
     p_t = p * t + (1 - p) * (1 - t)
@@ -59,7 +59,7 @@ def sigmoid_focal(x: Tensor, t: Tensor) -> Tensor:
 
 
 def asymmetric(x: Tensor, t: Tensor) -> Tensor:
-    """Of multi-label classification: Ridnik et al., 2021, with gammas 1 and 4 and margin 0.05."""
+    """Multi-label classification: Ridnik et al., 2021, with gammas 1 and 4 and margin 0.05."""
     p = torch.sigmoid(x)
     q = (1 - p + 0.05).clamp(max=1)
     loss = t * torch.log(p.clamp(min=1e-8)) + (1 - t) * torch.log(q.clamp(min=1e-8))
@@ -89,7 +89,7 @@ def poisson_nll(x: Tensor, t: Tensor) -> Tensor:
 
 
 def kl_to_normal(mean: Tensor, log_variance: Tensor) -> Tensor:
-    """Of a VAE: Kingma and Welling, 2014."""
+    """A VAE's: Kingma and Welling, 2014."""
     return (-0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum(dim=1)).mean()
 
 
@@ -119,7 +119,7 @@ def bradley_terry(chosen: Tensor, rejected: Tensor) -> Tensor:
     return -F.logsigmoid(chosen - rejected).mean()
 
 
-#: Each with its inputs: r of a normal distribution, p in (0, 1); in capitals if differentiated.
+#: Each with its inputs: r is normally distributed, p in (0, 1); capitals are differentiated.
 LOSSES: dict[str, tuple[Callable[..., Tensor], str]] = {
     function.__name__: (function, inputs)
     for function, inputs in (
@@ -193,7 +193,7 @@ class Run:
         self.leaves = [tensor for tensor in inputs if tensor.requires_grad]
 
     def next_call(self) -> Call:
-        """A call with no gradient left over: clearing is not timed."""
+        """The next call. Gradients are cleared before, untimed."""
         for leaf in self.leaves:
             leaf.grad = None
         return self.call
@@ -321,7 +321,7 @@ def verdict(row: Row) -> str:
 
 
 def geometric_means(rows: list[Row]) -> Iterator[str]:
-    """Of the ratios, for each dtype and shape."""
+    """Summaries of the ratios, for each dtype and shape."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.ratio:

@@ -1,7 +1,7 @@
-"""What feeds a loss in the compile matrix, and the losses that it feeds.
+"""The heads and the losses of the compile matrix.
 
-A head turns inputs into predictions of ``shape``; most of them are a thin linear layer, so that the
-loss dominates the step, and something after it.
+A head turns inputs into predictions of ``shape``. Most heads are a linear layer and an op after it.
+The layer is thin, so that the loss dominates the step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FEATURES = 16  # of the linear layers
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss of predictions, as users write it, and how its targets are drawn."""
+    """A loss of predictions, as users write it, and a function that draws its targets."""
 
     function: Callable[[Tensor, Tensor], Tensor]
     target: Target
@@ -130,7 +130,7 @@ class Transpose(Linear):
 
 
 class Slice(Linear):
-    """The rows but the last, as of logits that are shifted against their targets."""
+    """All rows but the last, as if logits were shifted against their targets."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape, rows=1)
@@ -162,7 +162,7 @@ class Convolution(Head):
 
 
 class TiedEmbedding(Head):
-    """Logits from the table that the tokens were looked up in."""
+    """Logits from the embedding table of the tokens."""
 
     differentiates_input = False
 

@@ -9,7 +9,7 @@ from benchmarks.elementwise import focal
 
 
 def _convolutions(width: int, layers: int, activation: type[nn.Module]) -> list[nn.Module]:
-    """So many ``layers``, an activation after each."""
+    """``layers`` convolutions, an activation after each."""
     return [
         module
         for _ in range(layers)

@@ -1,9 +1,8 @@
 """Training steps of a linear layer and cross entropy: time, and memory beside the gradients.
 
 ``python -m benchmarks linear`` checks every contender against a reference in a wider dtype, times
-all of them in turns, and measures the most memory that a step takes above its inputs and the
-gradients that it returns. ``--sweep classes`` and ``--sweep rows`` measure and draw both against
-that size.
+all of them in turns, and measures the peak memory of a step above its inputs and the gradients
+that it returns. ``--sweep classes`` and ``--sweep rows`` measure and draw both against that size.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ BUILDERS: dict[str, tuple[Callable[[], Loss], str]] = {
 
 
 class Problem:
-    """Inputs of one shape, and the loss and gradients that they have in a wider dtype."""
+    """Inputs of one shape, and their loss and gradients in a wider dtype."""
 
     def __init__(
         self, shape: Shape, dtype: torch.dtype, device: torch.device, ignored: float
@@ -146,7 +145,7 @@ class Problem:
         return partial(self.step, loss)
 
     def errors(self, loss: Loss) -> list[float]:
-        """Of the loss and the gradients."""
+        """The errors of the loss and the gradients."""
         self.clear()
         results = (self.step(loss), self.hidden.grad, self.weight.grad)
         return [

@@ -1,7 +1,7 @@
-"""What the benchmarks of a linear layer and cross entropy share, on one device or on several.
+"""Common parts of the benchmarks of a linear layer and cross entropy, on one device or on several.
 
-A step computes the loss of hidden states and the gradients of both factors of the logits. Here are
-its shapes and options, the lines of the CSV file, and what counts as wrong.
+A step computes the loss of hidden states, and the gradients of hidden states and weight. This
+module has its shapes and options, the lines of the CSV file, and the check for errors.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A contender's figures; empty, with a reason, where it was wrong or failed. Memory is in MiB.
+    """A contender's figures; if it was wrong or failed, empty with a reason. Memory is in MiB.
 
-    ``ratio`` is the median ratio to the sample of Inductor in the same turn, and ``range`` that of
-    most of them. Of several ranks these are the slowest one's time and the memory of the one that
-    takes most.
+    ``ratio`` is the median ratio to the sample of Inductor in the same turn, and ``range`` the
+    range of most of these ratios. With several ranks, time is the slowest rank's, and memory the
+    largest of all ranks.
     """
 
     shape: str
@@ -94,7 +94,7 @@ HEADER = f"{'shape':<22}{'contender':<24}{'ms':>9}{'ratio':>8}{'range':>13}{'MiB
 
 
 class Results:
-    """The rows of a file, which is written anew whenever some are added."""
+    """The rows of a file, which is rewritten whenever rows are added."""
 
     def __init__(self, path: Path, *, append: bool) -> None:
         self.path = path
@@ -102,7 +102,7 @@ class Results:
         self.rows = report.kept(path, Row, append=append)
 
     def add(self, rows: Iterable[Row], *, write: bool = True) -> None:
-        """Those that were tried: who does not run here has no line."""
+        """The rows of contenders that were tried; one that does not run here has no line."""
         self.added += rows
         self.rows |= {row.key: row for row in self.added if not row.reason.startswith("not run")}
         if write:
@@ -110,7 +110,7 @@ class Results:
 
     @property
     def broken(self) -> bool:
-        """Whether one of this package's own was wrong or failed."""
+        """Whether a contender of this package was wrong or failed."""
         return any(row.contender.startswith("ours") and row.reason for row in self.added)
 
 
@@ -120,13 +120,13 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def allowed_errors(eager: Iterable[float], dtype: torch.dtype) -> list[float]:
-    """Twice those of torch's own ops on one device, or a few roundings."""
+    """Twice the errors of torch's own ops on one device, or a few roundings."""
     return [max(2 * error, ULPS * torch.finfo(dtype).eps) for error in eager]
 
 
 def complaint(errors: Sequence[float], allowed: Sequence[float]) -> str:
     """Why a result is wrong; empty if it is not."""
-    if all(error <= most for error, most in zip(errors, allowed, strict=True)):  # nan is not
+    if all(error <= most for error, most in zip(errors, allowed, strict=True)):  # False for nan
         return ""
     return "wrong: errors " + ", ".join(f"{error:.1e}" for error in errors)
 
@@ -136,7 +136,7 @@ def checked(
     errors: Callable[[Loss], Sequence[float]],
     allowed: Sequence[float],
 ) -> tuple[dict[str, Loss], dict[str, str]]:
-    """Those that run and are right, and of each why it is not among them, or an empty text."""
+    """The contenders that run and are right, and for each the reason why not, or an empty text."""
     right: dict[str, Loss] = {}
     reasons: dict[str, str] = {}
     for name, build in builders.items():
@@ -145,7 +145,7 @@ def checked(
             reasons[name] = complaint(errors(loss), allowed)
             if not reasons[name]:
                 right[name] = loss
-        except Exception as error:  # whatever it is, the others still count
+        except Exception as error:  # whatever it is, the others are still measured
             reasons[name] = reason_of(error)
     return right, reasons
 
@@ -159,10 +159,10 @@ def measured(
     common: Mapping[str, str],
     gradients: Iterable[Tensor] = (),
 ) -> list[Row]:
-    """Figures of some contenders, in their order, of which Inductor is stock.
+    """Figures of some contenders, in their order. The contender Inductor is stock.
 
     Args:
-        builders: what makes each, and the package whose version counts.
+        builders: the function that makes each, and the package whose version counts.
         problem: has ``errors`` and ``next_call``, of a contender's step.
         allowed: the largest errors.
         common: the columns that all rows share.
@@ -191,7 +191,7 @@ def measured(
 
 
 def peak_beside(next_call: NextCall, gradients: Iterable[Tensor], clock: Clock) -> float:
-    """The most memory in use during a step above what was before, less the gradients it leaves.
+    """The peak memory of a step above the memory in use before, less the gradients it returns.
 
     Args:
         gradients: tensors as large as these.

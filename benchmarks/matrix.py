@@ -1,10 +1,10 @@
-"""The compile matrix: losses after heads, stock torch.compile against this package's.
+"""The compile matrix: losses after heads, stock torch.compile against this package.
 
 ``python -m benchmarks compile-matrix`` compiles the same step twice for each cell, checks that both
-give the same loss and gradients, times them in turns, and measures the most memory that either
-allocates above what was in use before. The plan is that of ``compile_losses.explain``.
-With ``--jobs`` on a GPU, as many processes first compile all the cells, into the compiler's caches,
-and then compile each again from there, while one at a time measures.
+give the same loss and gradients, times them in turns, and measures the peak memory that either
+allocates above the memory in use before. The plan is the one of ``compile_losses.explain``.
+With ``--jobs`` on a GPU, as many processes first compile all the cells into the compiler's caches.
+Then they compile each again from the caches, and one process at a time measures.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from benchmarks.workers import Worker, all_figures
 
 Cell = tuple[str, str, str, str]  # loss, head, dtype, mode
 MODES = ("training", "inference")
-#: What is slower than this is measured for longer.
+#: Slower cells than this are measured for longer.
 LIMIT = 1.03
-#: Partial sums of a reduction, which take no more, are not what is meant by bigger.
+#: Partial sums of a reduction take no more, and don't count as more memory.
 SLACK_MIB = 1 / 16
 
 
 @dataclass(frozen=True)
 class Row:
-    """A cell's figures: medians, and those of ours over stock's in neighbouring samples.
+    """A cell's figures: medians, also of the ratios of ours to stock's in neighbouring samples.
 
-    ``ratio`` is the median of these ratios and ``range`` what most of them are within.
+    ``ratio`` is the median of these ratios, and ``range`` the range of most of them.
     """
 
     loss: str
@@ -95,7 +95,7 @@ class Run:
         self.leaves = step.differentiated() if mode == "training" else []
 
     def next_call(self) -> Call:
-        """A call with no gradient left over: clearing is not timed."""
+        """The next call. Gradients are cleared before, untimed."""
         for leaf in self.leaves:
             leaf.grad = None
         return self.call
@@ -128,7 +128,7 @@ def cells(arguments: argparse.Namespace) -> Iterator[Cell]:
     for cell in itertools.product(arguments.loss, arguments.head, arguments.dtype, arguments.mode):
         loss, head, dtype, _ = cell
         if head == "cast from bfloat16" and dtype != "bfloat16":
-            continue  # it is the same head in either dtype
+            continue  # the head is the same in either dtype
         yield loss, head, dtype, cell[3]
 
 

@@ -23,7 +23,7 @@ MOST_INPUT_SETS = 4096
 class Problem:
     """A case at one size, with its inputs and reference.
 
-    ``input_sets`` are several copies of the inputs where one would stay in the cache.
+    ``input_sets`` are several copies of the inputs, if one copy would stay in the cache.
     """
 
     case: Case
@@ -42,7 +42,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One contender's figures, or the reason why there are none."""
+    """One contender's figures, or the reason why it has none."""
 
     contender: Contender
     ms: float | None
@@ -77,7 +77,7 @@ def measure(
 
     Args:
         budget_s: about how long to sample, for each contender.
-        report: told what is being done.
+        report: is called with the current activity.
     """
     torch._dynamo.reset()
     contenders = list(contenders)
@@ -96,12 +96,12 @@ def measure(
             del result
         except (ImportError, UnavailableError) as error:
             reason, not_run = str(error), True
-        except Exception as error:  # whatever it is, the others still count
+        except Exception as error:  # whatever it is, the others are still measured
             reason = failure(error)
         results[contender.name] = Measurement(contender, None, None, reason or "", not_run)
         if reason is None:
             sets = [_prepare(inputs, which, contender) for inputs in problem.input_sets]
-            # Each begins with another: what one has just read, the next finds in the cache.
+            # Each begins with other inputs, since the cache holds the ones read just before.
             begin = position * len(sets) // len(contenders)
             ready[contender] = _in_turn(step, sets[begin:] + sets[:begin])
     report(f"{problem} {which}: timing {len(ready)} contenders")
@@ -119,7 +119,7 @@ def _in_turn(step: Step, sets: list[tuple[Tensor, ...]]) -> NextCall:
 
 
 def _prepare(inputs: tuple[Tensor, ...], which: Pass, contender: Contender) -> tuple[Tensor, ...]:
-    """Inputs as a step takes them: aliases, or a copy of what the step overwrites."""
+    """Inputs as a step takes them: aliases, or a copy if the step overwrites one."""
     first, *rest = inputs
     backward = which == "fwd_bwd"
     first = first.clone() if contender.overwrites_input and backward else first.detach()

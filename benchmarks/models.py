@@ -1,8 +1,8 @@
 """Models and data for ``python -m benchmarks steps``: built from configurations, random weights.
 
 The language models read the text of ``pydoc_data.topics``, two bytes a token, modulo the number of
-classes: real text of a few thousand different tokens, far fewer than a large vocabulary has. The
-images and the noise that is added to them are drawn at random, and so are the teacher's weights.
+classes: real text with a few thousand different tokens, far fewer than a large vocabulary has.
+Images, the noise that is added to them, and the teacher's weights are random.
 Nothing is downloaded, and there is no dropout.
 """
 
@@ -27,7 +27,7 @@ TEMPERATURE, NOISE_STEPS, MASKED_SHARE = 2.0, 1000, 0.15
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model and its batches: ``length`` is that of a sequence, or the side of an image."""
+    """Sizes of a model and its batches. ``length``: of a sequence, or the side of an image."""
 
     batch: int
     length: int
@@ -73,9 +73,9 @@ class Task:
     """A kind of training.
 
     Attributes:
-        op: what its loss must become; "" where it has no op.
-        library: the package that the model comes from; torch's own ops where it is "torch".
-        curve: how many steps of the loss curves are compared.
+        op: the op that its loss must become; "" if it has no op.
+        library: the package that the model comes from; "torch" if it is built of torch's own ops.
+        curve: the number of steps in which the loss curves are compared.
     """
 
     op: str
@@ -153,7 +153,7 @@ def _language_model(size: Size) -> GPT:
 
 def _distillation(size: Size, dtype: torch.dtype) -> Setup:
     student, teacher = (_language_model(size).to(dtype) for _ in range(2))
-    # As sure of itself as a trained one: by default all classes are nearly as likely.
+    # As confident as a trained teacher; by default all classes are nearly equally likely.
     nn.init.normal_(teacher.head.weight, std=3 / size.width**0.5)
     teacher.requires_grad_(False)
     tokens = _tokens(size)
@@ -173,7 +173,7 @@ def _distillation(size: Size, dtype: torch.dtype) -> Setup:
 
 
 def _images(size: Size, generator: Generator) -> Tensor:
-    """Draws smooth ones: [batch, channels, side, side]."""
+    """Draws smooth images: [batch, channels, side, side]."""
     shape = (size.batch, size.classes, 8, 8)
     coarse = torch.randn(shape, generator=generator, device=generator.device)
     return F.interpolate(coarse, size=(size.length, size.length), mode="bilinear")

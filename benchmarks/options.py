@@ -1,4 +1,4 @@
-"""What the command lines of the benchmarks have in common, and what their files say of a run."""
+"""The common options of the benchmarks, and the common columns of their files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_options(
 
 
 def provenance(arguments: argparse.Namespace, device: torch.device) -> dict[str, str]:
-    """What all rows of a run have in common."""
+    """The columns that are the same in all rows of a run."""
     return {
         "device": report.device_name(device),
         "torch": torch.__version__,

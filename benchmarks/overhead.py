@@ -1,9 +1,9 @@
-"""Eager calls of the losses: what a call costs beside the work.
+"""Eager calls of the losses: the overhead of a call.
 
 ``python -m benchmarks overhead`` times ``torch.nn.functional``'s losses, the ops and
-``compile_losses.functional`` in turns, on 8 elements, where all of it is overhead, and on 2^20.
-A sample is a run of calls, at the end of which the device has finished; a figure is the median of
-the samples, a ratio that of the quotients of neighbouring samples.
+``compile_losses.functional`` in turns, on 8 elements, where all time is overhead, and on 2^20.
+A sample is a run of calls and ends when the device has finished. A figure is the median of the
+samples, and a ratio is the median of the quotients of neighbouring samples.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.clock import Call, ratio_of
 from benchmarks.options import add_options, provenance
 
 SIZES = (8, 1 << 20)
-CLASSES = {8: 4, 1 << 20: 1024}  # of the losses that have any
+CLASSES = {8: 4, 1 << 20: 1024}  # for losses that have classes
 LOSSES = (
     "mse_loss",
     "l1_loss",
@@ -46,7 +46,7 @@ SAMPLE_S, WARM_UP = 2e-3, 3
 
 @dataclass(frozen=True)
 class Row:
-    """Microseconds a call. Ratios are to torch's; functional is empty where it has no such loss."""
+    """Microseconds a call. Ratios are to torch. functional is empty if it has no such loss."""
 
     loss: str
     which: str  # "pass" in the file
@@ -89,7 +89,7 @@ def softmax_js_div(input: Tensor, target: Tensor) -> Tensor:
     return (one + other) / 2
 
 
-#: The losses that no function of torch's is alone.
+#: The losses that are no single function in torch.
 WRITTEN = {"softmax_kl_div": softmax_kl_div, "softmax_js_div": softmax_js_div}
 
 
@@ -163,7 +163,7 @@ def measure(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures what was asked for."""
+    """Runs the requested measurements."""
     warnings.filterwarnings("ignore", message="reduction", category=UserWarning)  # kl_div's mean
     device = torch.device(arguments.device)
     output: Path = arguments.output or report.default_output(device, "overhead")

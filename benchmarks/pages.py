@@ -1,8 +1,8 @@
 """The tables in README.md and docs/performance.md, from the CSV files of results.
 
 ``python -m benchmarks.pages`` writes them. A table stands between ``<!-- table: NAME -->`` and
-``<!-- end of table -->``, where NAME is that of a function here. A test says when a page has other
-figures than the files.
+``<!-- end of table -->``, where NAME is the name of a function in this module. A test fails if a
+page has other figures than the files.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def short(figure: str) -> str:
-    """Three digits of a figure; a dash where there is none."""
+    """Three digits of a figure; a dash if there is none."""
     return f"{float(figure):.3g}" if figure else "-"
 
 
@@ -69,7 +69,7 @@ def pair(row: dict[str, str]) -> str:
 
 
 def taken(*rows: dict[str, str]) -> str:
-    """What the figures were taken on, and at which commits."""
+    """The device, the version of torch and the commits of the figures."""
     commits: dict[str, dict[str, None]] = {}
     for row in rows:
         where = f"{row['device']}, torch {row['torch']}"
@@ -80,7 +80,7 @@ def taken(*rows: dict[str, str]) -> str:
 def measured(
     header: Sequence[str], lines: Iterable[Sequence[str]], rows: Iterable[dict[str, str]]
 ) -> str:
-    """A table, and what its figures were taken on."""
+    """A table, and the device, versions and commits of its figures."""
     return f"{markdown(header, lines)}\n{taken(*rows)}.\n"
 
 
@@ -215,7 +215,7 @@ def tokens() -> str:
 def _by_shape(
     rows: list[dict[str, str]], contenders: Iterable[str]
 ) -> Iterator[tuple[str, list[str]]]:
-    """Each shape, and the figures of some contenders; a dash where one has none."""
+    """Each shape, and the figures of some contenders; a dash if one has none."""
     for shape in dict.fromkeys(row["shape"] for row in rows):
         found = {row["contender"]: row for row in rows if row["shape"] == shape}
         yield shape, [pair(found[c]) if c in found else "-" for c in contenders]

@@ -1,7 +1,8 @@
-"""PNG files of what a CSV file holds.
+"""PNG files of the figures in a CSV file.
 
-Of losses, one a case: bars of every contender against the floor, or lines over many sizes. Of steps
-of a linear layer and cross entropy, one in all: bars of time and memory, or lines over one size.
+For losses, one plot a case: bars of every contender against the floor, or lines over many sizes.
+For steps of a linear layer and cross entropy, one plot: bars of time and memory, or lines over one
+size.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 
 OURS, OTHERS = "#d1495b", "#8d99ae"
 OTHER_LINES = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown")
-MOST_BARS = 8  # sizes; above that, lines
+MOST_BARS = 8  # sizes; with more, lines
 LINES = {"ours_kernel": "-", "ours_compiled": "--", "ours_eager": ":"}
 FIGURES = {"ms": "ms a step", "peak_mib": "MiB above inputs and gradients"}  # of a step
 
 
 def draw(file: Path) -> None:
-    """Draws a CSV file of losses or of steps beside it, and says so."""
+    """Draws a CSV file of losses or of steps into its folder, and prints the names."""
     with file.open(newline="") as lines:
         columns = next(csv.reader(lines), [])
     try:
@@ -107,7 +108,7 @@ def _bars(rows: list[Row], problems: list[tuple[str, str]]) -> Figure:
 
 
 def _lines(rows: list[Row], problems: list[tuple[str, str]]) -> Figure:
-    """Bandwidth against what differs between the sizes: the row's width, or the elements."""
+    """Bandwidth against the number that differs between the sizes: row width or elements."""
     from matplotlib import pyplot
 
     widths = {_columns(shape) for shape, _ in problems}
@@ -213,7 +214,7 @@ def plot_steps(rows: list[linear_steps.Row], path: Path) -> Path:
 
 
 def _only_size(problems: list[tuple[str, ...]]) -> int | None:
-    """Which of a shape's sizes is all that more than two problems differ in, if one is."""
+    """The only size in which more than two problems differ, if there is one."""
     shapes = [shape.split("x") for shape, *_ in problems]
     varying = [i for i, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
     alike = len({tuple(settings) for _, *settings in problems}) == 1
@@ -228,7 +229,7 @@ def _described(row: linear_steps.Row) -> tuple[str, str]:
 
 
 def _step_bars(axes: Axes, rows: list[linear_steps.Row], column: str) -> None:
-    """Of one problem; who has no figure has its reason."""
+    """Labels of one problem; a contender without a figure has its reason."""
     figures = [getattr(row, column) for row in rows]
     labels = [figure or row.reason[:40] for figure, row in zip(figures, rows, strict=True)]
     _horizontal(axes, [row.contender for row in rows], figures, labels)

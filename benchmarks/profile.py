@@ -1,9 +1,9 @@
-"""What limits the kernels: their own counters, read by Nsight Compute.
+"""The limits of the kernels, from performance counters that Nsight Compute reads.
 
-``python -m benchmarks profile`` runs each case's kernels once under ``ncu``, which must be on the
-PATH and may read counters, and writes a line for each kernel that took a tenth of the case's time
-or more. Under ``ncu`` a kernel runs alone, with cold caches and at the device's base clock unless
-the clocks are left alone, as they are here: durations are near, not equal, to those of a benchmark.
+``python -m benchmarks profile`` runs each case's kernels once under ``ncu``, and writes a line for
+each kernel that took a tenth of the case's time or more. ``ncu`` must be on the PATH and must be
+allowed to read counters. It runs a kernel alone, with cold caches. By default it also sets the base
+clock; this is switched off. So durations are near those of a benchmark, and not equal.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ LEAST_PART = 0.1
 class Row:
     """A kernel of a pass.
 
-    ``us``: how long it ran. In percent of what the device can do: ``dram``, its memory's bandwidth;
+    ``us``: its duration. In percent of the device's maximum: ``dram``, the memory's bandwidth;
     ``issue``, instructions issued; ``xu``, the unit that computes exponentials and conversions;
-    ``warps``, how many of the resident warps that fit were there.
+    ``warps``, resident warps.
     """
 
     case: str
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_once(name: str, which: Pass, index: int) -> None:
-    """The child: a warm-up, and the step between the marks that ncu waits for."""
+    """The child process: a warm-up, and the step between the marks that ncu waits for."""
     device = torch.device("cuda")
     case = CASES[name]
     shape, dtype = case.sizes("reference", device)[index]

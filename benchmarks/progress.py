@@ -1,4 +1,4 @@
-"""A progress bar where rich is installed, lines on stderr where it is not."""
+"""A progress bar if rich is installed, otherwise lines on stderr."""
 
 from __future__ import annotations
 

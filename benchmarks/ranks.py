@@ -1,4 +1,4 @@
-"""Ranks that measure together: what one of them finds counts for all."""
+"""Ranks that measure together: a failure or a time of one of them counts for all."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Result = TypeVar("Result")
 
 
 class FailedError(Exception):
-    """Something failed on a rank; says where and why. All ranks raise it."""
+    """A failure on a rank; the message says where and why. All ranks raise it."""
 
 
 class Ranks:
     """The processes that torchrun started, a mesh of them, and how they agree.
 
-    They agree through gloo and on the host, apart from the mesh's own collectives: so a rank that
-    failed does not have to wait for those that are inside of one, nor these for their device.
+    They agree through gloo on the host, without the mesh's own collectives. So a rank that failed
+    does not wait for ranks inside a collective, and those ranks don't wait for their device.
 
     Attributes:
-        mesh: of all ranks. After a failure it is another one, because some ranks may still be
-            waiting in a collective of the old one, which is aborted.
+        mesh: of all ranks. A failure replaces it by another mesh, because some ranks may still be
+            waiting in a collective of the old mesh, which is aborted.
     """
 
     def __init__(self, device_type: str, timeout_s: float) -> None:
@@ -47,20 +47,20 @@ class Ranks:
 
     def _renew(self) -> None:
         self._group = dist.new_group(backend=BACKENDS[self.device.type], timeout=self.timeout)
-        # By its name DTensor's caches, which hold groups, tell it from the one before.
+        # DTensor's caches hold groups; the name distinguishes this mesh from the one before.
         name = f"vocabulary{next(self._meshes)}"
         self.mesh = DeviceMesh.from_group(self._group, self.device.type, mesh_dim_names=(name,))
 
     def together(self, function: Callable[[], Result]) -> Result:
-        """What the function returns, if it does so on all ranks.
+        """The function's result, if it raises on no rank.
 
         Raises:
-            FailedError: it raised on some.
+            FailedError: it raised on some ranks.
         """
         try:
             result = function()
             reason = ""
-        except Exception as error:  # whatever it is, the others still count
+        except Exception as error:  # whatever it is, the others are still measured
             reason = reason_of(error)
         reason = self.agreed(reason)
         if reason:
@@ -70,7 +70,7 @@ class Ranks:
         return result
 
     def agreed(self, reason: str) -> str:
-        """What some ranks object to, the same on all; empty if none does."""
+        """The objections of all ranks, the same on all; empty if there are none."""
         reasons: list[str] = [""] * self.count
         dist.all_gather_object(reasons, reason)
         if len(set(reasons)) == 1:

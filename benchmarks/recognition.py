@@ -1,4 +1,4 @@
-"""What recognition adds to compiling a large graph: ``python -m benchmarks.recognition``."""
+"""Time of recognition in compiling a large graph: ``python -m benchmarks.recognition``."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ AnyRow = TypeVar("AnyRow", bound=Any)
 class Row:
     """A line of the CSV file. Figures are empty for a contender that was refused.
 
-    ``tbps`` is the fewest bytes that the pass can move, over ``ms``; ``floor_ms`` is those bytes
-    over a bandwidth measured in the same run: a pure read's for ``fwd``, a copy's for ``fwd_bwd``.
+    ``tbps`` is the fewest bytes that the pass can move, over ``ms``. ``floor_ms`` is those bytes
+    over a bandwidth from the same run: of a pure read for ``fwd``, of a copy for ``fwd_bwd``.
     """
 
     case: str
@@ -80,7 +80,7 @@ def make_row(
 
 
 def columns_of(kind: type[Any]) -> list[str]:
-    """Of the files that hold rows of this dataclass: its fields."""
+    """The columns of a file with rows of this dataclass: its fields."""
     return ["pass" if field.name == "which" else field.name for field in fields(kind)]
 
 
@@ -92,7 +92,7 @@ def read(path: Path, kind: Callable[..., AnyRow]) -> list[AnyRow]:
 
 
 def kept(path: Path, kind: Callable[..., AnyRow], *, append: bool) -> dict[tuple[str, ...], AnyRow]:
-    """What a file to append to already holds, by its keys."""
+    """The rows that a file to append to already has, by their keys."""
     return {row.key: row for row in read(path, kind)} if append and path.exists() else {}
 
 

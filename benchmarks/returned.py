@@ -1,7 +1,7 @@
 """Models that return their logits beside the loss: a training step's time and peak memory.
 
-``python -m benchmarks returned`` compiles a language model as transformers has it, or a step that
-returns its loss alone, with stock torch.compile and with this package, and the model once more with
+``python -m benchmarks returned`` compiles a language model of transformers, or a step that returns
+only the model's loss, with stock torch.compile and with this package, and the model once more with
 ``lazy_logits``. Each runs forward and backward. ``ours_lazy_read`` reads the logits after the
 forward.
 """
@@ -51,7 +51,7 @@ class Problem:
         return loss.detach()
 
     def errors(self, step: Step) -> list[float]:
-        """Of the loss and the gradients of the head and the first layers."""
+        """The errors of the loss and of the gradients of the head and the first layers."""
         return [
             linear_steps.relative_error(ours, theirs)
             for ours, theirs in zip(self.results(step), self.expected, strict=True)

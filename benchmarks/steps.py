@@ -2,10 +2,10 @@
 
 ``python -m benchmarks steps`` trains each model (``benchmarks/models.py``) with stock torch.compile
 and with this package, from the same weights and on the same batches, and compares the loss curves.
-``noise`` is what stock differs from itself when only the samples of every batch are in reverse
-order, so that sums are rounded differently. Then the steps are timed in turns, and the most memory
-is measured that a step takes above what is allocated before it: model, optimizer and batch. ``ops``
-is what ``compile_losses.explain`` says of the losses.
+``noise`` is the difference between two runs of stock, one with the samples of every batch in
+reverse order, so that sums are rounded differently. Then the steps are timed in turns, and the peak
+memory of a step is measured above model, optimizer and batch. ``ops`` are the losses that
+``compile_losses.explain`` reports.
 
 ``--dtype autocast`` keeps weights in float32 and computes in bfloat16. Liger's contender is its
 fused linear cross entropy in Llama, with nothing else patched, under stock torch.compile.
@@ -38,9 +38,9 @@ LEARNING_RATE = 3e-4
 
 @dataclass(frozen=True)
 class Row:
-    """A contender's figures; empty where it failed. ``ratio`` is of its time and stock's.
+    """A contender's figures; empty if it failed. ``ratio`` is its time over stock's.
 
-    ``curve_difference`` is the largest of all steps, as a part of stock's loss.
+    ``curve_difference`` is the largest of all steps, relative to stock's loss.
     """
 
     model: str
@@ -187,7 +187,7 @@ def measure(
             if contender == "stock":
                 noise = difference(run.curve(steps, reverse=True), curves[contender])
             runs[contender] = run
-        except Exception as error:  # whatever it is, the others still count
+        except Exception as error:  # whatever it is, the others are still measured
             row["reason"] = reason_of(error)
     times: dict[str, list[float]] = {}
     if runs:
@@ -222,7 +222,7 @@ def line(row: Row) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures what was asked for; 1 if this package fails or does not fuse a loss as expected."""
+    """Runs the measurements; 1 if this package fails or does not fuse a loss as expected."""
     device = torch.device(arguments.device)
     clock = make_clock(device)
     output: Path = arguments.output or report.default_output(device, "steps")

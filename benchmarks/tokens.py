@@ -1,11 +1,11 @@
-"""Losses of tokens over a language model's head: time, peak memory and the plan that was chosen.
+"""Losses of tokens over a language model's head: time, peak memory and the chosen plan.
 
-``python -m benchmarks tokens`` compiles each loss, with its linear layer, with stock torch.compile,
-with this package, and with this package where memory is preferred, checks the loss and the
-gradients against float32 or float64, times all of them in turns, and measures the most memory that
-each allocates above its inputs, gradients included. ``mean``, the mean linear cross entropy, is the
-measure of the others: it needs three products of matrices. In a ``frozen`` head the weight needs no
-gradient. Liger's chunked loss of GRPO stands beside the losses that compute the same. ``--sweep
+``python -m benchmarks tokens`` compiles each loss and its linear layer with stock torch.compile,
+with this package, and with this package and ``prefer_memory``. It checks the loss and the gradients
+against float32 or float64, times all contenders in turns, and measures the peak memory that each
+allocates above its inputs, gradients included. ``mean``, the mean linear cross entropy, is the
+standard of comparison: it needs three products of matrices. In a ``frozen`` head the weight needs
+no gradient. Liger's chunked loss of GRPO is compared with losses that compute the same. ``--sweep
 classes`` and ``--sweep rows`` measure and draw time and memory against that size.
 """
 
@@ -33,15 +33,15 @@ from benchmarks.workers import Figures, Worker, all_figures
 SEQUENCES = 8
 HEADS = ("trained", "frozen")
 Cell = tuple[str, str, Shape]  # loss, head, shape
-#: As of the mean alone, but for the most rows, of which stock's logits would not fit.
+#: The rows of the mean alone, without the most rows, for which stock's logits would not fit.
 SWEEPS = {**linear.SWEEPS, "rows": linear.SWEEPS["rows"][:-1]}
-#: Of a ratio of log-probabilities, as in PPO.
+#: The clipping of a ratio of log-probabilities, as in PPO.
 CLIP = 0.2
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a loss reads beside the logits."""
+    """The inputs of a loss beside the logits."""
 
     target: Tensor  # [sequences, tokens]; mask and old are, too
     mask: Tensor
@@ -50,14 +50,14 @@ class Batch:
 
 
 def _float32(logits: Tensor, target: Tensor) -> Tensor:
-    """Log-probabilities as TRL computes them of float32 logits."""
+    """Log-probabilities as TRL computes them from float32 logits."""
     logits = logits.float()
     picked = torch.gather(logits, -1, target.unsqueeze(-1)).squeeze(-1)
     return picked - torch.stack([torch.logsumexp(sample, dim=-1) for sample in logits])
 
 
 def _narrow(logits: Tensor, target: Tensor) -> Tensor:
-    """Log-probabilities as TRL computes them of bfloat16 logits."""
+    """Log-probabilities as TRL computes them from bfloat16 logits."""
     rows = []
     for sample, labels in zip(logits, target, strict=True):
         all_classes = F.log_softmax(sample, dim=-1)
@@ -82,7 +82,7 @@ def masked_mean(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def grpo(log_probs: LogProbs, logits: Tensor, batch: Batch) -> Tensor:
-    """Of Shao et al., 2024, without the divergence from a reference."""
+    """GRPO of Shao et al., 2024, without the divergence from a reference."""
     ratio = torch.exp(log_probs(logits, batch.target) - batch.old)
     clipped = torch.clamp(ratio, 1 - CLIP, 1 + CLIP)
     losses = -torch.min(ratio * batch.advantages, clipped * batch.advantages)
@@ -90,14 +90,14 @@ def grpo(log_probs: LogProbs, logits: Tensor, batch: Batch) -> Tensor:
 
 
 def dpo(log_probs: LogProbs, logits: Tensor, batch: Batch) -> Tensor:
-    """Of Rafailov et al., 2023: the first half of the sequences was chosen over the second."""
+    """DPO of Rafailov et al., 2023: the first half of the sequences is preferred to the second."""
     ratios = ((log_probs(logits, batch.target) - batch.old) * batch.mask).sum(-1)
     chosen, rejected = ratios.chunk(2)
     return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
 def ppo_entropy(logits: Tensor, batch: Batch) -> Tensor:
-    """A clipped ratio and a bonus for entropy, as verl computes them of float32 logits."""
+    """A clipped ratio and a bonus for entropy, as verl computes them from float32 logits."""
     logits = logits.float()
     entropy = torch.logsumexp(logits, -1) - (F.softmax(logits, -1) * logits).sum(-1)
     bonus = (entropy * batch.mask).sum(-1) / batch.mask.sum(-1)
@@ -105,7 +105,7 @@ def ppo_entropy(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def accuracy(logits: Tensor, batch: Batch) -> Tensor:
-    """The mean with the token accuracy and the entropy that fine-tuning logs, added to it."""
+    """The mean, with the token accuracy and the entropy that fine-tuning logs added to it."""
     loss = mean(logits, batch)
     with torch.no_grad():
         entropy = -(F.softmax(logits, -1) * F.log_softmax(logits, -1)).sum(-1).float()
@@ -128,10 +128,10 @@ LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A contender's figures in a cell; empty, with a reason, where it was wrong or failed.
+    """A contender's figures in a cell; if it was wrong or failed, empty with a reason.
 
-    ``ratio`` is the median ratio to stock's sample of the same turn, and ``range`` that of most of
-    them. Memory is in MiB.
+    ``ratio`` is the median ratio to stock's sample of the same turn, and ``range`` the range of
+    most of these ratios. Memory is in MiB.
     """
 
     shape: str
@@ -158,7 +158,7 @@ class Row:
 
 
 class Problem:
-    """Inputs of one cell, and the loss and gradients that they have in a wider dtype."""
+    """Inputs of one cell, and their loss and gradients in a wider dtype."""
 
     def __init__(self, cell: Cell, dtype: torch.dtype, device: torch.device) -> None:
         name, head, shape = cell
@@ -199,7 +199,7 @@ class Problem:
         return [value.detach(), *(leaf.grad for leaf in (hidden, weight) if leaf.grad is not None)]
 
     def errors(self, step: Callable[..., Tensor]) -> list[float]:
-        """Of the loss and the gradients."""
+        """The errors of the loss and the gradients."""
         results = self._results(step, self.hidden.dtype)
         return [
             linear_steps.relative_error(*pair) for pair in zip(results, self.expected, strict=True)
@@ -259,7 +259,7 @@ BUILDERS: dict[str, tuple[Callable[[Problem], Callable[..., Tensor]], str]] = {
 
 
 def _plan(problem: Problem, options: dict[str, bool]) -> str:
-    """What explain says of each loss."""
+    """The report of explain on each loss."""
     from compile_losses.explanation import explain_call
 
     args = problem.hidden, problem.weight, problem.batch
@@ -275,7 +275,7 @@ class TokensWorker(Worker[Cell]):
     def compile(self, cell: Cell) -> None:
         problem = self._problem(cell)
         for name in self.arguments.contender:
-            with contextlib.suppress(Exception):  # told when it is measured
+            with contextlib.suppress(Exception):  # reported when it is measured
                 problem.next_call(BUILDERS[name][0](problem))()
 
     def measure(self, cell: Cell) -> Figures:
@@ -285,7 +285,7 @@ class TokensWorker(Worker[Cell]):
                     self._problem(cell), self.arguments.contender, self.clock, self.arguments.budget
                 )
             finally:
-                torch._dynamo.reset()  # what it holds is the next process's memory
+                torch._dynamo.reset()  # free memory for the next process
 
     def failed(self, reason: str) -> Figures:
         return {name: {"reason": reason} for name in self.arguments.contender}

@@ -1,4 +1,4 @@
-"""A UNet that predicts the noise in an image, of the kind that diffusion models train."""
+"""A UNet that predicts the noise in an image, as in diffusion models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GROUPS = 8
 
 
 class Block(nn.Module):
-    """Two convolutions and a shortcut; the noise's step is added in between."""
+    """Two convolutions and a shortcut; the embedding of the noise's step is added in between."""
 
     def __init__(self, inputs: int, outputs: int, time: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention over the places of an image, with one head."""
+    """Self-attention over the pixels of an image, with one head."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,19 +1,19 @@
 """A vocabulary-parallel training step of a language model's head: time and peak memory a rank.
 
-Hidden [rows, hidden] is on every rank, the head's weight [classes, hidden] sharded by rows. A step
-is the head, the loss and the gradients of both. Contenders:
+Hidden [rows, hidden] is on every rank; the head's weight [classes, hidden] is sharded by classes. A
+step is the head, the loss and the gradients of hidden and weight. Contenders:
 
 ours           ``F.linear`` and ``compile_losses.functional.cross_entropy`` of DTensors
 ours_linear    ``compile_losses.functional.linear_cross_entropy`` of DTensors: no logits are held
 ours_compiled  torch's functions in a step compiled with ``backend="compile_losses"``
-loss_parallel  torch's own: ``F.cross_entropy`` in its context
+loss_parallel  ``F.cross_entropy`` in torch's context ``loss_parallel``
 megatron       Megatron-LM's scheme in torch's ops: three all-reduces, and the softmax saved
 
-Every contender is first compared with float64 on every rank, over a few rows. Those that are right
-are timed in turns, a sample being the step of the rank that took longest. Peak memory is that of
-the rank that takes most: above what was in use before the step, less the gradients of hidden and
-of the rank's part of the weight, as in ``python -m benchmarks linear``. All ranks decide together
-who failed, even if it did on one of them only, and go on with the others.
+Every contender is first compared with float64 on every rank, over a few rows. The right ones are
+timed in turns; a sample is the step of the slowest rank. Peak memory is the largest of all ranks:
+above the memory in use before the step, less the gradients of hidden and of the rank's part of the
+weight, as in ``python -m benchmarks linear``. If a contender fails on any rank, all ranks leave it
+out and go on with the others.
 
 Rank 0 writes ``benchmarks/results/vocabulary-parallel-DEVICE.csv`` and a plot beside it::
 
@@ -49,7 +49,7 @@ from benchmarks.options import DTYPES, provenance
 from benchmarks.ranks import FailedError, Ranks
 
 SHAPES = (Shape(8192, 4096, 128_256),)
-CHECKED_ROWS = 64  # with which the whole weight is on every rank, in float64
+CHECKED_ROWS = 64  # in the check the whole weight is on every rank, in float64
 
 
 def ours(hidden: DTensor, weight: DTensor, target: DTensor) -> Tensor:
@@ -91,7 +91,7 @@ class Megatron(torch.autograd.Function):
 
 def megatron(hidden: DTensor, weight: DTensor, target: DTensor) -> Tensor:
     mesh = weight.device_mesh
-    # The gradient of what every rank has is a part of the whole's.
+    # The gradient of a replicated tensor is a part of the whole gradient.
     own = hidden.to_local(grad_placements=[Partial()])
     _, first = Shard.local_shard_size_and_offset(
         weight.shape[0], mesh.size(), mesh.get_local_rank()
@@ -100,11 +100,11 @@ def megatron(hidden: DTensor, weight: DTensor, target: DTensor) -> Tensor:
     return Megatron.apply(logits, target.to_local(), first, mesh.get_group())
 
 
-#: What makes a loss, whose package it is, and the context that the step runs in.
+#: The function that makes a loss, its package, and the context in which the step runs.
 CONTENDERS: dict[str, tuple[Callable[[], Loss], str, Callable[[], AbstractContextManager[Any]]]] = {
     "ours": (lambda: ours, "compile_losses", nullcontext),
     "ours_linear": (lambda: fused.linear_cross_entropy, "compile_losses", nullcontext),
-    # The check has other rows than the step that is timed, which would be compiled for any number.
+    # The check has fewer rows than the timed step, which would be compiled for any number of rows.
     "ours_compiled": (
         lambda: torch.compile(stock, backend="compile_losses", dynamic=False),
         "compile_losses",
@@ -116,7 +116,7 @@ CONTENDERS: dict[str, tuple[Callable[[], Loss], str, Callable[[], AbstractContex
 
 
 class Problem:
-    """A step's tensors, the same on every rank; with ``exact``, what they give in float64 too."""
+    """A step's tensors, the same on every rank; with ``exact``, also the results in float64."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, ranks: Ranks, *, exact: bool) -> None:
         self.shape, self.ranks, device = shape, ranks, ranks.device
@@ -144,7 +144,7 @@ class Problem:
         self.place()
 
     def place(self) -> None:
-        """Makes DTensors on the ranks' mesh, which is another one after a failure."""
+        """Makes DTensors on the ranks' mesh, which changes after a failure."""
         mesh, shape = self.ranks.mesh, self.shape
         plain, own, target = self.shards
         self.hidden = DTensor.from_local(plain, mesh, [Replicate()]).requires_grad_()
@@ -184,7 +184,7 @@ class Problem:
 def _gradients(
     hidden: Tensor, head: Tensor, target: Tensor, own: slice
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """On one device: the loss, hidden's gradient and a rank's part of the head's."""
+    """On one device: the loss, hidden's gradient and a rank's part of the weight's gradient."""
     factors = [tensor.detach().requires_grad_() for tensor in (hidden, head)]
     loss = stock(*factors, target)
     of_hidden, of_head = torch.autograd.grad(loss, factors)
@@ -253,7 +253,7 @@ def main() -> int:
 
 
 def run(arguments: argparse.Namespace, ranks: Ranks) -> int:
-    """1 on every rank if one of this package's own is wrong or fails."""
+    """1 on every rank if a contender of this package is wrong or fails."""
     device, first = ranks.device, ranks.rank == 0
     clock = None if arguments.check else make_clock(device)
     output: Path = arguments.output or report.default_output(device, "vocabulary-parallel")

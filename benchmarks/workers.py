@@ -1,4 +1,4 @@
-"""Cells of a benchmark of compiled code: several processes compile, one at a time measures."""
+"""Cells of a benchmark of compiled code: several processes compile, and one at a time measures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Figures = dict[str, Any]  # as a kind of worker makes them
 
 
 class Worker(ABC, Generic[Cell]):
-    """What compiles and measures cells in one process, of which one at a time is ``alone``."""
+    """Compiles and measures cells in one process. One process at a time is ``alone``."""
 
     def __init__(
         self, arguments: argparse.Namespace, alone: AbstractContextManager[object]
@@ -33,7 +33,7 @@ class Worker(ABC, Generic[Cell]):
 
     @abstractmethod
     def compile(self, cell: Cell) -> object:
-        """Compiles what a cell needs, into the compiler's caches."""
+        """Compiles the functions of a cell, into the compiler's caches."""
 
     @abstractmethod
     def measure(self, cell: Cell) -> Figures:
@@ -53,7 +53,7 @@ def _start(kind: type[Worker[Any]], arguments: argparse.Namespace, alone: Any) -
 
 
 def _compile(cell: Any) -> None:
-    with contextlib.suppress(Exception):  # told when it is measured
+    with contextlib.suppress(Exception):  # reported when it is measured
         _this.compile(cell)
     _leave_memory()
 
@@ -61,14 +61,14 @@ def _compile(cell: Any) -> None:
 def _measure(cell: Any) -> Figures:
     try:
         return _this.measure(cell)
-    except Exception as error:  # the other cells still count
+    except Exception as error:  # the other cells are still measured
         return _this.failed(failure(error))
     finally:
         _leave_memory()
 
 
 def _leave_memory() -> None:
-    """To the other processes, of which the next one measures."""
+    """Frees memory for the other processes, of which the next one measures."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -80,8 +80,8 @@ def all_figures(
 ) -> Iterator[Iterable[tuple[Cell, Figures]]]:
     """The cells, and the figures of each as soon as it and those before it are measured.
 
-    With ``arguments.jobs`` above 1, as many processes first compile all the cells, and then compile
-    each again from the compiler's caches, while one at a time measures.
+    With ``arguments.jobs`` above 1, so many processes first compile all cells. Then they compile
+    each again from the compiler's caches, and one process at a time measures.
     """
     if arguments.jobs == 1:
         _start(kind, arguments, contextlib.nullcontext())

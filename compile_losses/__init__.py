@@ -1,13 +1,13 @@
 """Fused losses for torch.compile: unmodified models get ``torch.ops.fused.*`` by themselves.
 
-Importing the package declares the ops and loads nothing of Dynamo or Inductor: what needs these is
-imported when it is first asked for.
+Importing the package declares the ops and loads nothing of Dynamo or Inductor: names that need
+Dynamo or Inductor are imported when they are first used.
 
 Public names:
 
-``enable``, ``disable``     plain ``torch.compile`` rewrites losses, or no longer
-``explain``                 what becomes of the losses of a call, as a ``Report`` of ``Site``
-``counters``                what was rewritten in this process
+``enable``, ``disable``     make plain ``torch.compile`` rewrite losses, or stop it
+``explain``                 runs a call and reports its losses, as a ``Report`` of ``Site``
+``counters``                counts of the losses rewritten in this process
 ``rewrite``                 the first pass alone, for other backends
 ``functional``              torch's loss functions over the ops, for eager code
 ``linear_cross_entropy``    cross entropy of a linear layer, without its logits
@@ -16,7 +16,7 @@ Public names:
 ``linear_softmax_kl_div``   distillation into a linear layer, without its logits or the teacher's
 ``linear_softmax_js_div``   the same with a Jensen-Shannon divergence
 ``global_mean``             a loss's mean over the ranks of DDP or FSDP
-``__version__``             of the package
+``__version__``             the package's version
 """
 
 import gc
@@ -24,8 +24,8 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
-# Or the garbage collector would go through all of torch's objects within these imports, which takes
-# as long as they do.
+# During these imports the garbage collector would go through all of torch's objects, which takes as
+# long as the imports.
 _collects = gc.isenabled()
 gc.disable()
 try:
@@ -67,7 +67,7 @@ __all__ = [
     "rewrite",
 ]
 
-#: The names that are imported when they are first asked for, and their modules.
+#: The names that are imported when they are first used, and their modules.
 _LAZY = {
     "Report": "report",
     "Site": "sites",

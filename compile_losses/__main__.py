@@ -39,7 +39,7 @@ def info(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def gather() -> dict[str, Any]:
-    """What :func:`info` tells."""
+    """The facts that :func:`info` prints."""
     from importlib.metadata import version
 
     return {

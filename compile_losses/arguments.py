@@ -1,4 +1,4 @@
-"""The arguments of compile_losses.functional: what they mean, and what torch warns about."""
+"""The arguments of compile_losses.functional: their meaning, checks and torch's warnings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def reduction_of_divergence(reduction: str) -> int:
 def warn(message: str, stacklevel: int) -> None:
     """Warns the caller of the loss; in torch.compile while it traces the call."""
     if torch.compiler.is_dynamo_compiling():
-        from compile_losses.torch_internals.dynamo import comptime  # which eager code need not load
+        from compile_losses.torch_internals.dynamo import comptime  # eager code need not load it
 
         comptime(
             lambda frame: warnings.warn(
@@ -88,7 +88,7 @@ def _warn_of_shapes(input: torch.Size, target: torch.Size) -> None:
 def are_classes(input: Tensor, target: Any) -> bool:
     """Whether target is a tensor of class indices that can fit input; torch refuses the others.
 
-    A target [1] beside a single row of logits torch takes, but neither smooths nor differentiates.
+    Torch takes a target [1] with a single row of logits, but neither smooths nor differentiates it.
     """
     if not isinstance(target, Tensor) or target.is_floating_point():
         return False

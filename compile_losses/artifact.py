@@ -1,4 +1,4 @@
-"""What ``aot_compile`` saves of a function that was compiled with this package's backend."""
+"""The form in which ``aot_compile`` saves a function compiled with this package's backend."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from compile_losses.torch_internals.artifacts import SavedCallable
 
 
 class Artifact(SavedCallable):
-    """Imports this package in the process that loads it, whose code calls its ops.
+    """A compiled function that imports this package when it is loaded, since it calls the ops.
 
-    Torch saves an artifact's class by its name, and so imports its module.
+    Torch saves an artifact's class by its name, so loading imports the class's module.
     """
 
-    #: What has one, torch would wrap into a class of its own.
+    #: Torch would wrap an object that has this method into a class of its own.
     serialize = None

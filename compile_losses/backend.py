@@ -30,28 +30,28 @@ def compile_losses(
     """A Dynamo backend: rewrites the losses, then compiles with Inductor.
 
     Args:
-        gm, example_inputs: what Dynamo passes to a backend.
+        gm, example_inputs: as Dynamo passes them to a backend.
         mode: as for ``torch.compile``'s own backend.
-        options: Inductor's options, and those of this package, for each of which a variable in the
-            environment is the default; docs/getting-started.md has them in a table:
+        options: Inductor's options, and this package's options. The defaults of the latter are
+            environment variables; docs/getting-started.md has a table of them:
 
             - ``inner_backend``: the name of another backend to hand the rewritten graph to
               (``"aot_eager"``, ``"eager"``, ...).
-            - ``losses``, ``except``: the names of the losses to rewrite, and of those to leave
+            - ``losses``, ``except``: the names of the losses to rewrite, and of the losses to leave
               alone: ops, and ``"elementwise"`` (COMPILE_LOSSES_ONLY, COMPILE_LOSSES_EXCEPT).
             - ``lazy_logits``: whether logits that a graph returns beside their loss are computed
-              when they are read, as :class:`compile_losses.lazy.LazyLogits`, where the loss can be
+              when they are read, as :class:`compile_losses.lazy.LazyLogits`, if the loss can be
               computed without them (COMPILE_LOSSES_LAZY_LOGITS=1).
-            - ``prefer_memory``: whether linear cross entropy is also taken where it saves less than
+            - ``prefer_memory``: whether linear cross entropy is also used if it saves less than
               half of the logits, or has to compute them twice for the gradients of unreduced
               losses, which may cost time (COMPILE_LOSSES_PREFER_MEMORY=1).
             - ``verify``: whether to evaluate every loss and its rewrite on random numbers, and to
-              leave alone what differs (COMPILE_LOSSES_VERIFY=1).
-            - ``strict``: whether to raise what goes wrong inside this package, instead of leaving a
+              leave a loss to torch if they differ (COMPILE_LOSSES_VERIFY=1).
+            - ``strict``: whether to raise errors inside this package, instead of leaving a
               loss to torch (COMPILE_LOSSES_STRICT=1).
 
     Raises:
-        RuntimeError: a mode or an option that Inductor does not have; a loss that there is not.
+        RuntimeError: a mode or an option that Inductor does not have; an unknown loss.
     """
     warn_if_untested()
     settings = Settings.of(mode, options)
@@ -96,7 +96,7 @@ def rewritten(
         inner: compiles the rewritten graph.
 
     Returns:
-        What was compiled; where logits come or go lazily, with what opens or makes these around it.
+        The compiled graph. If logits are lazy, a wrapper opens lazy inputs or makes lazy outputs.
     """
     opened, examples, around = open_lazy_inputs(gm, example_inputs)
     lazily = settings.lazily(opened)
@@ -108,6 +108,6 @@ def rewritten(
     if around is not None:
         gm.meta["compile_losses"] = opened.meta["compile_losses"]
         return around(compiled)
-    if lazily is not None and not is_captured(gm):  # Dynamo knows no lazy inputs of a part
+    if lazily is not None and not is_captured(gm):  # a part takes plain logits
         return lambda *given: compiled(*map(plain, given))
     return compiled

@@ -1,4 +1,4 @@
-"""``enable`` and ``disable``: plain ``torch.compile(model)`` rewrites losses, or no longer."""
+"""``enable`` and ``disable``: make plain ``torch.compile(model)`` rewrite losses, or stop it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from compile_losses.torch_internals.inductor import compile_with_inductor, go_ar
 
 
 class _Enabled:
-    """What enable() returns: a ``with`` block ends what the call began."""
+    """The result of enable(): the end of a ``with`` block undoes the call."""
 
     def __enter__(self) -> _Enabled:
         return self
@@ -45,7 +45,7 @@ class _Enabled:
 def _compile_lazily(
     inductor: Any, gm: GraphModule, example_inputs: list[Any], **options: Any
 ) -> Compiled:
-    """What ``torch.compile`` calls with enable(lazy_logits=True), in the place of Inductor."""
+    """With enable(lazy_logits=True), ``torch.compile`` calls this in the place of Inductor."""
     first = installed_rewrite()
     is_on = switches.runs(switches.REWRITE)
     if first is None or not is_on or not switches.returns_lazy_logits(first.lazy_logits):
@@ -66,15 +66,15 @@ def enable(*, lazy_logits: bool | None = None) -> _Enabled:
     compiled before stay as they are. Usable as a context manager; enabling twice is enabling once,
     and the inner of two ``with`` blocks leaves the outer one on.
 
-    Inductor's configuration is that of a thread since torch 2.13: a thread that compiles calls
-    ``enable`` itself.
+    Since torch 2.13 each thread has its own configuration of Inductor: call ``enable`` in each
+    thread that compiles.
 
     Args:
         lazy_logits: as the backend's option; by default if COMPILE_LOSSES_LAZY_LOGITS=1 is in the
             environment.
 
     Raises:
-        RuntimeError: a variable in the environment names a loss or a pass that there is not.
+        RuntimeError: a variable in the environment names an unknown loss or pass.
     """
     switches.check_environment()
     warn_if_untested()
@@ -82,16 +82,16 @@ def enable(*, lazy_logits: bool | None = None) -> _Enabled:
     if lazy_logits is not None:
         first.lazy_logits = lazy_logits
     if switches.returns_lazy_logits(lazy_logits):
-        # A pass on a graph can't change what its caller gets.
+        # A pass on a graph can't change the results that the graph's caller gets.
         go_around_inductor(_compile_lazily)
     return _Enabled()
 
 
 def disable() -> None:
-    """Undoes :func:`enable`; the passes that were there before are there again.
+    """Undoes :func:`enable`, and puts back the passes that were in Inductor's slots before.
 
-    A backward that is yet to be compiled still gets our last pass. Until no such backward is left
-    that pass stays in its slot, where it does nothing to other graphs; calling this again then
-    takes it out.
+    Backwards that are not compiled yet still need our last pass. As long as there are any, that
+    pass stays in its slot, where it does nothing to other graphs; call this again later to take it
+    out.
     """
     take_out()

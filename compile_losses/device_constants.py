@@ -1,7 +1,7 @@
-"""What was measured of each class of devices, in one table: a column a class.
+"""Measured constants of each class of devices, in one table: a column a class.
 
-Thresholds between two ways of computing a loss, and how much memory buys how much time. A device
-that nobody measured has the column of its kind. ``docs/performance.md`` says what was measured.
+They are thresholds between two ways of computing a loss, and trade memory for time. A device that
+nobody measured has the column of its kind. ``docs/performance.md`` has the measurements.
 """
 
 from __future__ import annotations
@@ -17,33 +17,32 @@ class DeviceConstants:
     """A column of the table.
 
     Attributes:
-        least_rows: chunks of a linear layer's rows (:mod:`compile_losses.ops.linear.chunk_size`)
-            have multiples of so many. Fewer make the matrix products slower, and so do multiples
-            of 128 or 512 between them.
-        least_elements: chunks have about as many rows as give input's gradient of a chunk so many
-            elements, where the weight's gradient is computed and takes no less than the logits.
-            With fewer, the product that makes it does not keep a GPU's processors busy.
-        least_classes: blocks of classes have at least so many. Fewer make the products slower.
-        logits_bytes: what the logits of a chunk may take, unless ``least_rows`` rows take more.
-        summed_bytes, part_of_weight, most_bytes: where the weight's gradient is a sum over chunks,
-            logits may take the first instead, or this part of that gradient and at most the last:
-            each chunk but the first reads and writes the gradient, 4 bytes an element in a 16-bit
-            dtype against 6 * rows operations.
-        part_of_logits: but no more than this part of the logits of all rows.
-        operations_worth_waiting: a GPU's host waits for the number of ignored rows where the matrix
-            products take so many operations, which are some milliseconds.
-        small_bytes, small_simple_bytes: with a largest argument of fewer bytes, the calls of a
-            kernel take longer than it saves; the second of losses of little arithmetic.
-        short_row_bytes: a row of logits with fewer bytes takes less time than what is done once a
-            row.
-        short_pair_bytes, few_classes: the same of pairs of rows without a gradient. Inductor
+        least_rows: the rows of a chunk of a linear layer's rows
+            (:mod:`compile_losses.ops.linear.chunk_size`) are a multiple of this. Fewer rows make
+            the matrix products slower, and so do multiples of 128 or 512 in between.
+        least_elements: if the weight's gradient is computed and takes no less than the logits, a
+            chunk has about as many rows as give its part of input's gradient so many elements. With
+            fewer, the product that makes this part does not keep a GPU's processors busy.
+        least_classes: the least size of a block of classes. Fewer make the products slower.
+        logits_bytes: the most that a chunk's logits take, unless ``least_rows`` rows take more.
+        summed_bytes, part_of_weight, most_bytes: if the weight's gradient is a sum over chunks, a
+            chunk's logits may instead take ``summed_bytes``, or ``part_of_weight`` of the gradient
+            and at most ``most_bytes``. Each chunk but the first reads and writes the gradient, 4
+            bytes an element in a 16-bit dtype against 6 * rows operations.
+        part_of_logits: the most that a chunk's logits take, as a part of the logits of all rows.
+        operations_worth_waiting: if the matrix products take so many operations (some
+            milliseconds), a GPU's host waits for the number of ignored rows.
+        small_bytes, small_simple_bytes: if the largest argument has fewer bytes, a kernel's calls
+            take longer than the kernel saves; the second is for losses of little arithmetic.
+        short_row_bytes: a row of logits with fewer bytes takes less time than the work once a row.
+        short_pair_bytes, few_classes: the same for pairs of rows without a gradient. Inductor
             unrolls a reduction over fewer numbers.
-        moves_gradients: whether Inductor adds up a loss without a kernel and writes its gradient in
-            one loop (:mod:`compile_losses.lower.elementwise`), and that is faster.
-        least_gradient_bytes: with fewer bytes of such a gradient, calls take longer than one read
+        moves_gradients: whether Inductor computes a loss without a kernel and its gradient in
+            one loop (:mod:`compile_losses.lower.elementwise`), and this is faster.
+        least_gradient_bytes: if such a gradient has fewer bytes, calls take longer than one read
             saves.
-        longest_row, shortest_row: elements of a row that is summed first, at most where there are
-            few rows, and at least.
+        longest_row, shortest_row: a loss is first summed over rows of at least ``shortest_row``
+            elements and, if there are few rows, at most ``longest_row``.
         many_rows: so many rows keep a device busy, whatever their length.
     """
 
@@ -75,18 +74,18 @@ _CPU = DeviceConstants(
     small_simple_bytes=2 << 20,
     moves_gradients=False,
 )
-#: Of an H200, on which these were measured, and of GPUs that nobody measured.
+#: Measured on an H200; also for GPUs that nobody measured.
 _GPU = DeviceConstants(short_row_bytes=20, short_pair_bytes=28, few_classes=8)
-#: Of an H100. Each further sum over the weight's gradient takes about 1% of a step there. An H200,
-#: with the same arithmetic and 1.4 times the bandwidth, takes torch's time with less memory.
+#: For an H100. Each further sum over the weight's gradient takes about 1% of a step there. An H200
+#: has the same arithmetic and 1.4 times the bandwidth, and takes torch's time with less memory.
 _H100 = replace(
     _GPU, part_of_logits=3 / 8, summed_bytes=384 << 20, part_of_weight=3 / 4, most_bytes=768 << 20
 )
 
-#: In bytes: H100s have 80 to 96 GB, an H200 has 141.
+#: In bytes. H100s have 80 to 96 GB, an H200 has 141 GB.
 _MOST_OF_AN_H100 = 100 << 30
 
-#: By the names of the classes.
+#: The columns by the names of the classes.
 COLUMNS = {"cpu": _CPU, "gpu": _GPU, "h100": _H100}
 
 

@@ -1,4 +1,4 @@
-"""Compiles a graph up to the last of our passes, to know what the passes decide about it."""
+"""Compiles a graph up to the last of our passes, to know their decisions about it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compile_losses.torch_internals.inductor import (
 
 
 class _Stop(BaseException):
-    """Ends a compilation of which only the graphs were wanted."""
+    """Ends a compilation once its graphs are complete."""
 
 
 class _LastPass(InPlacePass):
@@ -31,10 +31,10 @@ class _LastPass(InPlacePass):
 def decide(
     gm: GraphModule, example_inputs: list[Any], settings: Settings | None = None
 ) -> list[Decision]:
-    """What the passes on AOTAutograd's graphs decide about a rewritten Dynamo graph.
+    """The decisions of the passes on AOTAutograd's graphs about a rewritten Dynamo graph.
 
-    Compiles a copy of it with Inductor up to those passes: no code is generated, nothing comes from
-    a cache or goes into one, and ``gm`` stays as it is. Only inside a Dynamo backend.
+    Compiles a copy of the graph with Inductor up to those passes: no code is generated, no cache is
+    read or written, and ``gm`` stays as it is. Only inside a Dynamo backend.
     """
     decisions: list[Decision] = []
     settings = settings or Settings.of(None, None)

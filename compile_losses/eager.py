@@ -1,7 +1,7 @@
-"""The short way of an op in eager code, past machinery that costs several times a small kernel.
+"""A short way to call an op in eager code. The dispatcher takes longer than several small kernels.
 
-It is for plain tensors outside of any mode or transform; everything else takes the dispatcher's
-way, through the formulas registered there, with the same result.
+It is for plain tensors outside of any mode or transform. Other calls go through the dispatcher and
+the formulas registered with it, with the same result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def below_autograd(op: OpOverload[..., Any]) -> Callable[..., Any]:
     handle = handle_of(op)
 
     def kernel(*inputs: Any) -> Any:
-        # As BelowAutograd, whose object alone costs half a microsecond.
+        # The same as BelowAutograd; creating its object would take half a microsecond.
         before = is_excluded(AUTOGRAD_KEY)
         exclude(AUTOGRAD_KEY, True)
         try:
@@ -73,7 +73,7 @@ class Leaf:
 
         self.op = op
         self.kernel = kernel
-        # As Function.apply, which first looks for functorch's levels and its dead wrappers.
+        # The same as Function.apply, without its search for functorch's levels and dead wrappers.
         self.differentiable = super(torch.autograd.Function, Direct).apply
 
     def __call__(self, *inputs: Any) -> Any:
@@ -90,7 +90,7 @@ class Leaf:
         return self.kernel(*inputs)
 
     def of_plain(self, input: Tensor, target: Tensor, *others: Any) -> Any:
-        """The same for tensors that are :func:`plain`, and no others beside them."""
+        """The same if all tensors are :func:`plain`."""
         if records_gradient(input, target):
             return self.differentiable(input, target, *others)
         return self.kernel(input, target, *others)
@@ -101,8 +101,8 @@ def records_gradient(input: Tensor, target: Tensor) -> bool:
 
 
 def plain(input: Tensor, target: Tensor) -> bool:
-    """Whether a loss of both can take the short way, in input's dtype: they are plain tensors of
-    one device, and there are neither modes nor autocast."""
+    """Whether a loss of both can take the short way, in input's dtype: they are plain tensors on
+    one device, and neither a mode nor autocast is active."""
     return (
         type(input) in PLAIN
         and type(target) in PLAIN

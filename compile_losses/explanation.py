@@ -1,4 +1,4 @@
-"""How ``explain`` finds out what it tells."""
+"""``explain``: runs a function once and collects the report on its losses."""
 
 from __future__ import annotations
 
@@ -40,22 +40,21 @@ from compile_losses.torch_internals.dynamo import (
 )
 from compile_losses.torch_internals.ops import HigherOrderOperator
 
-#: So many lines of a graph are listed for what was not recognised in them.
+#: At most so many lines of a graph are listed as unrecognised.
 _MOST_LINES = 8
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Runs ``function(*args, **kwargs)`` once under Dynamo and reports on every loss in it.
 
-    Nothing that was compiled before is used or thrown away, so the answer is the same whatever is
-    cached. The function really runs, once and with its side effects, its rewritten graphs
-    without a compiler. Each graph is also compiled by Inductor up to the point where code would be
-    generated, for the plan; its inputs' gradients are those that ``args`` ask for.
+    Earlier compilations are neither used nor thrown away, so the answer does not depend on caches.
+    The function really runs, once and with its side effects; its rewritten graphs run without a
+    compiler. For the plan, Inductor also compiles each graph up to the point where it would
+    generate code; ``args`` decide which of the graph's inputs need gradients.
 
-    Every number that is returned, or on which ``backward`` is called, and that needs a gradient is
-    followed back to the losses found in it. Where a sum, mean or norm in it holds none of them, its
-    line is listed with the status ``"unrecognised"``: it may be a loss that is not known, and is
-    not counted as one.
+    A number that is returned, or on which ``backward`` is called, is followed back to its losses if
+    it needs a gradient. If a sum, mean or norm in it contains no loss, its line is listed with the
+    status ``"unrecognised"``. It may be a loss that is not known, and is not counted as one.
 
     Args:
         function: any callable or module, compiled or not.
@@ -74,17 +73,17 @@ def explain_call(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Report:
-    """As :func:`explain`, of what is compiled with this ``mode`` and these ``options``.
+    """As :func:`explain`, for a compilation with this ``mode`` and these ``options``.
 
     Raises:
-        RuntimeError: a mode, an option or a loss that there is not.
+        RuntimeError: an unknown mode, option or loss.
     """
     settings = Settings.of(mode, options)
     report = Report()
     if not switches.is_on():
         report.errors.append("COMPILE_LOSSES=0: compiled in this environment, nothing is rewritten")
 
-    #: Where the graphs so far ended, but for those that ended with the function.
+    #: Where each graph so far ended, if it did not end with the function.
     ends: list[tuple[str, int]] = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -95,7 +94,7 @@ def explain_call(
         return compiled
 
     def add(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """Adds a rewritten graph to the report; what runs it."""
+        """Adds a rewritten graph to the report, and returns a function that runs the graph."""
         found = gm.meta["compile_losses"]
         decisions: list[Decision] = []
         failure = ""
@@ -126,12 +125,12 @@ def explain_call(
             report.errors.append(f"what is not recognised is not known: {unknown.reason}")
         report.graphs += 1
         if any(isinstance(node.target, HigherOrderOperator) for node in gm.graph.nodes):
-            # Some of these ops are right only where AOTAutograd has traced them.
+            # Some of these ops are right only if AOTAutograd has traced them.
             return lookup_backend("aot_eager")(gm, example_inputs)
         return gm.forward
 
     breaks = dict(counters["graph_break"])
-    # A fresh backend never meets a cached graph; it must not meet the limit on cached graphs
+    # A fresh backend never gets a cached graph, and the limit on cached graphs must not apply to it
     # either.
     with without_recompile_limits():
         torch.compile(uncompiled(function), backend=backend)(*args, **(kwargs or {}))
@@ -143,12 +142,12 @@ def explain_call(
 
 
 def _planned(site: Site, decisions: Sequence[Decision]) -> Site:
-    """A site with what was decided about it, found by its mark."""
+    """A site with the decisions about it, which have its mark."""
     own = [d for d in decisions if site.mark is not None and d.site == site.mark]
     if site.status != "rewritten" or not own:
         return site
     compared = [d for d in own if d.cost is not None and d.stock is not None]
-    # An op that was written out and then moved has two, of which the last counts.
+    # An op that was decomposed and then moved has two decisions; the last one counts.
     compared = [d for d in compared if d.loss == "elementwise"] or compared
     if len(compared) == 1:
         cost, stock = compared[0].cost, compared[0].stock
@@ -172,8 +171,8 @@ def _is_trained(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool
 
 
 def _with_elementwise(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[Site]:
-    """Sites, and those of losses that are no op: each is that which was declined in its line, or
-    one of its own."""
+    """Sites, and sites of losses without an op. Such a loss takes the site that was declined in its
+    line, or gets a site of its own."""
     result = list(sites)
     for decision in (d for d in decisions if d.loss == "elementwise"):
         file, line = line_in(decision.trace)
@@ -192,7 +191,7 @@ def _with_elementwise(sites: Sequence[Site], decisions: Sequence[Decision]) -> l
                 result.append(Site("elementwise", "declined", decision.reason, file, line))
             continue
         if there and not declined and decision.site is not None:
-            continue  # an op that was written out, of whose plan it is one more step
+            continue  # a decomposed op; this is one more step of its plan
         if not declined:
             result.append(Site("elementwise", "rewritten", "", file, line))
         index = declined[0] if declined else -1
@@ -210,7 +209,7 @@ def _with_elementwise(sites: Sequence[Site], decisions: Sequence[Decision]) -> l
 
 
 def _add_results(report: Report, graph: Graph) -> None:
-    """Adds what a graph returns to a report that has its sites, and what no site covers."""
+    """Adds to a report with a graph's sites its returned numbers, and lines that no site covers."""
     own = [site for site in report.sites if site.graph == report.graphs]
     lines = {(site.file, site.line) for site in own if site.op == "elementwise"}
     known = {site.mark: site for site in own if site.mark is not None}
@@ -218,7 +217,7 @@ def _add_results(report: Report, graph: Graph) -> None:
     for returned in returned_numbers(graph, set(known)):
         below = [site for mark, site in known.items() if mark in returned.marks]
         found = [f"{site.op} ({site.status})" for site in below]
-        for node in reversed(returned.reductions):  # the walk to them starts at the end
+        for node in reversed(returned.reductions):  # they were found from the end
             file, line = source_of(node)
             if (file, line) in lines:
                 found.append("elementwise")
@@ -249,13 +248,13 @@ def _function_of(node: Node) -> str:
 
 
 def _counted(names: Iterable[str]) -> list[str]:
-    """Each name once, with how often it was there."""
+    """Each name once, with its count."""
     counts = Counter(names)
     return [name if count == 1 else f"{count} x {name}" for name, count in counts.items()]
 
 
 def _located(site: Site, function: Callable[..., Any]) -> Site:
-    """A function of torch's, explained by itself, has no frame of the user's: its line counts."""
+    """A torch function that is explained by itself has no user frame; then its own line counts."""
     code = getattr(function, "__code__", None)
     if site.line > 0 or code is None:
         return site

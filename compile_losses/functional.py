@@ -1,31 +1,31 @@
 """``torch.nn.functional``'s losses, computed by the fused ops.
 
 Each function has the signature, results, gradients, warnings and classes of exceptions of torch's
-of the same name, for which it can be imported instead. Where torch rounds partial results to a
-16-bit type, these do not.
+function of the same name, and can be imported instead of it. Torch rounds some partial results to a
+16-bit type; these functions do not.
 
-``softmax_kl_div`` and ``softmax_js_div``, which torch has no function for, are the ops with named
-reductions, and so are ``linear_softmax_kl_div`` and ``linear_softmax_js_div`` of
-:mod:`compile_losses.linear`. Nor has torch functions for ``selective_log_softmax`` and
-``softmax_entropy``, which read the logits once and store no log-probabilities.
+Torch has no functions for ``softmax_kl_div`` and ``softmax_js_div``. They are the ops with named
+reductions, as ``linear_softmax_kl_div`` and ``linear_softmax_js_div`` of
+:mod:`compile_losses.linear` are. Torch has no functions for ``selective_log_softmax`` and
+``softmax_entropy`` either. They read the logits once and store no log-probabilities.
 
-A call goes on to torch's own function when an operand is not a dense tensor of a floating dtype on
-a device with kernels, when a class or mode overrides torch's function, and, within the ops, inside
-``torch.func`` and forward-mode differentiation, for which custom ops have no rules.
+A call goes on to torch's own function if an operand is not a dense tensor of a floating dtype on
+a device with kernels, or if a class or mode overrides torch's function. The ops call torch's
+function inside ``torch.func`` and forward-mode differentiation, for which custom ops have no rules.
 
-Do not change an argument behind autograd's back between a loss and its backward pass: through
-``.data``, or in place through ``detach()``'s result where its version counter is not looked at. In
-the backward pass these functions read their arguments again. torch's save something of their own
-in these cases, and give the gradients of the loss that was computed, where these give other numbers
-without a warning:
+Between a loss and its backward do not change an argument without autograd's knowledge: through
+``.data``, or in place through the result of ``detach()`` if its version counter is not checked. In
+the backward these functions read their arguments again. In the following cases torch's functions
+save other tensors and still give the right gradients, and these functions give wrong ones without a
+warning:
 
-- ``cross_entropy``, with either kind of target, when input changes (torch saves the
-  log-probabilities; here the new logits meet the old rows' sums);
-- ``l1_loss``, and weighted ``mse_loss``, when input or target changes (torch saves the difference);
-- ``kl_div`` with ``log_target``, when input or target changes.
+- ``cross_entropy``, with either kind of target, if input changes (torch saves the
+  log-probabilities; here the new logits are combined with the old rows' sums);
+- ``l1_loss``, and weighted ``mse_loss``, if input or target changes (torch saves the difference);
+- ``kl_div`` with ``log_target``, if input or target changes.
 
 Change a copy instead, or call ``backward`` first. In the other cases torch's functions read the
-changed argument as well. A change that autograd knows of raises its error.
+changed argument as well. For a change that autograd knows of, it raises an error.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ MEAN_OF_KL_DIV = (
 )
 
 fused = torch.ops.fused
-# As Any, because its stubs do not know every weight.
+# Any, because the stubs do not have every weight.
 F: Any = torch.nn.functional
 
 
@@ -105,7 +105,7 @@ def mse_loss(
         return F.mse_loss(input, target, size_average, reduce, reduction, weight)
     warn_if_broadcast(input, target)
     enum = reduction_of(reduction, size_average, reduce)
-    # torch composes weighted losses of ops, and on the CPU autocast knows none of these.
+    # torch composes weighted losses of ops that autocast does not handle on the CPU.
     autocasts = input.device.type != "cpu"
     return _weighted(fused.mse_loss, input, target, weight, enum, autocasts)
 
@@ -124,7 +124,7 @@ def l1_loss(
         return F.l1_loss(input, target, size_average, reduce, reduction, weight)
     warn_if_broadcast(input, target)
     enum = reduction_of(reduction, size_average, reduce)
-    # As for mse_loss; elsewhere autocast knows the sum, but not the absolute value.
+    # As for mse_loss; on other devices autocast handles the sum, but not the absolute value.
     autocasts = input.device.type != "cpu" and enum != REDUCTIONS["none"]
     return _weighted(fused.l1_loss, input, target, weight, enum, autocasts)
 
@@ -287,7 +287,7 @@ def softmax_kl_div(
             reduction=reduction,
         )
 
-    Both arguments are differentiable. It is not multiplied by the temperature's square.
+    Both arguments are differentiable. The result is not multiplied by the temperature's square.
 
     Args:
         input, target: logits of one shape, of any floating dtypes.
@@ -319,9 +319,9 @@ def softmax_js_div(
     m = (1 - beta) p + beta q.
 
     Args:
-        beta: between 0 and 1, without these.
+        beta: between 0 and 1, both excluded.
 
-    Others, and errors, are those of :func:`softmax_kl_div`.
+    Other arguments and errors are the same as of :func:`softmax_kl_div`.
 
     Raises:
         RuntimeError: beta is not between 0 and 1.
@@ -340,12 +340,12 @@ def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
         index: int64 in [0, C): [...], one class of each row, or [..., K], K of them.
 
     Returns:
-        The log-probabilities, of index's shape and logits' dtype. They are differentiable by the
-        logits.
+        The log-probabilities, of index's shape and logits' dtype, differentiable with respect to
+        the logits.
 
     Raises:
         RuntimeError: shapes, dtypes or devices other than these.
-        IndexError: on the CPU, an index outside [0, C) (with K of them RuntimeError, as torch's
+        IndexError: on the CPU, an index outside [0, C) (RuntimeError for [..., K], as in torch's
             gather). On CUDA the kernel stops with a device-side assertion.
     """
     if overridden(logits, index) or not has_kernels(logits):
@@ -358,8 +358,8 @@ def softmax_entropy(logits: Tensor) -> Tensor:
 
         -(F.softmax(logits, -1) * F.log_softmax(logits, -1)).sum(-1)
 
-    Classes with probability 0, as where a mask made a logit -inf, add nothing: torch's own ops give
-    nan there.
+    Classes with probability 0, for example if a mask made a logit -inf, add nothing; torch's own
+    ops give nan.
 
     Args:
         logits: [..., C], of a floating dtype.
@@ -384,7 +384,7 @@ def _weighted(
     reduction: int,
     autocasts: bool,
 ) -> Tensor:
-    """An error loss; autocasts: whether autocast settles the dtype of torch's weighted one."""
+    """An error loss. autocasts: whether autocast sets the dtype of torch's weighted loss."""
     if weight is None:
         return op(input, target, reduction)
     check_weight(input, weight)
@@ -394,6 +394,6 @@ def _weighted(
         promoting = (weight,) if mean or promotes(weight, shape) else ()
         dtype = promoted_dtype(input, target, *promoting)
     if mean and not same_shape(input.shape, shape):
-        # torch divides by the sum of the weight before it is broadcast, the op by that after
+        # torch divides by the weight's sum before it is broadcast, the op by its sum after
         return op(input, target, REDUCTIONS["sum"], weight=weight, dtype=dtype) / weight.sum()
     return op(input, target, reduction, weight=weight, dtype=dtype)

@@ -1,8 +1,8 @@
-"""What keeps a fault of this package out of a user's compilation.
+"""Keeps a fault of this package out of a user's compilation.
 
-Whatever fails while losses are looked for or lowered leaves them to torch: the reason goes into the
-report, and into one warning. With ``options={"strict": True}``, or COMPILE_LOSSES_STRICT=1 in the
-environment, it ends the compilation instead.
+If recognition or lowering fails, the losses are left to torch. The reason goes into the report and
+into one warning. With ``options={"strict": True}``, or COMPILE_LOSSES_STRICT=1 in the environment,
+the failure ends the compilation instead.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True)
 class Failure:
-    """In the place of a result: why there is none."""
+    """The reason for a failure, in the place of a result."""
 
     reason: str
 
 
 def strict_by_default() -> bool:
-    """Whether the environment asks for it: COMPILE_LOSSES_STRICT=1."""
+    """Whether COMPILE_LOSSES_STRICT=1 is in the environment."""
     return is_set("COMPILE_LOSSES_STRICT")
 
 
 def attempt(action: Callable[[], T], *, strict: bool | None = None) -> T | Failure:
-    """The result of ``action``, or why it failed.
+    """The result of ``action``, or the reason for its failure.
 
     Args:
-        action: leaves things as they were where it raises.
-        strict: whether what it raises is raised; by default as the environment says.
+        action: if it raises, it has changed nothing.
+        strict: whether its exceptions are raised; by default as the environment says.
 
     Raises:
-        torch._dynamo.exc.RestartAnalysis: by which Dynamo asks itself to trace a function anew.
+        torch._dynamo.exc.RestartAnalysis: Dynamo's request to itself to trace a function anew.
     """
     try:
         return action()
@@ -67,12 +67,12 @@ def attempt(action: Callable[[], T], *, strict: bool | None = None) -> T | Failu
 
 
 def is_restart(error: Exception) -> bool:
-    """Whether Dynamo asks itself to trace a function anew: no error, and not ours to handle."""
+    """Whether it is Dynamo's request to itself to trace a function anew, and so no failure."""
     return isinstance(error, RestartAnalysis)
 
 
 class Snapshot:
-    """What a graph held, to be restored after a change to it that was not finished."""
+    """A copy of a graph's nodes, to restore the graph after an unfinished change."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph

@@ -1,6 +1,6 @@
 """The passes that are put into Inductor's slots. The only module that reads or sets the slots.
 
-A pass in a slot keeps what it found there, and runs it after itself.
+A pass of ours keeps the pass that it found in its slot, and runs it afterwards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ fused = torch.ops.fused
 class Pass(CustomGraphPass):
     """A pass of ours before a pass of the user's, in one of Inductor's slots.
 
-    The uuid enters the keys of Inductor's and AOTAutograd's caches, which know neither our
+    The uuid enters the keys of Inductor's and AOTAutograd's caches. These keys contain neither our
     autograd formulas nor our kernels.
     """
 
@@ -45,11 +45,11 @@ class Pass(CustomGraphPass):
         self.previous = _as_tuple(previous)
         self.replaced = previous
         self.strict = strict
-        #: How many calls of enable() this pass is there for; 0 for the backend's own.
+        #: The number of calls of enable() that need this pass; 0 for the backend's own pass.
         self.calls = 0
 
     def run(self, graph: Graph) -> None:
-        """What the pass itself does; the base class only identifies the package."""
+        """Runs the pass itself; the base class only identifies the package."""
 
     def __call__(self, graph: Graph) -> None:
         self.run(graph)
@@ -58,14 +58,14 @@ class Pass(CustomGraphPass):
 
     def uuid(self) -> Any:
         ids = [getattr(other, "uuid", lambda: None)() for other in self.previous]
-        if None in ids:  # as without us: an unidentified pass switches the caches off
+        if None in ids:  # a pass without an id switches the caches off, also without us
             return None
         environment = switches.environment()
         return (type(self).__name__, fingerprint(), loaded(), *environment, *_rank(), *ids)
 
 
 def _rank() -> tuple[int, ...]:
-    """Graphs of DTensors hold which shard a rank has; the keys of torch's caches do not."""
+    """Graphs of DTensors depend on the rank's shard; the keys of torch's caches do not."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
         return ()
@@ -75,17 +75,17 @@ def _rank() -> tuple[int, ...]:
 class RewritePass(Pass):
     """Recognition, on the graph that Dynamo captured."""
 
-    #: What enable() was told of lazy logits; None is the environment's.
+    #: The argument of enable(); None is the environment's setting.
     lazy_logits: bool | None = None
 
     def run(self, graph: Graph) -> None:
-        # A graph inside another is left to the pass on the outer one, which comes later and knows
-        # what is written to after it.
+        # A graph inside another is left to the pass on the outer graph, which runs later and knows
+        # the mutations after the inner graph.
         if inside_pre_grad_passes() or not switches.runs(switches.REWRITE):
             return
         module = graph.owning_module
         if module is not None and "compile_losses" in module.meta:
-            return  # as what is compiled around Inductor has rewritten it
+            return  # it is compiled around Inductor, and has been rewritten there
         report = rewrite_graph(graph, strict=self.strict, lowers=switches.runs(switches.PLAN))
         if module is not None:
             module.meta["compile_losses"] = report
@@ -93,7 +93,7 @@ class RewritePass(Pass):
 
 
 def log_and_count(gm: GraphModule) -> None:
-    """Logs a line, and counts, what became of the losses of a graph, if they were looked for."""
+    """Logs a line on the losses of a graph and counts them, if recognition ran."""
     report: Report | None = gm.meta.get("compile_losses")
     if report is None:
         return
@@ -103,9 +103,9 @@ def log_and_count(gm: GraphModule) -> None:
 
 
 class LoweringPass(Pass):
-    """A pass on AOTAutograd's graphs; ``decisions`` collects what it decided, if anyone asks."""
+    """A pass on AOTAutograd's graphs; ``decisions`` collects its decisions, if given."""
 
-    #: Its name for COMPILE_LOSSES_PASSES.
+    #: The pass's name in COMPILE_LOSSES_PASSES.
     name = ""
 
     def __init__(
@@ -128,12 +128,12 @@ class LoweringPass(Pass):
 
 
 class PlanPass(LoweringPass):
-    """The plan, on the joint graph or that of inference."""
+    """The plan, on the joint graph or on the inference graph."""
 
     name = switches.PLAN
-    #: The backend's option of that name; None is the environment's.
+    #: The backend's option of this name; None is the environment's setting.
     prefer_memory: bool | None = None
-    #: The losses that the backend's options leave; None are the environment's.
+    #: The losses that the backend's options allow; None is the environment's setting.
     losses: frozenset[str] | None = None
 
     def set_options(self, settings: Settings) -> None:
@@ -166,13 +166,13 @@ class InPlacePass(LoweringPass):
 
     def lower(self, graph: Graph) -> list[Decision]:
         _note_compiled(graph)
-        # The numbers of donated buffers are those of the outermost graph's inputs.
+        # The numbers of donated buffers count the outermost graph's inputs.
         inside = inside_post_grad_passes()
         return in_place(graph, () if inside else donated_buffers())
 
     def uuid(self) -> Any:
         own = super().uuid()
-        return own and (*own, donated_buffers())  # what it overwrites depends on that
+        return own and (*own, donated_buffers())  # the pass's result depends on them
 
 
 def _as_tuple(passes: Any) -> tuple[Callable[[Graph], Any], ...]:
@@ -181,7 +181,7 @@ def _as_tuple(passes: Any) -> tuple[Callable[[Graph], Any], ...]:
     return tuple(passes) if isinstance(passes, list | tuple) else (passes,)
 
 
-#: Inductor's slots for AOTAutograd's graphs, and the passes that go there.
+#: Inductor's slots for AOTAutograd's graphs, and our passes for them.
 LOWERING: dict[str, type[LoweringPass]] = {
     JOINT: PlanPass,
     POST_GRAD: InPlacePass,
@@ -190,18 +190,18 @@ SLOTS: dict[str, type[Pass]] = {PRE_GRAD: RewritePass, **LOWERING}
 
 
 def users_passes(slot: str, options: Mapping[str, Any] | None = None) -> Any:
-    """What is in a slot but for a pass of ours.
+    """The pass in a slot, without a pass of ours.
 
     Args:
-        options: of Inductor, for one compilation; where they leave the slot out, its configuration
-            says what is there.
+        options: Inductor's options for one compilation. If they leave the slot out, Inductor's
+            configuration counts.
     """
     current = {**(options or {})}.get(slot, getattr(config, slot))
     return current.replaced if isinstance(current, Pass) else current
 
 
 def install() -> RewritePass:
-    """Puts the passes into all slots, for one more call of ``enable``; returns the first."""
+    """Puts the passes into all slots, for one more call of ``enable``; returns the first pass."""
     for slot, kind in SLOTS.items():
         current = getattr(config, slot)
         if not isinstance(current, Pass):
@@ -214,7 +214,7 @@ def install() -> RewritePass:
 
 
 def take_out() -> None:
-    """Puts back what was in the slots. Our pass stays in the last until no backward is to come."""
+    """Puts back the earlier passes. Ours stays in the last slot while backwards may be to come."""
     for slot in SLOTS:
         if slot != POST_GRAD:
             setattr(config, slot, users_passes(slot))
@@ -228,10 +228,10 @@ def installed_rewrite() -> RewritePass | None:
 
 
 class _Backward:
-    """Lives, in the meta of nodes, as long as a backward may still be compiled."""
+    """An object in the meta of nodes. It lives as long as a backward may still be compiled."""
 
 
-#: Those planned by passes that ``enable`` has put into the slots.
+#: The backwards planned by passes that ``enable`` has put into the slots.
 _to_come: WeakSet[_Backward] = WeakSet()
 
 
@@ -254,7 +254,7 @@ def _note_compiled(graph: Graph) -> None:
 
 
 def forget_backwards() -> None:
-    """Takes the last pass out although backwards may be to come, as after a reset of Dynamo."""
+    """Takes the last pass out although backwards may be to come, as after Dynamo is reset."""
     _to_come.clear()
     _leave()
 
@@ -262,8 +262,8 @@ def forget_backwards() -> None:
 def _leave() -> None:
     """Takes the last pass out of its slot, if it was left for backwards and none is to come.
 
-    May be called at any time, when a backward is garbage: also while a compilation has a pass of
-    its own in the slot, which stays.
+    Runs whenever a backward is collected, perhaps during a compilation that has a pass of its own
+    in the slot. That pass stays.
     """
     current = getattr(config, POST_GRAD)
     left = isinstance(current, Pass) and current.calls > 0

@@ -40,8 +40,8 @@ def define(schema: str) -> OpOverload[..., Any]:
 
 
 def register_fake(op: OpOverload[..., Any], fake: Callable[..., Any]) -> None:
-    """Registers what tracing and meta tensors see of an op, which refuses tensors of different
-    devices as its kernels do: beside a meta tensor a fake would return uninitialised memory."""
+    """Registers an op's fake, for tracing and meta tensors. As the op's kernels do, it refuses
+    tensors of different devices: with a meta tensor it would return uninitialised memory."""
 
     @wraps(fake)
     def on_one_device(*args: Any, **kwargs: Any) -> Any:
@@ -62,13 +62,13 @@ def register_autograd(
     backward: Callable[..., Any],
     setup_context: Callable[..., Any],
 ) -> Leaf:
-    """Registers a formula with an op, and returns the op with a shorter way in eager code."""
+    """Registers an op's autograd formula. Returns the op with a shorter way in eager code."""
     torch.library.register_autograd(op.name(), backward, setup_context=setup_context, lib=LIBRARY)
     return Leaf(op, backward, setup_context)
 
 
 def register_not_differentiable(op: OpOverload[..., Any]) -> Callable[..., Any]:
-    """For ops of calls that record no gradient. Returns the op below autograd, a shorter way."""
+    """For ops of calls that record no gradient. Returns a shorter way to the op below autograd."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         tensors = (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
@@ -89,9 +89,10 @@ def implement(op: OpOverload[..., Any], kernel: Callable[..., Any], key: str) ->
 
 
 def implement_public(op: OpOverload[..., Any], kernel: Callable[..., Any]) -> None:
-    """A public op is made of other ops. It sees the tensors of ``vmap`` and DTensors as they are.
+    """Registers the kernel of a public op, which is composed of other ops.
 
-    Its kernel asks for their mesh first: ``compile_losses.distributed.mesh_of``.
+    The kernel gets tensors of ``vmap`` and DTensors unchanged. So it first asks for their mesh:
+    ``compile_losses.distributed.mesh_of``.
     """
     implement(op, kernel, "CompositeImplicitAutograd")
     implement(op, kernel, "FuncTorchBatched")
@@ -99,7 +100,7 @@ def implement_public(op: OpOverload[..., Any], kernel: Callable[..., Any]) -> No
 
 @cache
 def public_ops() -> list[str]:
-    """The losses under ``torch.ops.fused``, without the ops that they are made of."""
+    """The losses under ``torch.ops.fused``, without the ops that they are composed of."""
     names = {name.removeprefix("fused::") for name in op_names() if name.startswith("fused::")}
     return sorted(name for name in names if f"{name}_forward" in names)
 
@@ -117,7 +118,7 @@ def load_kernels() -> None:
     """Loads the libraries built from ``csrc/``.
 
     Raises:
-        ImportError: when no CPU library is there, saying what to run.
+        ImportError: there is no CPU library; the message has the command that builds one.
     """
     built = [path for path in _cpu_candidates() if path.exists()]
     if not built:
@@ -151,7 +152,7 @@ def _load_cuda() -> Path | str:
 
 
 def loaded() -> tuple[tuple[str, str], ...]:
-    """For each device type the file that its kernels are from, or why there are none."""
+    """For each device type the file of its kernels, or the reason why there are none."""
     return tuple(
         (device, file.name if isinstance(file, Path) else file) for device, file in kernels.items()
     )
@@ -159,8 +160,8 @@ def loaded() -> tuple[tuple[str, str], ...]:
 
 @cache
 def cuda_build() -> dict[str, Any]:
-    """What the build wrote of the CUDA kernels: their ``version`` of CUDA and the ``architectures``
-    that they are compiled for, or why they are ``missing``. Empty where it wrote nothing."""
+    """The build's record of the CUDA kernels: their ``version`` of CUDA and the ``architectures``
+    that they are compiled for, or why they are ``missing``. Empty if there is no record."""
     try:
         return dict(json.loads((PACKAGE / "kernels.json").read_text())["cuda"])
     except FileNotFoundError:
@@ -168,12 +169,12 @@ def cuda_build() -> dict[str, Any]:
 
 
 def no_kernels(device: torch.device) -> str | None:
-    """Why the ops can't compute on a device, or None where they can."""
+    """Why the ops can't compute on a device; None if they can."""
     built = kernels.get(device.type, "compile_losses has none for it")
     if isinstance(built, str):
         return built
-    # Of a machine's GPUs one may be older than the others. Where CUDA is not in use, a tensor on
-    # this device is a fake one.
+    # One of a machine's GPUs may be older than the others. If CUDA is not in use, a tensor on this
+    # device is a fake one.
     if device.type == "cuda" and torch.cuda.is_initialized():
         capability = torch.cuda.get_device_capability(device)
         return None if runs_on(capability) else _built_for(capability)
@@ -188,7 +189,7 @@ def runs_on(capability: tuple[int, int]) -> bool:
 
 
 def _runs(architecture: str, capability: tuple[int, int]) -> bool:
-    """``9.0`` is code for 9.x from there on, ``9.0a`` for 9.0, ``9.0+PTX`` also for all newer."""
+    """``9.0`` is code for 9.0 and later 9.x, ``9.0a`` for 9.0, ``9.0+PTX`` for all from 9.0."""
     number = architecture.removesuffix("+PTX")
     major, minor = (int(part) for part in number.rstrip(ascii_lowercase).split("."))
     if number[-1].isalpha():
@@ -205,9 +206,9 @@ def _built_for(capability: tuple[int, int]) -> str:
 
 
 def _capabilities() -> list[tuple[int, int]]:
-    """Those of this machine's GPUs, from NVIDIA's management library; empty where it does not tell.
+    """The capabilities of this machine's GPUs, from NVIDIA's management library; empty if unknown.
 
-    Unlike CUDA it may be asked in a process that forks afterwards."""
+    Unlike CUDA, the library may be used in a process that forks afterwards."""
     found = []
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -242,14 +243,14 @@ def warn_of_no_kernels(device_type: str, reason: str) -> None:
 def fingerprint() -> str:
     """A hash of the package's sources and built kernels, for the keys of torch.compile's caches.
 
-    AOTAutograd's key has neither the autograd formulas of an op nor its kernels in it: without this
-    a changed formula would be answered from the cache with the old gradient.
+    AOTAutograd's key contains neither the autograd formulas of an op nor its kernels. Without this
+    hash the cache would return the old gradient after a formula changes.
     """
     return hash_of([*PACKAGE.rglob("*.py"), *PACKAGE.glob("*.so")], PACKAGE)
 
 
 def hash_of(files: Iterable[Path], folder: Path) -> str:
-    """A hash of what files hold, and of their names in a folder."""
+    """A hash of files' contents and of their names in a folder."""
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(str(path.relative_to(folder)).encode())

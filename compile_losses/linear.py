@@ -1,6 +1,6 @@
 """Losses of a linear layer's output that never hold that output.
 
-Linear cross entropy is as torch 2.13 spells it, for every torch that this package runs on. Torch
+Linear cross entropy has the signature of torch 2.13's function, with every version of torch. Torch
 has no function for log-probabilities, nor for the divergences from a teacher.
 """
 
@@ -42,8 +42,8 @@ def linear_cross_entropy(
     """Cross entropy of ``linear(input, linear_weight, linear_bias)`` that never holds the logits.
 
     Signature and results are those of ``torch.nn.functional.linear_cross_entropy`` in torch 2.13,
-    with two arguments more; see :mod:`compile_losses.ops.linear_cross_entropy` for what it computes
-    and raises.
+    with two more arguments; :mod:`compile_losses.ops.linear_cross_entropy` has its formula and
+    errors.
 
     Args:
         input: [hidden], [rows, hidden], or with more leading dimensions.
@@ -51,15 +51,15 @@ def linear_cross_entropy(
         target: class indices, int64 or uint8, of input's leading shape (and d1, ...); or class
             probabilities of the logits' shape.
         linear_bias: of linear_weight's shape without hidden.
-        weight: [classes], in the loss's dtype; beside class probabilities in any. With class
-            indices one that requires a gradient is an error, but for calls that torch computes in
-            chunks (``options`` given, no label smoothing, int64 targets, linear_weight
-            [classes, hidden]): there, as in torch, no gradient flows to it.
+        weight: [classes], in the loss's dtype, or in any dtype with class probabilities. With class
+            indices a weight that requires a gradient is an error, except in calls that torch
+            computes in chunks (``options`` given, no label smoothing, int64 targets, linear_weight
+            [classes, hidden]): as in torch, no gradient flows to it in these.
         reduction: ``"none"``, ``"mean"`` or ``"sum"``.
-        ignore_index: class indices of this value count for nothing; None is -100.
+        ignore_index: class indices of this value are ignored; None is -100.
         label_smoothing: from 0 to 1.
-        options: accepted for torch's sake: chunks are always used, and their size is chosen from
-            the shapes.
+        options: accepted for compatibility with torch. Chunks are always used, and their size is
+            chosen from the shapes.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
         z_loss: ``z_loss * logsumexp(logits) ** 2`` is added to the loss of each row (PaLM).
     """
@@ -127,16 +127,16 @@ def linear_log_probs(
     Args:
         input: [hidden], [rows, hidden], or with more leading dimensions.
         weight, bias: [classes, hidden] and [classes], in input's dtype.
-        index: the class of each row, int64, of input's leading shape. Of a negative one, such as
-            the label -100, the log-probability is 0.
-        temperature: what the logits are divided by, after the soft-cap.
+        index: the class of each row, int64, of input's leading shape. The log-probability of a
+            negative index, such as the label -100, is 0.
+        temperature: the logits are divided by it, after the soft-cap.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
         return_entropy: whether the entropy of each row's softmax is returned as well.
         return_argmax: whether the likeliest class of each row is returned as well, int64.
 
     Returns:
-        The log-probabilities, of index's shape, in float32, or in float64 for float64; in a tuple
-        with the entropies and then the likeliest classes, if they are asked for.
+        The log-probabilities, of index's shape, in float32, or in float64 for float64; if entropies
+        or likeliest classes are requested, a tuple with these after them, in this order.
 
     Raises:
         RuntimeError: shapes, dtypes or devices that don't go together; a temperature or a softcap
@@ -163,8 +163,8 @@ def linear_softmax_kl_div(
     temperature: float = 1.0,
 ) -> Tensor:
     """Kullback-Leibler divergence of a linear layer's output from a teacher's logits, for
-    distillation (Hinton et al., Distilling the Knowledge in a Neural Network, 2015), of which
-    neither is ever held::
+    distillation (Hinton et al., Distilling the Knowledge in a Neural Network, 2015). Neither the
+    output nor the logits of a teacher's layer are ever held::
 
         student = F.linear(input, linear_weight, linear_bias)
         teacher = target if target_weight is None else F.linear(target, target_weight, target_bias)
@@ -173,21 +173,21 @@ def linear_softmax_kl_div(
             reduction=reduction,
         )
 
-    It is not multiplied by the temperature's square. Input, linear_weight and linear_bias are
-    differentiable, the teacher is not.
+    The result is not multiplied by the temperature's square. Input, linear_weight and linear_bias
+    are differentiable, the teacher is not.
 
     Args:
         input: [hidden], [rows, hidden], or with more leading dimensions.
         linear_weight, linear_bias: [classes, hidden] and [classes], in input's dtype.
-        target: the teacher's logits, of input's leading dimensions and then [classes]; or with
-            target_weight what its own linear layer reads, of these and any number of features.
+        target: the teacher's logits, of input's leading dimensions and then [classes]; with
+            target_weight the input of the teacher's linear layer, of input's leading dimensions
+            and then any number of features.
         target_weight, target_bias: [classes, target's features] and [classes], in target's dtype.
         reduction: ``"batchmean"``, which divides by the first of the logits' sizes; ``"sum"``;
             ``"mean"`` over all classes of all rows; or ``"none"``, the divergence of each row, of
             input's leading dimensions.
-        reverse: whether the divergence is that of the teacher from the student, ``KL(student ||
-            teacher)``, as in MiniLLM (Gu et al., 2024).
-        temperature: of both.
+        reverse: whether to compute ``KL(student || teacher)``, as in MiniLLM (Gu et al., 2024).
+        temperature: of both softmaxes.
 
     Raises:
         RuntimeError: shapes, dtypes or devices that don't go together; a temperature that is not
@@ -220,13 +220,14 @@ def linear_softmax_js_div(
     beta: float = 0.5,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Generalised Jensen-Shannon divergence of a linear layer's output and a teacher's logits, of
-    which neither is ever held: :func:`compile_losses.functional.softmax_js_div` of both.
+    """Generalised Jensen-Shannon divergence of a linear layer's output and a teacher's logits:
+    :func:`compile_losses.functional.softmax_js_div` of both. Neither the output nor the logits of a
+    teacher's layer are ever held.
 
     Args:
-        beta: between 0 and 1, without these.
+        beta: between 0 and 1, both excluded.
 
-    Others, and errors, are those of :func:`linear_softmax_kl_div`.
+    Other arguments and errors are the same as of :func:`linear_softmax_kl_div`.
 
     Raises:
         RuntimeError: beta is not between 0 and 1.
@@ -271,7 +272,7 @@ class LinearCrossEntropyLoss(nn.Module):
     dicts go from one to the other.
 
     Args:
-        in_features, num_classes: the linear layer's.
+        in_features, num_classes: the sizes of the linear layer.
         out_features: (d1, ..., dK) of a K-dimensional loss.
         bias, device, dtype: as for ``torch.nn.Linear``; no bias by default.
         weight: a weight for each class.

@@ -1,4 +1,4 @@
-"""The options of the backend: their names, and what they ask for."""
+"""The options of the backend: their names, and their settings."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from compile_losses.torch_internals.inductor import (
     uses_cuda_graphs,
 )
 
-#: The option of the backend that names another backend to compile the rewritten graph.
+#: The option that names another backend to compile the rewritten graph.
 INNER_BACKEND = "inner_backend"
 #: The option that compares every loss with its rewrite while compiling.
 VERIFY = "verify"
-#: The option that raises what goes wrong inside this package.
+#: The option that raises errors inside this package.
 STRICT = "strict"
-#: The option that takes linear cross entropy where it saves memory and may cost time.
+#: The option that uses linear cross entropy also if it saves memory and may cost time.
 PREFER_MEMORY = "prefer_memory"
 #: The options that name the losses to rewrite, and those to leave alone.
 LOSSES, EXCEPT = "losses", "except"
 
 
 class InvalidOptionError(ShortenTraceback):
-    """A mode or an option that there is not; a RuntimeError, as stock torch.compile's."""
+    """An unknown mode or option; a RuntimeError, as in stock torch.compile."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, first_useful_frame=None)
@@ -39,10 +39,10 @@ class InvalidOptionError(ShortenTraceback):
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of the backend, read; None is what the environment says.
+    """The options of the backend; None is the environment's setting.
 
     Attributes:
-        inductor: Inductor with its own options and the mode; None where another backend compiles.
+        inductor: Inductor with its own options and the mode; None if another backend compiles.
         others: the options that are not this package's.
     """
 
@@ -59,7 +59,7 @@ class Settings:
     def of(cls, mode: str | None, options: dict[str, Any] | None) -> Settings:
         """
         Raises:
-            InvalidOptionError: a mode, an option or a loss that there is not.
+            InvalidOptionError: an unknown mode, option or loss.
         """
         others = dict(options or {})
         inner = others.pop(INNER_BACKEND, "inductor")
@@ -76,7 +76,7 @@ class Settings:
         return cls(inner, verify, strict, prefer_memory, lazy_logits, losses, inductor, others)
 
     def lazily(self, gm: GraphModule) -> Lazily | None:
-        """How logits that a Dynamo graph returns become lazy; None where nobody asks for that."""
+        """Makes logits that a Dynamo graph returns lazy; None if that is not requested."""
         if not switches.returns_lazy_logits(self.lazy_logits):
             return None
         if is_to_be_saved():

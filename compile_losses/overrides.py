@@ -1,4 +1,4 @@
-"""Which calls of a loss the ops take, and which are torch's."""
+"""Which calls of a loss the ops take, and which are left to torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compile_losses import library
 from compile_losses.ops.checks import FLOATING
 from compile_losses.torch_internals.eager import NO_TORCH_FUNCTION, DeviceContext, function_modes
 
-#: Devices that the ops compute on; ``meta`` is answered by their fakes.
+#: Devices that the ops compute on; ``meta`` is handled by their fakes.
 DEVICES = frozenset(
     {"meta"} | {d for d, built in library.kernels.items() if isinstance(built, Path)}
 )
@@ -24,7 +24,7 @@ DEFAULT: Any = Tensor.__torch_function__
 
 def has_kernels(*operands: Any) -> bool:
     """Whether the ops compute with such operands: dense tensors of floating dtypes."""
-    # Not all(): this is on the way of every eager call.
+    # Not all(), because every eager call runs this.
     for operand in operands:
         if operand is not None and not (
             isinstance(operand, Tensor)
@@ -40,8 +40,9 @@ def has_kernels(*operands: Any) -> bool:
 def overridden(*operands: Any) -> bool:
     """Whether an operand's class, or an active mode, has a ``__torch_function__`` of its own.
 
-    That of torch.Tensor only gives results the class of the operands, which it does for ops as
-    well. That of torch.device contexts is for functions that create tensors.
+    The function of torch.Tensor does not count: it gives results the class of the operands, and
+    does so for ops as well. Nor does the mode of torch.device contexts, which is for functions that
+    create tensors.
     """
     if not has_torch_function(operands):
         return False

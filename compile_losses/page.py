@@ -33,7 +33,7 @@ _COLUMNS = ("loss", "source", "plan", "bytes moved", "torch's own ops", "notes")
 
 
 def page(report: Report) -> str:
-    """All text of the user's program in it is escaped; it refers to nothing outside."""
+    """All text of the user's program is escaped; the page refers to no other file."""
     rows = "\n".join(map(_row, report.sites))
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     table = f"<table>\n<tr>{head}</tr>\n{rows}\n</table>" if report.sites else ""

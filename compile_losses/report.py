@@ -1,4 +1,4 @@
-"""What was rewritten, what was not, and why: the answer that ``explain`` gives."""
+"""The report of ``explain``: the losses that were rewritten or not, and why."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Result:
     """A number that a graph returns, or calls ``backward`` on, and that needs a gradient.
 
     Attributes:
-        file, line: where it is computed, as of a :class:`~compile_losses.sites.Site`.
+        file, line: where it is computed, as in :class:`~compile_losses.sites.Site`.
         graph: the index of its graph.
-        found: what it is made of: the ops of the sites with their status.
+        found: the losses that it is computed from: the ops of the sites with their status.
     """
 
     file: str
@@ -31,12 +31,13 @@ class Report:
     """The losses of one function, in the order in which they run.
 
     Attributes:
-        sites: the losses found; behind those of each graph what was not recognised in it, one site
+        sites: the losses found; after the losses of each graph its unrecognised numbers, one site
             for each line.
-        results: the numbers that need a gradient, with what was found below each; of ``explain``.
-        graphs: how many graphs Dynamo made of the function.
-        graph_breaks: Dynamo's reasons for making more than one.
-        errors: why the plan of a graph is not known, or its losses were not looked for.
+        results: the numbers that need a gradient, with the losses found below each; only from
+            ``explain``.
+        graphs: the number of graphs that Dynamo made of the function.
+        graph_breaks: Dynamo's reasons for more than one graph.
+        errors: why the plan of a graph is unknown, or why recognition did not run.
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -59,7 +60,7 @@ class Report:
 
     @property
     def losses(self) -> list[Site]:
-        """The sites less what was not recognised."""
+        """The sites without the unrecognised ones."""
         return [site for site in self.sites if site.status != UNRECOGNISED]
 
     @property
@@ -72,7 +73,7 @@ class Report:
 
     @property
     def remarks(self) -> list[str]:
-        """What else is to be said, in lines."""
+        """Further lines of the report."""
         lines = []
         if self.graphs == 0 and not self.sites:
             lines.append("Dynamo compiled nothing: is the function disabled or skipped?")

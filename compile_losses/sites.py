@@ -1,6 +1,6 @@
-"""Where a loss stands in a user's program, and the mark by which lower graphs know it again.
+"""The place of a loss in a user's program, and the mark that identifies the loss in lower graphs.
 
-Recognition, the passes on lower graphs and the report share what is here.
+Recognition, the passes on lower graphs and the report share this module.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _LIBRARIES = tuple(
 
 UNRECOGNISED = "unrecognised"
 
-#: Tracing copies ``meta[CUSTOM]`` from a Dynamo node to all nodes that it becomes, and
-#: AOTAutograd from a forward node to its backward; this is our entry there.
+#: Tracing copies ``meta[CUSTOM]`` from a Dynamo node to all nodes that it becomes, and AOTAutograd
+#: copies it from a forward node to its backward. This is our entry in it.
 _SITE = "compile_losses"
 _numbers = itertools.count()
 
@@ -42,20 +42,20 @@ class Site:
     """One loss in a user's program.
 
     Attributes:
-        op: the fused op, or the torch function that was left alone; ``"elementwise"`` for what is
-            neither, and whose gradient may be computed with it; of what was not recognised, the
-            function that reduces a tensor to a number.
-        status: ``"rewritten"``; ``"declined"``; or ``"unrecognised"``, for what is part of a number
-            that the function returns or differentiates, and may be a loss that nobody knew.
-        reason: why it was declined, or what was absorbed into the op; may be empty.
-        file, line: the innermost frame of the user's own code, outside installed libraries; that
-            of a library's model where there is none.
-        graph: the index of the graph it lies in, counted from 0.
-        plan: what Inductor's graphs make of a rewritten loss, in steps; empty where that is not
+        op: the fused op, or the torch function that was left alone; ``"elementwise"`` for a loss
+            without either, whose gradient may be computed together with it; for an unrecognised
+            number, the function that reduces a tensor to it.
+        status: ``"rewritten"``; ``"declined"``; or ``"unrecognised"``, for a reduction in a number
+            that the function returns or differentiates: it may be a loss that is not known.
+        reason: why it was declined, or which ops were absorbed into the op; may be empty.
+        file, line: the innermost frame of the user's own code, outside installed libraries; if
+            there is none, a frame of a library's model.
+        graph: the index of its graph, counted from 0.
+        plan: the steps in which Inductor's graphs compute a rewritten loss; empty if they are not
             known for certain.
         details: the reasons for the plan.
         bytes_moved, bytes_held: an estimate of the bytes that the loss's forward and backward move,
-            and of the most that are held for it at a time; None where it is not known.
+            and of the most that are held for it at a time; None if unknown.
         stock_bytes_moved, stock_bytes_held: the same for torch's own ops.
         mark: the loss's number in the process; it identifies the loss in lower graphs.
     """
@@ -76,7 +76,7 @@ class Site:
 
     @property
     def traffic(self) -> str:
-        """The bytes moved, against those of torch's own ops."""
+        """The bytes moved, and those that torch's own ops move."""
         if self.bytes_moved is None or self.stock_bytes_moved is None:
             return ""
         return f"{megabytes(self.bytes_moved)} / {megabytes(self.stock_bytes_moved)}"
@@ -87,7 +87,7 @@ class Site:
 
 
 def mark(node: Node) -> int:
-    """Gives a Dynamo node a number that the nodes which it becomes after autograd carry too."""
+    """Gives a Dynamo node a number. The nodes that it becomes after autograd have it as well."""
     number = next(_numbers)
     node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), _SITE: number}
     return number
@@ -101,8 +101,8 @@ def site_of(node: Node) -> int | None:
 def source_of(node: Node) -> tuple[str, int]:
     """The file and line of the user's code that made a node, as Dynamo recorded it.
 
-    Where a library's model is compiled by itself no line is the user's. The nearest to it is then
-    in the ``forward`` of that model, and not in the functions that it calls for its loss.
+    If a library's model is compiled by itself, no line is the user's. Then the line is in the
+    ``forward`` of that model, and not in the functions that the model calls for its loss.
     """
     return line_in(node.meta.get("stack_trace") or "")
 

@@ -1,6 +1,6 @@
-"""What users switch on and off: which losses, which passes, everything; and what was counted.
+"""The switches for users: which losses, which passes, everything; and the counters.
 
-Each option of the backend that has a variable in the environment takes it where it is not given.
+If an option of the backend is not given, its environment variable counts, if it has one.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Iterable
 
 from compile_losses import library
 
-#: Of losses that have no op, whose gradients are computed with them.
+#: The name for losses that have no op, whose gradients are computed together with them.
 ELEMENTWISE = "elementwise"
-#: The passes, in their order: on Dynamo's graph, and twice on AOTAutograd's.
+#: The passes, in their order: one on Dynamo's graph, and two on AOTAutograd's graphs.
 REWRITE, PLAN, IN_PLACE = PASSES = ("rewrite", "plan", "in_place")
 
-#: The option of the backend, and of ``enable``, that returns logits which are computed when read.
+#: The option of the backend and of ``enable`` that returns lazy logits.
 LAZY_LOGITS = "lazy_logits"
 
-#: What compiled graphs depend on.
+#: The variables that compiled graphs depend on.
 VARIABLES = (
     "COMPILE_LOSSES",
     "COMPILE_LOSSES_EXCEPT",
@@ -43,33 +43,33 @@ def environment() -> tuple[str | None, ...]:
 
 
 def is_on() -> bool:
-    """Whether anything is done at all: not with ``COMPILE_LOSSES=0``."""
+    """Whether the package does anything; with ``COMPILE_LOSSES=0`` it does not."""
     return is_set("COMPILE_LOSSES", "1")
 
 
 def runs(name: str) -> bool:
-    """Whether a pass runs: where ``COMPILE_LOSSES_PASSES`` names any, it names those that do."""
+    """Whether a pass runs: if ``COMPILE_LOSSES_PASSES`` names passes, only these run."""
     named = _names("COMPILE_LOSSES_PASSES")
     return is_on() and (named is None or name in named)
 
 
 def returns_lazy_logits(given: bool | None = None) -> bool:
-    """Whether compiled graphs do; by default if COMPILE_LOSSES_LAZY_LOGITS=1 is in the
-    environment."""
+    """Whether compiled graphs return lazy logits; by default if COMPILE_LOSSES_LAZY_LOGITS=1 is in
+    the environment."""
     return is_set("COMPILE_LOSSES_LAZY_LOGITS") if given is None else given
 
 
 def check_environment() -> None:
     """
     Raises:
-        RuntimeError: a variable names a pass or a loss that there is not.
+        RuntimeError: a variable names an unknown pass or loss.
     """
     _check("COMPILE_LOSSES_PASSES", _names("COMPILE_LOSSES_PASSES") or [], PASSES)
     chosen()
 
 
 def losses() -> list[str]:
-    """What an option may name: the ops, and ``"elementwise"``."""
+    """The names that an option may have: the ops, and ``"elementwise"``."""
     return sorted({*library.public_ops(), ELEMENTWISE})
 
 
@@ -79,11 +79,11 @@ def chosen(
     """The losses that are rewritten.
 
     Args:
-        only: these; by default those of ``COMPILE_LOSSES_ONLY``, or all.
-        excluded: without these; by default those of ``COMPILE_LOSSES_EXCEPT``.
+        only: rewrite only these; by default the losses of ``COMPILE_LOSSES_ONLY``, or all.
+        excluded: don't rewrite these; by default the losses of ``COMPILE_LOSSES_EXCEPT``.
 
     Raises:
-        RuntimeError: a name that is none of :func:`losses`.
+        RuntimeError: a name that is not in :func:`losses`.
     """
     known = losses()
     wanted = _names("COMPILE_LOSSES_ONLY") if only is None else _listed("losses", only)
@@ -100,7 +100,7 @@ def _listed(option: str, names: Iterable[str]) -> list[str]:
 
 
 def _names(variable: str) -> list[str] | None:
-    """Names with commas between them; None where the variable has none."""
+    """Names with commas between them; None if the variable has none."""
     return [
         name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()
     ] or None
@@ -113,12 +113,12 @@ def _check(what: str, names: Iterable[str], known: Iterable[str]) -> None:
 
 
 def counters() -> defaultdict[str, Counter[str]]:
-    """What was compiled in this process, as ``torch._dynamo.utils.counters``.
+    """Counts of losses compiled in this process, as ``torch._dynamo.utils.counters``.
 
-    ``counters()["rewritten"]["mse_loss"]`` is how many losses became this op,
-    ``counters()["declined"]`` counts those that were seen and left to torch by their names, and
-    ``counters()["plan"]`` what was decided about losses in AOTAutograd's graphs, in the words of
-    :func:`compile_losses.explain`. What comes from a cache is not compiled, and not counted.
+    ``counters()["rewritten"]["mse_loss"]`` is the number of losses that became this op.
+    ``counters()["declined"]`` counts, by name, losses that were seen and left to torch.
+    ``counters()["plan"]`` counts the decisions about losses in AOTAutograd's graphs, in the words
+    of :func:`compile_losses.explain`. Graphs from a cache are not compiled, and not counted.
     ``counters().clear()`` begins anew.
     """
     return _counters

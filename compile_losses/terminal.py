@@ -1,4 +1,4 @@
-"""What the command line writes: in colours where rich is installed and somebody watches."""
+"""Output of the command line: in colours if rich is installed and it goes to a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Regular expressions and rich's styles; of those that overlap the later ones count.
+#: Regular expressions and rich's styles; if they overlap, the later one counts.
 _STYLES = (
     (r"(?m)^-[- ]*-$", "dim"),  # below the heads of tables
     (r"(?m)^\d+ graphs?, \d+ loss.*$", "bold"),
@@ -22,7 +22,7 @@ _STYLES = (
 
 
 def rich_console() -> Console | None:
-    """Rich's console where there is one and standard output is a terminal."""
+    """Rich's console, if rich is installed and standard output is a terminal."""
     if not sys.stdout.isatty():
         return None
     try:
