@@ -67,7 +67,7 @@ class Clock(ABC):
         return lead_ms
 
     def peak_mib(self, call: Call) -> float | None:
-        """The most memory in use during ``call`` above what was in use before, in MiB."""
+        """The peak memory during ``call`` above the memory in use before, in MiB."""
         return None
 
     def reading(self) -> Reading | None:
@@ -303,7 +303,7 @@ def cpu_peak_mib(call: Call) -> float:
 
 
 def peak_mib(run: NextCall, clock: Clock) -> float:
-    """The most memory in use during a call above what was in use before, on any device, in MiB."""
+    """The peak memory during a call above the memory in use before, on any device, in MiB."""
     call = run()
     measured = clock.peak_mib(call)
     return cpu_peak_mib(call) if measured is None else measured

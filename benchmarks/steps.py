@@ -147,7 +147,7 @@ def difference(curve: Tensor, stock: Tensor) -> str:
 
 
 def losses_found(run: Run, op: str) -> tuple[str, str]:
-    """The ops and their plans, and what is wrong with them."""
+    """The ops and their plans, and the faults found in them."""
     import compile_losses
 
     with run.precision():
