@@ -157,7 +157,7 @@ def test_outputs_share_memory():
 
 KEPT = {
     "maximum": (lambda x: {"best": x.max()}, "the logits have other users"),
-    "argmax": (lambda x: {"best": x.argmax(-1)}, "the logits have other users"),
+    "largest two": (lambda x: {"best": x.topk(2).indices}, "the logits have other users"),
     "one class": (lambda x: {"first": x[..., :3].sum()}, "the logits have other users"),
     "a tensor's": (lambda x: {"more": x + x.detach().mean()}, "the logits have other users"),
 }
@@ -177,6 +177,18 @@ def test_kept(name):
         model, backend="compile_losses", options={**LAZY, "inner_backend": "aot_eager"}
     )(ids())
     assert type(out["logits"]) is torch.Tensor
+
+
+def test_predictions_beside(no_code):
+    """A metric of all rows, beside a loss of some: neither needs the logits in the graph."""
+    model = Outputs(lambda logits: {"best": logits.argmax(-1)})
+    (site,) = explain_call(model, (ids(),), options=LAZY).losses
+    assert site.op == "linear_row_statistics"
+    found = torch.compile(model, backend="compile_losses", options=LAZY)(ids())
+    expected = model(ids())
+    assert isinstance(found["logits"], LazyLogits)
+    torch.testing.assert_close(found["best"], expected["best"])
+    torch.testing.assert_close(found["loss"], expected["loss"])
 
 
 def test_off_by_default():

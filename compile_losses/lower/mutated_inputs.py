@@ -20,7 +20,8 @@ _COPY = torch.ops.aten.copy_.default
 def save_before_mutation(graph: Graph) -> None:
     """Makes the forward of a joint graph save what the backward needs of inputs that it changes.
 
-    The backward reads no such input itself: autograd refuses saved tensors that have changed.
+    The partitioner then saves a result of the marked nodes, or a later one, if the backward needs
+    any. The backward reads no such input itself: autograd refuses saved tensors that have changed.
     """
     copies = graph.find_nodes(op="call_function", target=_COPY)
     if not copies:

@@ -73,8 +73,7 @@ def plan(graph: Graph, *, prefer_memory: bool = False, elementwise: bool = True)
     decisions = _plan_ops(graph, prefer_memory)
     if elementwise:
         decisions += move_gradients(graph)
-    if decisions:
-        save_before_mutation(graph)
+    save_before_mutation(graph)
     return decisions
 
 
