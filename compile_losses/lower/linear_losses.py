@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils.checkpoint import CheckpointPolicy
 
 from compile_losses.lower.cost import Cost, hint_of, nbytes_of
 from compile_losses.lower.decision import Decision
@@ -40,12 +39,13 @@ from compile_losses.lower.known_factors import emit, factor_of
 from compile_losses.lower.node_order import move_before
 from compile_losses.lower.node_relations import depends_on_tangents
 from compile_losses.lower.row_gradients import RowGradients, row_gradients, values_of
+from compile_losses.lower.shared_with_forward import save
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, plan
 from compile_losses.ops.linear.row_divergences import buffers as buffers_of
 from compile_losses.ops.linear.row_function import encode
 from compile_losses.sites import site_of
-from compile_losses.torch_internals.graphs import EAGER_VALUES, RECOMPUTE
+from compile_losses.torch_internals.graphs import EAGER_VALUES
 from compile_losses.torch_internals.inductor import activation_memory_budget
 from compile_losses.torch_internals.ops import named_arguments
 
@@ -69,7 +69,7 @@ def plan_linear(graph: Graph) -> list[Decision]:
             if _compute_again(node):
                 choice = "logits computed again, for an activation memory budget of 0"
         elif part == "with_grad":
-            _save(node)
+            save(node)
             choice = (
                 "gradient in forward with its factor"
                 if _take_factor(node, backward)
@@ -147,7 +147,7 @@ def _with_unit_gradients(
         both = call(op, args, node, (*values, *fresh))
         items = [call(operator.getitem, (both, i), node, v) for i, v in enumerate(both.meta["val"])]
     losses, units = items[: len(values)], items[len(values) :]
-    _save(both)
+    save(both)
     put_values(node, losses)
     indices: list[Any] = [user.args[1] for user in backward.users]
     kept = {index: units[index] for index in indices}
@@ -240,16 +240,6 @@ def _compute_again(node: Node) -> bool:
     for unused in (loss_item, *items.values(), node):
         graph.erase_node(unused)
     return True
-
-
-def _save(node: Node) -> None:
-    """Keeps the gradients from being computed a second time in the backward.
-
-    In a checkpointed region, or with an activation memory budget, the partitioner would do so: it
-    takes an op that it does not know for cheap.
-    """
-    for each in (node, *node.users):
-        each.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
 
 
 def _take_factor(node: Node, backward: set[Node]) -> bool:

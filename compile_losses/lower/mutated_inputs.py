@@ -8,11 +8,10 @@ forward computed from it. The backward then reads the new value.
 from __future__ import annotations
 
 import torch
-from torch.fx import Graph, Node
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.fx import Graph
 
-from compile_losses.lower.node_relations import depends_on, depends_on_tangents, is_view
-from compile_losses.torch_internals.graphs import RECOMPUTE
+from compile_losses.lower.node_relations import depends_on, depends_on_tangents, readers_of
+from compile_losses.lower.shared_with_forward import save
 
 _COPY = torch.ops.aten.copy_.default
 
@@ -31,20 +30,6 @@ def save_before_mutation(graph: Graph) -> None:
         written = copy.args[0]
         if written.op != "placeholder" or copy in backward:
             continue
-        for node in _views(written):
-            for user in node.users:
-                if user is not copy and not is_view(user) and depends_on(user) & backward:
-                    _save(user)
-
-
-def _views(node: Node) -> list[Node]:
-    """A node and the views of it."""
-    found = [node]
-    for each in found:  # grows
-        found += (user for user in each.users if is_view(user) and user.target is not _COPY)
-    return found
-
-
-def _save(node: Node) -> None:
-    for each in (node, *node.users) if isinstance(node.meta.get("val"), tuple | list) else (node,):
-        each.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
+        for reader in readers_of(written):
+            if depends_on(reader) & backward:
+                save(reader)

@@ -1,9 +1,12 @@
-"""Nodes that a decomposed gradient shares with its decomposed loss, as torch's own saves them."""
+"""Nodes of a loss that its decomposed gradient shares, and results that the forward saves."""
 
 from __future__ import annotations
 
 from torch.fx import Node
 from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
+
+from compile_losses.torch_internals.graphs import RECOMPUTE
 
 
 def share(forward: list[Node], backward: list[Node]) -> None:
@@ -34,3 +37,10 @@ def share(forward: list[Node], backward: list[Node]) -> None:
             node.replace_all_uses_with(same[node])
         if not node.users:
             node.graph.erase_node(node)
+
+
+def save(node: Node) -> None:
+    """Keeps a result, or several, from being computed a second time in the backward."""
+    several = isinstance(node.meta.get("val"), tuple | list)
+    for each in (node, *node.users) if several else (node,):
+        each.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
