@@ -45,6 +45,16 @@ void softmax_js_div_backward(const RowPairArgs& args, void* stream);
 void row_statistics_forward(const RowStatisticsArgs& args, void* stream);
 void row_statistics_backward(const RowStatisticsArgs& args, void* stream);
 
+// The gradient of the statistics of rows of logits and of their divergence from the rows of a
+// teacher, written over the logits at args.grad_input. pair: of the divergence's backward, with
+// these logits and the teacher's of one dtype, side by side; its gradients are not written.
+// reverse: the logits are pair.target, otherwise pair.input. Logits of the pair are those after the
+// soft-cap of args.
+void softmax_kl_div_row_statistics_backward(const RowStatisticsArgs& args, const RowPairArgs& pair,
+                                            bool reverse, void* stream);
+void softmax_js_div_row_statistics_backward(const RowStatisticsArgs& args, const RowPairArgs& pair,
+                                            bool reverse, void* stream);
+
 // data[i] *= factor, for dense data. If factor is 1, data is neither read nor written.
 void scale_(void* data, DType dtype, int64_t numel, const void* factor, DType factor_dtype,
             void* stream);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -647,3 +649,74 @@ def test_more_than_2_31_elements():
         None, None, None, ones.expand(len(logits)), logits, None, results[-1], 0, None
     )
     assert torch.equal(logits[-1:], gradient)
+
+
+DIVERGENCES = {
+    "kl": ("softmax_kl_div", False, (2.0,)),
+    "reverse kl": ("softmax_kl_div", True, (1.0,)),
+    "js": ("softmax_js_div", False, (0.3, 1.5)),
+    "js, reversed": ("softmax_js_div", True, (0.3, 1.0)),
+}
+#: Layouts of the logits and of the teacher's, which may reach a boundary of 16 bytes elsewhere.
+PAIRS = {
+    "alike": ("padded", "padded"),
+    "padded apart": ("padded and offset", "padded"),
+    "offset": ("offset", "offset"),
+    "transposed": ("transposed", "every other"),
+}
+
+
+@dtypes
+@pytest.mark.parametrize("softcap", [None, 4.0], ids=["", "softcap"])
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_gradient_with_a_divergence(divergence, pair, softcap, dtype, device):
+    """The gradient of all statistics and of a divergence, over the logits, in one call."""
+    name, reverse, options = DIVERGENCES[divergence]
+    (shape, arrange), (teacher_shape, arrange_teacher) = (LAYOUTS[layout] for layout in PAIRS[pair])
+    logits, target = problem(shape, dtype, device, arrange=arrange)
+    teacher = problem(teacher_shape, dtype, device, 2.0, arrange_teacher)[0].flip(0)
+    rows, classes = (min(sizes) for sizes in zip(logits.shape, teacher.shape, strict=True))
+    logits, teacher, target = logits[:rows, :classes], teacher[:rows, :classes], target[:rows]
+    target = target.clamp(max=classes - 1)
+    if pair == "transposed":
+        teacher = teacher.t().contiguous().t()
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    *grads, grad_divergence = [*random_grads(rows, device), random_grads(rows + 1, device)[0][1:]]
+    reference_op = importlib.import_module(f"compile_losses.ops.{name}").reference
+
+    def torchs_gradient(dtype):
+        leaf = logits.detach().to(dtype).requires_grad_()
+        z = leaf if softcap is None else softcap * torch.tanh(leaf / softcap)
+        order = (teacher.to(dtype), z) if reverse else (z, teacher.to(dtype))
+        each = reference_op(*order, 0, *options, -1)
+        statistics = reference(leaf, target, IGNORED, softcap)
+        outputs = [statistic for statistic in (*statistics, each) if statistic is not None]
+        given = [g.to(dtype) for g in (*grads, grad_divergence)]
+        return torch.autograd.grad(outputs, leaf, given)[0]
+
+    z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    order = (teacher, z) if reverse else (z, teacher)
+    _, saved = getattr(fused, f"{name}_forward")(*order, 0, *options, -1, acc)
+    stats = fused.row_statistics_forward(logits, target, IGNORED, softcap)[-1]
+    exact, eager = torchs_gradient(torch.float64), torchs_gradient(acc)
+    ours, before = logits.clone(memory_format=torch.preserve_format), teacher.clone()
+    arguments = (ours, target, stats, IGNORED, softcap, grad_divergence, teacher, saved, reverse)
+    getattr(fused, f"{name}_row_statistics_backward_")(*grads, *arguments, *options)
+    assert torch.equal(teacher, before)
+    if dtype == torch.float64:
+        torch.testing.assert_close(ours, exact, rtol=1e-11, atol=1e-11)
+    elif softcap is None or dtype == torch.float32:
+        assert_accurate(ours, eager.to(dtype), exact, "gradient")
+    else:  # the statistics of the divergence are those of rounded logits
+        torch.testing.assert_close(ours.double(), exact, rtol=0.05, atol=0.05)
+
+
+def test_teachers_of_another_dtype_are_refused(device):
+    logits, target = problem((3, 5), torch.float32, device)
+    stats = fused.row_statistics_forward(logits, target, IGNORED, None)[-1]
+    _, saved = fused.softmax_kl_div_forward(logits, logits, 0, 1.0, -1, torch.float32)
+    grads = random_grads(3, device)
+    arguments = (logits, target, stats, IGNORED, None, grads[0], logits.double(), saved, False, 1.0)
+    with pytest.raises(RuntimeError, match="expected teacher to have input's dtype"):
+        fused.softmax_kl_div_row_statistics_backward_(*grads, *arguments)

@@ -279,7 +279,8 @@ def _costs(node: Node) -> tuple[Cost, Cost, str]:
     if teacher is not None:
         buffers = buffers_of(
             input.dtype,
-            None if teacher_weight is None else teacher_weight.meta["val"].dtype,
+            (teacher if teacher_weight is None else teacher_weight).meta["val"].dtype,
+            computed=teacher_weight is not None,
             by_row=_is_by_row(node),
             reverse=named.get("reverse", named.get("divergence") == "reverse_kl"),
             gradient=any(needs),

@@ -5,6 +5,10 @@
 ``fused::X_backward``    the gradients of input and target, each empty where it is not needed
 ``fused::X_with_grad``   the loss and input's gradient, see ``with_grad``
 ``fused::X_with_grad_``  the same, the gradient written over input
+``fused::X_row_statistics_backward_``
+                         the gradient of the loss of each row and of other statistics of the same
+                         logits, see ``row_statistics``, written over the logits
+
 
 Input and target are logits of one shape, of any strides and floating dtypes. Reductions are
 ``kl_div``'s: 3 (batchmean, the sum over ``input.size(0)``), 1 (mean: over all classes of all rows),
@@ -31,7 +35,7 @@ from torch import Tensor
 from compile_losses import library
 from compile_losses.distributed import mesh_of
 from compile_losses.eager import plain
-from compile_losses.ops import checks
+from compile_losses.ops import checks, row_statistics
 from compile_losses.ops.elementwise import Parameter
 from compile_losses.ops.row_loss import Signature, declare_row_loss
 from compile_losses.ops.row_pair import statistics
@@ -83,6 +87,7 @@ def declare(
         *(p.declaration_with_default for p in parameters),
         "float temperature=1.0, int dim=-1, ScalarType? dtype=None",
     ]
+    own_options = "".join(f"{p.declaration}, " for p in parameters)
     options = ", ".join(
         ["int reduction", *(p.declaration for p in parameters), "float temperature, int dim"]
     )
@@ -178,5 +183,12 @@ def declare(
         each = reduction == checks.REDUCTIONS["none"]
         return input.new_empty(rows if each else (), dtype=dtype), statistics(input, target, rows)
 
+    shared_backward = library.define(
+        f"{name}_row_statistics_backward_({row_statistics.GRADS}, Tensor(a!) input, "
+        f"{row_statistics.SAVED}, Tensor grad_divergence, Tensor teacher, "
+        f"Tensor divergence_stats, bool reverse, {own_options}float temperature) -> ()"
+    )
+    library.register_fake(shared_backward, lambda *_: None)
+    library.register_not_differentiable(shared_backward)
     ops = declare_row_loss(signature, reference, check_all, forward_fake, of_target=True)
     declare_with_grad(name, signature.after_input, forward_fake)

@@ -70,9 +70,11 @@ def take_divergence(match: Match, replay: AtenReplay, options: Options) -> Match
 def _check_gain(
     match: Match, logits: Logits, of_teacher: Logits | None, reverse: bool, options: Options
 ) -> None:
+    given = match.args[0 if reverse else 1]
     needed = buffers(
         example(logits.head.node).dtype,
-        None if of_teacher is None else example(of_teacher.head.node).dtype,
+        example(given if of_teacher is None else of_teacher.head.node).dtype,
+        computed=of_teacher is not None,
         by_row=match.args[2] == REDUCTIONS["none"],
         reverse=reverse,
         gradient=_is_trained(match),

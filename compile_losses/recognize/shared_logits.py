@@ -439,9 +439,12 @@ class _Taking:
         if divergence[0] is None:
             return 1
         head, of_teacher = self.shared.head, self.of_teacher
+        compared = [r.divergence for r in self.shared.readings.values() if r.divergence is not None]
+        teacher = compared[0].teacher.fake if of_teacher is None else example(of_teacher.head.node)
         return (softcap is not None) + buffers(
             example(head.node).dtype,
-            None if of_teacher is None else example(of_teacher.head.node).dtype,
+            teacher.dtype,
+            computed=of_teacher is not None,
             by_row=True,
             reverse=divergence[0] == "reverse_kl",
             gradient=any(example(node).requires_grad for node in self._records()),

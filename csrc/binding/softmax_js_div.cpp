@@ -1,4 +1,5 @@
-// fused::softmax_js_div_forward, _backward, _with_grad and _with_grad_.
+// fused::softmax_js_div_forward, _backward, _with_grad, _with_grad_ and
+// _row_statistics_backward_.
 #include "softmax_divergence.h"
 
 namespace fused::binding {
@@ -14,8 +15,8 @@ void check(double beta, double temperature) {
   check_temperature(kName, temperature);
 }
 
-using JsDiv = SoftmaxDivergence<kName, &softmax_js_div_forward, &softmax_js_div_backward, &check,
-                                double, double>;
+using JsDiv = SoftmaxDivergence<kName, &softmax_js_div_forward, &softmax_js_div_backward,
+                                &softmax_js_div_row_statistics_backward, &check, double, double>;
 
 }  // namespace
 
@@ -24,6 +25,8 @@ STABLE_TORCH_LIBRARY_IMPL(fused, FUSED_DISPATCH_KEY, library) {
   library.impl("softmax_js_div_backward", FUSED_BOX(&JsDiv::backward));
   library.impl("softmax_js_div_with_grad", FUSED_BOX(&JsDiv::with_grad));
   library.impl("softmax_js_div_with_grad_", FUSED_BOX(&JsDiv::with_grad_));
+  library.impl("softmax_js_div_row_statistics_backward_",
+               FUSED_BOX(&JsDiv::row_statistics_backward_));
 }
 
 }  // namespace fused::binding

@@ -4,54 +4,13 @@
 // Bytes moved per row: forward cols * sizeof(logit), backward twice that.
 //
 // In place: grad_input may be the buffer of input. A tile is read before it is written.
-#include "../losses/row_statistics.h"
-
-#include <stdexcept>
-#include <string>
+#include "row_statistics.h"
 
 #include "../kernels.h"
-#include "rows.h"
-#include "softcap.h"
 
 namespace fused {
 namespace cpu {
 namespace {
-
-constexpr int64_t kTile = 1024;
-
-bool is_out_of_bounds(const RowStatisticsArgs& args, int64_t target) {
-  return target != args.ignore_index && (target < 0 || target >= args.cols);
-}
-
-void check_targets(const RowStatisticsArgs& args) {
-  if (!args.target) return;
-  for (int64_t row = 0; row < args.rows; ++row) {
-    if (!is_out_of_bounds(args, args.target[row])) continue;
-    throw std::out_of_range("row_statistics: target " + std::to_string(args.target[row]) +
-                            " is out of bounds for " + std::to_string(args.cols) +
-                            " classes (ignore_index is " + std::to_string(args.ignore_index) + ")");
-  }
-}
-
-// The row's target, or -1 if there is none or it is ignored.
-int64_t target_of(const RowStatisticsArgs& args, int64_t row) {
-  if (!args.target || args.target[row] == args.ignore_index) return -1;
-  return args.target[row];
-}
-
-// Returns logits as acc_t, after the soft-cap: in place if nothing changes, otherwise in `buffer`.
-template <typename acc_t>
-const acc_t* read(const RowStatisticsArgs& args, int64_t offset, int64_t count, acc_t* buffer,
-                  acc_t* slopes = nullptr) {
-  const acc_t* x = static_cast<const acc_t*>(args.input) + offset;
-  if (args.dtype != dtype_of<acc_t>()) {
-    load(args.input, args.dtype, offset, 1, count, buffer);
-    x = buffer;
-  }
-  if (args.softcap == 0) return x;
-  cap_logits(x, count, static_cast<acc_t>(args.softcap), buffer, slopes);
-  return buffer;
-}
 
 // The state of a row so far, with sums in double.
 template <typename acc_t>
@@ -108,11 +67,11 @@ struct RowScan {
 
 template <typename acc_t>
 void forward_row(const RowStatisticsArgs& args, int64_t row) {
-  alignas(64) acc_t buffer[kTile];
+  alignas(64) acc_t buffer[kRowTile];
   const int64_t offset = row * args.row_stride;
   RowScan<acc_t> scan;
-  for (int64_t first = 0; first < args.cols; first += kTile) {
-    const int64_t count = std::min(kTile, args.cols - first);
+  for (int64_t first = 0; first < args.cols; first += kRowTile) {
+    const int64_t count = std::min(kRowTile, args.cols - first);
     const acc_t* x = read(args, offset + first, count, buffer);
     scan.add(x, first, count, [&](int64_t block) {
       prefetch(args.input, args.dtype, offset + first + count + block, kSumBlock);
@@ -133,59 +92,15 @@ void forward_row(const RowStatisticsArgs& args, int64_t row) {
 }
 
 template <typename acc_t>
-acc_t row_grad(const RowGrad& grad, int64_t row) {
-  acc_t value = 0;
-  if (grad.data) load(grad.data, grad.dtype, row * grad.stride, 1, 1, &value);
-  return value;
-}
-
-template <typename acc_t>
-void gradient_row(const RowStatisticsArgs& args, int64_t row) {
-  alignas(64) acc_t buffer[kTile], slopes[kTile], out[kTile];
-  const int64_t offset = row * args.row_stride, grad_offset = row * args.grad_row_stride;
-  const int64_t target = target_of(args, row);
-  const acc_t grad_nll = target < 0 ? acc_t(0) : row_grad<acc_t>(args.grad_nll, row);
-  const RowStatisticsGradient<acc_t> gradient(static_cast<const acc_t*>(args.stats) + 3 * row,
-                                              grad_nll, row_grad<acc_t>(args.grad_logsumexp, row),
-                                              row_grad<acc_t>(args.grad_entropy, row),
-                                              row_grad<acc_t>(args.grad_total, row));
-  const bool softmax = has_softmax(args);
-  const bool direct = args.dtype == dtype_of<acc_t>();
-  for (int64_t first = 0; first < args.cols; first += kTile) {
-    const int64_t count = std::min(kTile, args.cols - first);
-    const acc_t* x = read(args, offset + first, count, buffer, slopes);
-    acc_t* g = direct ? static_cast<acc_t*>(args.grad_input) + grad_offset + first : out;
-    if (softmax) {
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) g[i] = gradient(x[i]);
-    } else {
-      std::fill_n(g, count, gradient.of_total);
-    }
-    if (target >= first && target < first + count) g[target - first] -= grad_nll;
-    if (args.softcap > 0) {
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) g[i] *= slopes[i];
-    }
-    if (!direct) store(args.grad_input, args.dtype, grad_offset + first, 1, count, out);
-  }
-}
-
-template <typename Body>
-void for_each_row(const RowStatisticsArgs& args, Body&& body) {
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, args.cols));
-  parallel_for(0, args.rows, grain, [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; ++row) body(row);
-  });
-}
-
-template <typename acc_t>
 void forward(const RowStatisticsArgs& args) {
   for_each_row(args, [&](int64_t row) { forward_row<acc_t>(args, row); });
 }
 
 template <typename acc_t>
 void gradients(const RowStatisticsArgs& args) {
-  for_each_row(args, [&](int64_t row) { gradient_row<acc_t>(args, row); });
+  for_each_row(args, [&](int64_t row) {
+    gradient_row<acc_t>(args, row, [](int64_t, int64_t, const acc_t*) { return nullptr; });
+  });
 }
 
 }  // namespace

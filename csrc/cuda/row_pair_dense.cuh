@@ -71,11 +71,7 @@ struct DensePair {
       : x(static_cast<const input_t*>(args.input.data) + row_offset(args.input.layout, row)),
         t(static_cast<const target_t*>(args.target.data) + row_offset(args.target.layout, row)),
         span(x, args.cols) {
-    if (!is_aligned(t + span.head)) {
-      span.head = 0;
-      span.packets = 0;
-      span.loose = static_cast<int>(args.cols);
-    }
+    if (!is_aligned(t + span.head)) span.read_one_by_one(args.cols);
     if (!inside) span.packets = span.loose = 0;
   }
 

@@ -36,6 +36,12 @@ struct RowSpan {
         packets((static_cast<int>(cols) - head) / kWidth),
         loose(static_cast<int>(cols) - packets * kWidth) {}
 
+  // For a row that is read beside another row whose boundaries lie elsewhere.
+  __device__ __forceinline__ void read_one_by_one(int64_t cols) {
+    head = packets = 0;
+    loose = static_cast<int>(cols);
+  }
+
   __device__ __forceinline__ int col_of_packet(int packet) const { return head + packet * kWidth; }
   __device__ __forceinline__ int col_of_loose(int index) const {
     return index < head ? index : index + packets * kWidth;

@@ -11,11 +11,9 @@
 #include <climits>
 
 #include "../kernels.h"
-#include "../losses/row_statistics.h"
-#include "class_target.cuh"
 #include "row_span.cuh"
+#include "row_statistics.cuh"
 #include "row_threads.cuh"
-#include "softcap.cuh"
 
 namespace fused {
 namespace cuda {
@@ -25,17 +23,6 @@ constexpr int kBlockThreads = 512;   // of a block that shares a row, at most
 constexpr int kWarpsThreads = 256;   // of a block whose warps have a row each
 constexpr int64_t kWarpCols = 1024;  // classes of a row that one warp handles, at most
 constexpr int kNoClass = INT_MAX;
-
-// The row's target; -1 if absent, ignored or out of bounds. One thread of a row reports a target
-// out of bounds.
-__device__ __forceinline__ int target_of(const RowStatisticsArgs& args, int64_t row, bool reports) {
-  if (!args.target) return -1;
-  const int64_t target = args.target[row];
-  if (target == args.ignore_index) return -1;
-  if (target >= 0 && target < args.cols) return static_cast<int>(target);
-  if (reports) report_target(target, row, args.cols);
-  return -1;
-}
 
 __device__ __forceinline__ int group_min(int value) {
 #pragma unroll
@@ -204,47 +191,6 @@ __global__ void __launch_bounds__(kBlock ? kBlockThreads : kWarpsThreads, kBlock
   }
 }
 
-template <typename acc_t>
-__device__ __forceinline__ acc_t row_grad(const RowGrad& grad, int64_t row) {
-  return grad.data ? load_as<acc_t>(grad.data, grad.dtype, row * grad.stride) : acc_t(0);
-}
-
-template <typename acc_t, bool kCapped>
-struct Gradient {
-  Softcap<acc_t, kCapped> cap;
-  RowStatisticsGradient<acc_t> by_logits;
-  bool softmax;
-  acc_t picked;
-  int target;
-
-  __device__ __forceinline__ acc_t operator()(acc_t logit, int col) const {
-    const Capped<acc_t> capped = cap.with_slope(logit);
-    const acc_t gradient = softmax ? by_logits(capped.logit) : by_logits.of_total;
-    return (col == target ? gradient - picked : gradient) * capped.slope;
-  }
-
-  template <typename scalar_t>
-  __device__ __forceinline__ void apply(Packet<scalar_t>& packet, int col) const {
-    acc_t values[Packet<scalar_t>::kWidth];
-#pragma unroll
-    for (int j = 0; j < Packet<scalar_t>::kWidth; ++j)
-      values[j] = (*this)(packet.template get<acc_t>(j), col + j);
-    packet.set(values);
-  }
-};
-
-template <typename acc_t, bool kCapped>
-__device__ __forceinline__ Gradient<acc_t, kCapped> row_gradient(const RowStatisticsArgs& args,
-                                                                 int64_t row, bool reports) {
-  const int target = target_of(args, row, reports);
-  const acc_t grad_nll = target < 0 ? acc_t(0) : row_grad<acc_t>(args.grad_nll, row);
-  const RowStatisticsGradient<acc_t> by_logits(static_cast<const acc_t*>(args.stats) + 3 * row,
-                                               grad_nll, row_grad<acc_t>(args.grad_logsumexp, row),
-                                               row_grad<acc_t>(args.grad_entropy, row),
-                                               row_grad<acc_t>(args.grad_total, row));
-  return {Softcap<acc_t, kCapped>(args.softcap), by_logits, has_softmax(args), grad_nll, target};
-}
-
 template <typename scalar_t, bool kCapped>
 __global__ void __launch_bounds__(kGradientThreads)
     row_statistics_gradient_kernel(const __grid_constant__ RowStatisticsArgs args) {
@@ -253,7 +199,7 @@ __global__ void __launch_bounds__(kGradientThreads)
     scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row * args.grad_row_stride;
     const RowSpan<scalar_t> span(x, args.cols);
     const bool aligned = is_aligned(out + span.head);
-    const auto gradient = row_gradient<acc_type<scalar_t>, kCapped>(args, row, thread == 0);
+    const auto gradient = statistics_gradient<acc_type<scalar_t>, kCapped>(args, row, thread == 0);
     write_gradient(x, out, span, aligned, thread, stride, gradient);
   });
 }

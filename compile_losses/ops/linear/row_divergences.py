@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -38,9 +38,14 @@ class TeacherLogits:
         self.buffer: Tensor | None = None
 
     @property
-    def computed(self) -> torch.dtype | None:
-        """The dtype of the logits if they are computed, None if they are given."""
-        return None if self.weight is None else self.weight.dtype
+    def dtype(self) -> torch.dtype:
+        """Of the logits."""
+        return self.target.dtype if self.weight is None else self.weight.dtype
+
+    @property
+    def computed(self) -> bool:
+        """Whether the logits are the output of a linear layer."""
+        return self.weight is not None
 
     def __call__(self, rows: slice) -> Tensor:
         target = self.target[rows]
@@ -86,14 +91,52 @@ class Pair:
         return loss, statistics
 
     def gradient(
-        self, factor: Tensor, student: Tensor, teacher: Tensor, statistics: Tensor, reduction: int
+        self, factor: Tensor, student: Tensor, teacher: Tensor, statistics: Tensor
     ) -> Tensor:
-        """The gradient of the student's logits, in memory of its own."""
+        """The gradient of the student's logits, for that of each row's loss, in its own memory."""
         pair, needs = self.ordered(student, teacher), (not self.reverse, self.reverse)
         gradients: tuple[Tensor, Tensor] = self.op("backward")(
-            factor, *pair, statistics, reduction, *self.options, -1, *needs
+            factor, *pair, statistics, NONE, *self.options, -1, *needs
         )
         return gradients[self.reverse]
+
+    def gradient_over(
+        self, factor: Tensor, student: Tensor, teacher: Tensor, statistics: Tensor
+    ) -> Tensor:
+        """The same, over the student's logits if both have one dtype."""
+        if student.dtype != teacher.dtype:
+            return self.gradient(factor, student, teacher, statistics)
+        nothing, stats = (None,) * 4, statistics.new_zeros((len(student), 3))
+        self.gradient_of_statistics_(
+            nothing, factor, student, teacher, stats, statistics, None, -1, None
+        )
+        return student
+
+    def gradient_of_statistics_(
+        self,
+        of_statistics: Sequence[Tensor | None],
+        factor: Tensor,
+        student: Tensor,
+        teacher: Tensor,
+        stats: Tensor,
+        statistics: Tensor,
+        target: Tensor | None,
+        ignore_index: int,
+        softcap: float | None,
+    ) -> None:
+        """The gradient of each row's loss and of other statistics, over the student's logits.
+
+        Args:
+            of_statistics: the gradients of the first four of ``row_statistics``.
+            factor: the gradient of the loss of each row.
+            student, teacher: logits of one dtype; the student's are those before the soft-cap.
+            stats: of ``row_statistics``.
+            statistics: of the loss, of the logits after the soft-cap.
+        """
+        self.op("row_statistics_backward_")(
+            *of_statistics, student, target, stats, ignore_index, softcap, factor, teacher,
+            statistics, self.reverse, *self.options,
+        )  # fmt: skip
 
     def with_gradient(
         self, student: Tensor, teacher: Tensor, dtype: torch.dtype, factor: Tensor
@@ -101,22 +144,29 @@ class Pair:
         """The sum of the losses, and the gradient of the student's logits, mostly over these."""
         if self.reverse:
             loss, statistics = self.forward(student, teacher, SUM, dtype)
-            return loss, self.gradient(factor, student, teacher, statistics, SUM)
+            by_row = factor.expand(len(student))
+            return loss, self.gradient_over(by_row, student, teacher, statistics)
         loss = self.op("with_grad_")(student, teacher, SUM, *self.options, -1, dtype, factor)
         return loss, student
 
 
 def buffers(
-    dtype: torch.dtype, teacher: torch.dtype | None, *, by_row: bool, reverse: bool, gradient: bool
+    student: torch.dtype,
+    teacher: torch.dtype,
+    *,
+    computed: bool,
+    by_row: bool,
+    reverse: bool,
+    gradient: bool,
 ) -> int:
     """How many tensors of the size of a chunk of the student's logits there are at a time.
 
     Args:
-        dtype: of the student's logits.
-        teacher: of the teacher's logits, if these are computed, too.
+        student, teacher: the dtypes of the logits.
+        computed: whether the teacher's logits are computed, too.
     """
-    of_teacher = 0 if teacher is None else max(1, teacher.itemsize // dtype.itemsize)
-    return 1 + of_teacher + int(gradient and (by_row or reverse))
+    of_teacher = max(1, teacher.itemsize // student.itemsize) if computed else 0
+    return 1 + of_teacher + int(gradient and (by_row or reverse) and student != teacher)
 
 
 class RowDivergences:
@@ -152,7 +202,8 @@ class RowDivergences:
         """How many tensors of a chunk's size there are at a time, the logits included."""
         return buffers(
             self.logits,
-            self.teacher.computed,
+            self.teacher.dtype,
+            computed=self.teacher.computed,
             by_row=self.by_row,
             reverse=self.pair.reverse,
             gradient=gradient,
@@ -179,7 +230,7 @@ class RowDivergences:
         assert self.row_function is not None
         (factor,) = self.row_function(rows, [losses])
         assert factor is not None
-        return self.pair.gradient(factor, logits, teacher, statistics, NONE)
+        return self.pair.gradient_over(factor, logits, teacher, statistics)
 
     def results(self) -> tuple[Tensor]:
         """The loss of each row so far, or of all."""

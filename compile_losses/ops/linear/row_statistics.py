@@ -47,8 +47,14 @@ class RowStatistics:
         """How many tensors of a chunk's size there are at a time, the logits included."""
         if self.pair is None or self.teacher is None:
             return 1
-        of_teacher, reverse = self.teacher.computed, self.pair.reverse
-        count = buffers(self.logits, of_teacher, by_row=True, reverse=reverse, gradient=gradient)
+        count = buffers(
+            self.logits,
+            self.teacher.dtype,
+            computed=self.teacher.computed,
+            by_row=True,
+            reverse=self.pair.reverse,
+            gradient=gradient,
+        )
         return count + (self.softcap is not None)
 
     def add(self, rows: slice, logits: Tensor) -> None:
@@ -60,19 +66,23 @@ class RowStatistics:
         stats, compared = self._computed(rows, logits)
         assert self.row_function is not None
         *given, of_divergence = self.row_function(rows, self.chunks[-1])
-        added = None
-        if compared is not None and of_divergence is not None:
-            assert self.pair is not None
-            student, teacher, saved = compared
-            added = self.pair.gradient(of_divergence, student, teacher, saved, NONE)
-            if self.softcap is not None:
-                tanh = torch.div(logits, self.softcap, out=student).tanh_()
-                torch.ops.aten.tanh_backward.grad_input(added, tanh, grad_input=added)
-            del compared, student, teacher
-        target, *options = self._options(rows)
-        row_statistics.backward_(*given, logits, target, stats, *options)
-        if added is not None:
-            logits += added
+        options = self._options(rows)
+        if compared is None or of_divergence is None:
+            row_statistics.backward_(*given, logits, options[0], stats, *options[1:])
+            return logits
+        assert self.pair is not None
+        student, teacher, saved = compared
+        if teacher.dtype == logits.dtype:
+            self.pair.gradient_of_statistics_(
+                given, of_divergence, logits, teacher, stats, saved, *options
+            )
+            return logits
+        added = self.pair.gradient(of_divergence, student, teacher, saved)
+        if self.softcap is not None:
+            tanh = torch.div(logits, self.softcap, out=student).tanh_()
+            torch.ops.aten.tanh_backward.grad_input(added, tanh, grad_input=added)
+        row_statistics.backward_(*given, logits, options[0], stats, *options[1:])
+        logits += added
         return logits
 
     def results(self) -> tuple[Tensor, ...]:
