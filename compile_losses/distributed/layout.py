@@ -119,6 +119,11 @@ def assemble(
 class Rows:
     """How the rows and the classes of logits [C], [N, C] or [N, C, d1, ...] are sharded.
 
+    Args:
+        target: has the logits' dimensions without that of the classes, or more dimensions after
+            these, which are not sharded.
+        class_dim: of the logits, if it is another.
+
     Attributes:
         input, target: the placements that both are brought to: input keeps its own, target follows.
             Logits that are Partial are summed up first.
@@ -126,8 +131,9 @@ class Rows:
         classes: the one that shards the classes, or None.
     """
 
-    def __init__(self, op: str, input: Any, target: Any) -> None:
-        class_dim = 0 if input.dim() == 1 else 1
+    def __init__(self, op: str, input: Any, target: Any, class_dim: int | None = None) -> None:
+        if class_dim is None:
+            class_dim = 0 if input.dim() == 1 else 1
         found: list[tuple[Placement, Placement]] = []
         self.mesh_dims: list[int] = []
         self.classes: int | None = None
@@ -145,13 +151,17 @@ class Rows:
                 dim = dim_of(of_input)
                 self.mesh_dims.append(i)
                 found.append((of_input, moved(of_input, dim - (dim > class_dim))))
-            elif of_input.is_partial() and is_shard(of_target):
+            elif of_input.is_partial() and self._shards_rows(of_target, input):
                 dim = dim_of(of_target)
                 self.mesh_dims.append(i)
                 found.append((moved(of_target, dim + (dim >= class_dim)), of_target))
             else:
                 found.append((Replicate(), Replicate()))
         self.input, self.target = (tuple(placements) for placements in zip(*found, strict=True))
+
+    @staticmethod
+    def _shards_rows(of_target: Placement, input: Any) -> bool:
+        return is_shard(of_target) and dim_of(of_target) < input.dim() - 1
 
     def refuse_sharded_classes(self, op: str, instead: str) -> None:
         if self.classes is not None:

@@ -8,18 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
 
 from compile_losses.distributed.collectives import totals
-from compile_losses.distributed.layout import (
-    assemble,
-    dim_of,
-    is_shard,
-    local,
-    moved,
-    replicated,
-    summed,
-)
+from compile_losses.distributed.layout import assemble, local, replicated, summed
+from compile_losses.distributed.linear_layer import LinearLayer
 from compile_losses.distributed.vocabulary import Vocabulary, once_differentiable
 from compile_losses.ops import checks
 from compile_losses.ops.divisors import divisors, mean_of
@@ -27,44 +19,6 @@ from compile_losses.ops.linear.arguments import NAME, has_probabilities
 from compile_losses.ops.linear.vocabulary_parallel import gradient, parts
 
 NONE, MEAN, SUM = (checks.REDUCTIONS[name] for name in ("none", "mean", "sum"))
-
-
-class _Layout:
-    """Where the shards of hidden, the weight of the layer, and target are brought to.
-
-    A dimension of the mesh shards the classes where it shards linear_weight; hidden and target are
-    then gathered along it (the gradient of a hidden that was sharded is reduced and scattered).
-    Elsewhere it may shard the rows, and target follows hidden.
-    """
-
-    def __init__(self, hidden: Any, linear_weight: Any, target: Any) -> None:
-        self.mesh_dims: list[int] = []
-        self.classes: int | None = None
-        found: list[tuple[Placement, ...]] = []
-        features = hidden.dim() - 1
-        for i, (of_hidden, of_weight, of_target) in enumerate(
-            zip(hidden.placements, linear_weight.placements, target.placements, strict=True)
-        ):
-            if is_shard(of_weight):
-                if self.classes is not None or of_weight != Shard(0):
-                    raise RuntimeError(
-                        f"{NAME}: expected linear_weight to be sharded by Shard(0) along one "
-                        f"dimension of the mesh, got {linear_weight.placements}. Redistribute it "
-                        "first, or unshard the layer (fully_shard's unshard()) around the loss"
-                    )
-                self.classes = i
-                found.append((Replicate(), Shard(0), Replicate()))
-                continue
-            rows: Placement = Replicate()
-            if is_shard(of_hidden) and dim_of(of_hidden) != features:
-                rows = of_hidden
-            elif of_hidden.is_partial() and is_shard(of_target):
-                rows = of_target
-            if is_shard(rows):
-                self.mesh_dims.append(i)
-                rows = moved(rows, dim_of(rows))
-            found.append((rows, Replicate(), rows))
-        self.hidden, self.weight, self.target = (tuple(p) for p in zip(*found, strict=True))
 
 
 class _VocabularyParallel(torch.autograd.Function):
@@ -134,7 +88,7 @@ def linear_cross_entropy(
     z_loss: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Of DTensors; see _Layout for their placements.
+    """Of DTensors; see LinearLayer for their placements.
 
     Args:
         whole: the public op, for local tensors if every rank has all classes.
@@ -144,13 +98,9 @@ def linear_cross_entropy(
             f"{NAME}: class probabilities and K-dimensional classes are computed over all logits, "
             "for which there is no sharded form: give cross_entropy the output of linear"
         )
-    layout = _Layout(input, linear_weight, target)
+    layout = LinearLayer(NAME, input, linear_weight, target)
     classes, shape = linear_weight.shape[0], target.shape
-    along = [] if layout.classes is None else [layout.classes]
-    hidden = local(input, layout.hidden, along)
-    rows = local(target, layout.target)
-    layer = local(linear_weight, layout.weight, layout.mesh_dims)
-    bias = local(linear_bias, layout.weight, layout.mesh_dims)
+    hidden, layer, bias, rows = layout.local(input, linear_weight, linear_bias, target)
     weights = local(weight, replicated(mesh))
     wide = torch.promote_types(dtype, checks.accumulation_type(input.dtype))
     # A weighted mean and the mean of the z-loss have different divisors.

@@ -53,16 +53,20 @@ class Vocabulary:
         sums = torch.nn.functional.pad(weight.cumsum(0, dtype=torch.float64), (1, 0))
         return sums.index_select(0, bounds).diff().to(like.dtype)
 
+    def everyones(self, own: Tensor) -> Tensor:
+        """[shards, ...]: what each shard has: the one collective."""
+        if self.mesh_dim is None:
+            return own.unsqueeze(0)
+        return gather(own, self.mesh, self.mesh_dim)
+
     def merged(
         self, own: Tensor, target: Tensor, weight: Tensor | None, reduction: int, options: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss, statistics and total weight from each rank's parts: the one collective."""
+        """Loss, statistics and total weight from each rank's parts."""
         ignore_index, label_smoothing, dtype = options
         masses = self.shard_weights(weight, own) if label_smoothing > 0 else None
-        dim = self.mesh_dim
-        everyones = own.unsqueeze(0) if dim is None else gather(own, self.mesh, dim)
         return merge(
-            everyones, target, weight, masses, self.classes, reduction, ignore_index,
+            self.everyones(own), target, weight, masses, self.classes, reduction, ignore_index,
             label_smoothing, dtype,
         )  # fmt: skip
 
@@ -75,7 +79,7 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise RuntimeError(
-            "cross entropy of logits whose classes are sharded can be differentiated once only. "
+            "losses of logits whose classes are sharded can be differentiated once only. "
             "Redistribute the logits to Replicate(), or shard their rows, for second derivatives"
         )
 

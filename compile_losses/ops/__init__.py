@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 
-from compile_losses.ops.linear import vocabulary_parallel as _linear_vocabulary_parallel  # noqa: F401
+from compile_losses.ops.linear import vocabulary_parallel_statistics as _shards  # noqa: F401
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

@@ -14,12 +14,14 @@ hidden], linear_bias [classes]; index int64, of input's leading shape. Results a
 float64 for float64. Autocast casts input, linear_weight and linear_bias as it casts those of
 ``linear``. The logits are computed a chunk of rows at a time, as for
 :mod:`compile_losses.ops.linear_row_statistics`: once in the forward, and once more in the backward;
-in a compiled step the gradients may be in the forward, too. DTensors, and tensors inside
-``torch.func``, are computed as torch does, over all logits.
+in a compiled step the gradients may be in the forward, too. Tensors inside ``torch.func`` are
+computed as torch does, over all logits. DTensors may be sharded by rows, or linear_weight by
+classes (:mod:`compile_losses.ops.vocabulary_parallel_statistics`); gradients with sharded classes
+can't be differentiated again.
 
 Raises:
     RuntimeError: shapes, dtypes or devices that don't go together; a temperature or a softcap that
-        is not positive.
+        is not positive; plain tensors among DTensors; linear_weight sharded by features.
     IndexError: on the CPU, an index that is not below the number of classes. On CUDA the kernel
         stops with a device-side assertion.
 """
@@ -31,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import library
-from compile_losses.distributed import are_dtensors
+from compile_losses.distributed import mesh_of
 from compile_losses.ops import checks, linear_row_statistics
 from compile_losses.ops.checks import accumulation_type, describe
 from compile_losses.ops.linear.arguments import as_rows, check_linear
@@ -79,12 +81,15 @@ def public_kernel(
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    mesh = mesh_of(
+        NAME, input=input, linear_weight=linear_weight, index=index, linear_bias=linear_bias
+    )
     if under_autocast(input):
         layer = autocast_layer(input, linear_weight, linear_bias)
         input, linear_weight, linear_bias = layer  # type: ignore[assignment]
     _check(input, linear_weight, index, linear_bias, temperature, softcap)
     tensors = (input, linear_weight, index, linear_bias)
-    if are_dtensors(*tensors) or needs_torch(*tensors):
+    if mesh is None and needs_torch(*tensors):
         with autocast_off(input):
             return reference(*tensors, temperature, softcap)
     if temperature != 1:
@@ -92,7 +97,14 @@ def public_kernel(
         linear_bias = None if linear_bias is None else linear_bias / temperature
         # softcap(x) / T is tanh with the height softcap / T of x / T.
         softcap = None if softcap is None else softcap / temperature
-    target = index.reshape(-1).clamp(min=_NONE)
+    index = index.clamp(min=_NONE)
+    if mesh is not None:
+        from compile_losses.distributed.statistics import linear_log_probs
+
+        return linear_log_probs(
+            public_kernel, NAME, mesh, input, linear_weight, index, linear_bias, softcap, _NONE
+        )
+    target = index.reshape(-1)
     statistics = linear_row_statistics.forward(
         *linear_row_statistics.in_order(
             as_rows(input), linear_weight, target, linear_bias, _NONE, softcap

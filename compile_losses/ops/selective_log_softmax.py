@@ -4,10 +4,12 @@
 ``F.log_softmax(logits, -1).gather(-1, index)``: logits [..., C], index int64, [..., K] for K
 classes of each row or [...] for one. The result has index's shape and logits' dtype. It is made of
 ``row_statistics``: the logits are read once, and log-probabilities of other classes are never
-stored.
+stored. DTensors may be sharded by rows or by classes; gradients with sharded classes can't be
+differentiated again.
 
 Raises:
-    RuntimeError: index has another shape or dtype; with K classes of a row, one is outside [0, C).
+    RuntimeError: index has another shape or dtype; with K classes of a row, one is outside [0, C);
+        one of both is a plain tensor and the other a DTensor.
     IndexError: on the CPU, an index of one class a row outside [0, C). On CUDA the kernel stops
         with a device-side assertion.
     NotImplementedError: logits that are not floating point.
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import library
-from compile_losses.distributed import are_dtensors
+from compile_losses.distributed import mesh_of
 from compile_losses.ops import checks, row_statistics
 from compile_losses.ops.transforms import needs_torch
 
@@ -53,7 +55,8 @@ def reference(logits: Tensor, index: Tensor) -> Tensor:
 
 
 def public_kernel(logits: Tensor, index: Tensor) -> Tensor:
-    if are_dtensors(logits, index) or needs_torch(logits, index):
+    mesh = mesh_of(NAME, logits=logits, index=index)
+    if mesh is None and needs_torch(logits, index):
         return reference(logits, index)
     checks.check_floating(NAME, logits=logits)
     checks.check_same_device(NAME, logits, index=index)
@@ -62,6 +65,12 @@ def public_kernel(logits: Tensor, index: Tensor) -> Tensor:
     single = is_single(logits, index)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         return reference(logits, index)
+    if mesh is not None:
+        from compile_losses.distributed import statistics
+
+        return statistics.selective_log_softmax(
+            public_kernel, NAME, mesh, logits, index, single=single, ignore_index=NONE_IGNORED
+        )
     rows = logits.reshape(-1, logits.shape[-1])
     if single:
         nll, *_ = row_statistics.direct_forward(rows, index.reshape(-1), NONE_IGNORED, None)

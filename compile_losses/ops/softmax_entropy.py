@@ -3,7 +3,8 @@
 ``torch.ops.fused.softmax_entropy(logits)`` is ``-sum(p * log(p))`` over the last dimension of
 p = softmax(logits), classes with p = 0 left out: logits [..., C], the result [...] in logits'
 dtype. It is made of ``row_statistics``: the logits are read once, and probabilities are never
-stored.
+stored. DTensors may be sharded by rows or by classes; gradients with sharded classes can't be
+differentiated again.
 
 Raises:
     RuntimeError: logits without dimensions.
@@ -15,7 +16,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from compile_losses import library
-from compile_losses.distributed import are_dtensors
+from compile_losses.distributed import mesh_of
 from compile_losses.ops import checks, row_statistics
 from compile_losses.ops.transforms import needs_torch
 
@@ -30,13 +31,18 @@ def reference(logits: Tensor) -> Tensor:
 
 
 def public_kernel(logits: Tensor) -> Tensor:
-    if are_dtensors(logits) or needs_torch(logits):
+    mesh = mesh_of(NAME, logits=logits)
+    if mesh is None and needs_torch(logits):
         return reference(logits)
     checks.check_floating(NAME, logits=logits)
     if logits.dim() == 0:
         raise RuntimeError(f"{NAME}: expected logits to have at least 1 dimension, got 0")
     if logits.shape[-1] == 0:
         return reference(logits)
+    if mesh is not None:
+        from compile_losses.distributed import statistics
+
+        return statistics.softmax_entropy(public_kernel, NAME, mesh, logits)
     rows = logits.reshape(-1, logits.shape[-1])
     _, _, entropy, *_ = row_statistics.direct_forward(rows, None, 0, None)
     return entropy.to(logits.dtype).view(logits.shape[:-1])

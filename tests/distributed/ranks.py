@@ -11,7 +11,7 @@ import sys
 import traceback
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import compile_losses.functional as fused
 from compile_losses.distributed.data_parallel import global_mean
 from compile_losses.lazy import LazyLogits
+from compile_losses.linear import linear_log_probs
 from tests.constants import set_constants
 
 WORLD = 2
@@ -46,6 +47,7 @@ def labels():
     return target.to(device)
 
 
+@cache  # torch 2.13 compiles no op of DTensors on a second mesh that equals the first
 def mesh_of(shape=(WORLD,), names=None):
     return init_device_mesh(device.type, shape, mesh_dim_names=names)
 
@@ -100,6 +102,46 @@ def check_linear():
                 tensors,
                 layouts,
             )
+
+
+def log_probs_and_entropy(h, w, t):
+    log_probs, entropy = linear_log_probs(
+        h, w, t, temperature=0.7, softcap=4.0, return_entropy=True
+    )
+    return log_probs.exp() * entropy + entropy
+
+
+def check_log_probs():
+    tensors = [rand(ROWS, HIDDEN), rand(CLASSES, HIDDEN, seed=2), labels()]
+    rows, whole = Shard(0), Replicate()
+    for layouts in ([whole, rows, whole], [rows, rows, rows], [rows, whole, rows]):
+        agree(log_probs_and_entropy, tensors, layouts)
+    logits, index = rand(ROWS, CLASSES), labels().clamp(min=0)
+    for layouts in ([Shard(1), whole], [rows, rows]):
+        agree(fused.selective_log_softmax, [logits, index], layouts)
+        agree(fused.softmax_entropy, [logits], layouts[:1])
+
+
+def check_likeliest_classes():
+    """Bits of integers come through the collective."""
+    tensors = [rand(ROWS, HIDDEN).float(), rand(CLASSES, HIDDEN, seed=2).float(), labels()]
+    _, expected = linear_log_probs(*tensors, return_argmax=True)
+    mesh = mesh_of()
+    layouts = Replicate(), Shard(0), Replicate()
+    sharded = [distribute_tensor(t, mesh, [p]) for t, p in zip(tensors, layouts, strict=True)]
+    compiled = torch.compile(linear_log_probs, backend="compile_losses", fullgraph=True)
+    for function in (linear_log_probs, compiled):
+        _, argmax = function(*sharded, return_argmax=True)
+        assert torch.equal(argmax.full_tensor(), expected)
+
+
+def check_compiled_log_probs():
+    tensors = [rand(ROWS, HIDDEN), rand(CLASSES, HIDDEN, seed=2), labels()]
+    rows, whole = Shard(0), Replicate()
+    for layouts in ([whole, rows, whole], [rows, whole, rows]):
+        torch._dynamo.reset()
+        compiled = torch.compile(log_probs_and_entropy, backend="compile_losses", fullgraph=True)
+        agree(log_probs_and_entropy, tensors, layouts, compiled)
 
 
 def check_elementwise():

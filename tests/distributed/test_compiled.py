@@ -158,6 +158,45 @@ def test_as_much_communication_as_in_eager_mode(case, dynamic, monkeypatch):
     assert collectives_of(backward) == eager_backward.calls
 
 
+def of_layer(part):
+    return lambda h, w, t: fused.linear_log_probs(h, w, t)[part]
+
+
+log_softmax, entropy = fused.selective_log_softmax, lambda x, _: fused.softmax_entropy(x)
+#: The function, which calls our ops; where its arguments lie; their shapes. A result that goes
+#: through an op of DTensors has the mesh of an earlier call, which torch 2.13 does not trace.
+CALLS = {
+    "log-probabilities, sharded classes": (log_softmax, "1 R", "LT"),
+    "log-probabilities, sharded rows": (log_softmax, "0 0", "LT"),
+    "log-probabilities, both": (log_softmax, "01 0R", "LT"),
+    "log-probabilities, uneven classes": (log_softmax, "1 R", "UT"),
+    "entropies, sharded classes": (entropy, "1 R", "LT"),
+    "entropies, sharded rows": (entropy, "0 0", "LT"),
+    "log-probabilities of a layer, sharded classes": (of_layer(0), "R 0 R", "HWT"),
+    "entropies of a layer, sharded classes": (of_layer(1), "R 0 R", "HWT"),
+    "log-probabilities of a layer, sharded sequence": (of_layer(0), "0 0 0", "HWT"),
+    "log-probabilities of a layer, sharded rows": (of_layer(0), "0 R 0", "HWT"),
+    "entropies of a layer, sharded rows": (of_layer(1), "0 R 0", "HWT"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_calls_communicate_as_in_eager_mode(case, monkeypatch):
+    set_constants(monkeypatch, least_rows=1, logits_bytes=1)
+    function, layouts, shapes = CALLS[case]
+    tensors = arguments(layouts.split(), *(SHAPES[shape] for shape in shapes))
+    skip_unless_torch_traces(function, tensors)
+    _, (forward, backward) = compiled(function, tensors)
+    with Collectives() as eager:
+        result = function(*tensors)
+    with Collectives() as eager_backward:
+        result.backward(torch.ones_like(result))
+    assert collectives_of(forward) == eager.calls
+    assert collectives_of(backward) == eager_backward.calls
+    in_forward = {str(node.target) for node in forward}
+    assert any("statistics" in name for name in in_forward), in_forward
+
+
 @pytest.mark.parametrize("layouts", [("0", "R", "0", "R"), ("R", "0", "R", "0")])
 def test_divergences_of_layers_are_of_logits(layouts, monkeypatch):
     """The op of both layers takes no DTensors; that of logits does."""

@@ -13,7 +13,7 @@ gradient is this shard's part of it. grad_output is one number (reduction sum) o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -39,19 +39,51 @@ gradient = library.define(
 )
 
 
-def _chunks(
+def chunks_of_shard(
     input: Tensor,
     linear_weight: Tensor,
     linear_bias: Tensor | None,
-    buffers: int,
+    buffers: int = 1,
     *,
     sums_weight: bool = False,
 ) -> tuple[int, Iterator[Chunk]]:
+    """How many rows a chunk has, and the chunks of logits.
+
+    Args:
+        buffers: of a chunk's size, the logits included.
+        sums_weight: whether the gradient of linear_weight is summed over the chunks.
+    """
     chunk = chunk_rows(
         len(input), input.shape[1], len(linear_weight), input.dtype, input.device,
         buffers=buffers, sums_weight=sums_weight,
     )  # fmt: skip
     return chunk, chunks_of_logits(input, linear_weight, linear_bias, chunk)
+
+
+def gradients_of_shard(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    needs: tuple[bool, bool, bool],
+    of_logits: Callable[[slice, Tensor], Tensor],
+    buffers: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the layer, from the logits computed again; empty if they are not needed.
+
+    Args:
+        of_logits: the gradient of some rows' logits, which it may overwrite.
+        buffers: as of chunks_of_shard.
+    """
+    with autocast_off(input):
+        chunk, chunks = chunks_of_shard(
+            input, linear_weight, linear_bias, buffers, sums_weight=needs[1]
+        )
+        gradients = Gradients(
+            linear_weight, len(input), needs, _wide(input),
+            wide=sums_in_float32(len(input), chunk, input.dtype),
+        )  # fmt: skip
+        add_chunks(gradients, chunks, of_logits)
+        return gradients.result()
 
 
 def parts_kernel(
@@ -67,7 +99,7 @@ def parts_kernel(
     softcap: float | None,
 ) -> Tensor:
     with autocast_off(input):
-        _, chunks = _chunks(input, linear_weight, linear_bias, 1)
+        _, chunks = chunks_of_shard(input, linear_weight, linear_bias)
         found = [input.new_empty((0, 4 if label_smoothing > 0 else 3), dtype=_wide(input))]
         for rows, _, logits in chunks:
             found.append(
@@ -117,16 +149,7 @@ def gradient_kernel(
         )  # fmt: skip
 
     needs = (needs_grad_input, needs_grad_linear_weight, needs_grad_linear_bias)
-    with autocast_off(input):
-        chunk, chunks = _chunks(
-            input, linear_weight, linear_bias, buffers, sums_weight=needs_grad_linear_weight
-        )
-        gradients = Gradients(
-            linear_weight, len(input), needs, _wide(input),
-            wide=sums_in_float32(len(input), chunk, input.dtype),
-        )  # fmt: skip
-        add_chunks(gradients, chunks, of_logits)
-        return gradients.result()
+    return gradients_of_shard(input, linear_weight, linear_bias, needs, of_logits, buffers)
 
 
 def _wide(input: Tensor) -> torch.dtype:
