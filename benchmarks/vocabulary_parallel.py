@@ -1,13 +1,24 @@
 """A vocabulary-parallel training step of a language model's head: time and peak memory a rank.
 
 Hidden [rows, hidden] is on every rank; the head's weight [classes, hidden] is sharded by classes. A
-step is the head, the loss and the gradients of hidden and weight. Contenders:
+step is the head, the loss and the gradients of hidden and weight. Contenders of the mean cross
+entropy:
 
 ours           ``F.linear`` and ``compile_losses.functional.cross_entropy`` of DTensors
 ours_linear    ``compile_losses.functional.linear_cross_entropy`` of DTensors: no logits are held
 ours_compiled  torch's functions in a step compiled with ``backend="compile_losses"``
 loss_parallel  ``F.cross_entropy`` in torch's context ``loss_parallel``
 megatron       Megatron-LM's scheme in torch's ops: three all-reduces, and the softmax saved
+
+Contenders of ``log_probs``, a loss of the log-probability and the entropy of each row, as PPO and
+GRPO take them:
+
+ours_log_probs            ``compile_losses.linear_log_probs`` of DTensors: no logits are held
+ours_log_probs_compiled   the same in a step compiled with ``backend="compile_losses"``
+ours_log_probs_of_logits  ``F.linear``, then ``selective_log_softmax`` and ``softmax_entropy``
+dtensor_log_probs         ``F.log_softmax`` of the logits of all classes, gathered as DTensors
+megatron_log_probs        Megatron-LM's and verl's scheme in torch's ops: four all-reduces, and the
+                          softmax saved
 
 Every contender is first compared with float64 on every rank, over a few rows. The right ones are
 timed in turns; a sample is the step of the slowest rank. Peak memory is the largest of all ranks:
@@ -19,6 +30,7 @@ Rank 0 writes ``benchmarks/results/vocabulary-parallel-DEVICE.csv`` and a plot b
 
     torchrun --nproc-per-node 2 -m benchmarks.vocabulary_parallel --shape 8192x4096x128256
     torchrun --nproc-per-node 4 -m benchmarks.vocabulary_parallel --append
+    torchrun --nproc-per-node 2 -m benchmarks.vocabulary_parallel --loss log_probs --append
     torchrun --nproc-per-node 2 -m benchmarks.vocabulary_parallel --shape 64x16x1000 --check
 """
 
@@ -26,9 +38,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +52,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
+import compile_losses
 import compile_losses.functional as fused
 from benchmarks import linear_steps, plots, report
 from benchmarks.clock import Call, Clock, make_clock, time_in_turns
@@ -60,26 +73,73 @@ def stock(hidden: Any, weight: Any, target: Any) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight), target)
 
 
+def policy(log_probs: Any, entropy: Any) -> Any:
+    """A loss of tokens: the log-likelihood and a bonus for entropy."""
+    return -(log_probs + 0.1 * entropy).mean()
+
+
+def ours_log_probs(hidden: DTensor, weight: DTensor, target: DTensor) -> Tensor:
+    log_probs, entropy = compile_losses.linear_log_probs(
+        hidden, weight, target, return_entropy=True
+    )
+    return policy(log_probs, entropy)
+
+
+def ours_log_probs_of_logits(hidden: DTensor, weight: DTensor, target: DTensor) -> Tensor:
+    logits = F.linear(hidden, weight)
+    return policy(fused.selective_log_softmax(logits, target), fused.softmax_entropy(logits))
+
+
+def stock_log_probs(hidden: Any, weight: Any, target: Any) -> Tensor:
+    return _stock_policy(F.linear(hidden, weight), target)
+
+
+def gathered_log_probs(hidden: DTensor, weight: DTensor, target: DTensor) -> Tensor:
+    logits: Any = F.linear(hidden, weight)
+    # Torch 2.13 differentiates the gather of sharded classes to a gradient of another shape.
+    return _stock_policy(logits.redistribute(placements=[Replicate()]), target)
+
+
+def _stock_policy(logits: Any, target: Any) -> Tensor:
+    if logits.dtype == torch.bfloat16:
+        logits = logits.float()
+    logarithms = F.log_softmax(logits, -1)
+    log_probs = logarithms.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return policy(log_probs, -(logarithms.exp() * logarithms).sum(-1))
+
+
+def _megatron_softmax(
+    logits: Tensor, target: Tensor, first: int, group: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of a rank's own logits, by three all-reduces: softmax; the logarithm of its divisor; the
+    target's logit and the largest, from which both count; the target's index and whether another
+    rank has it."""
+    wide = logits.float() if logits.dtype == torch.bfloat16 else logits
+    largest = wide.amax(-1)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    wide = wide - largest.unsqueeze(-1)
+    elsewhere = (target < first) | (target >= first + wide.shape[-1])
+    index = (target - first).masked_fill(elsewhere, 0)
+    picked = wide.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
+    dist.all_reduce(picked, group=group)
+    softmax = wide.exp()
+    total = softmax.sum(-1)
+    dist.all_reduce(total, group=group)
+    softmax.div_(total.unsqueeze(-1))
+    return softmax, total.log(), picked, largest, index, elsewhere
+
+
 class Megatron(torch.autograd.Function):
     """Shoeybi et al., Megatron-LM, 2019: the cross entropy of a rank's own logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, first: int, group: Any) -> Tensor:
-        wide = logits.float() if logits.dtype == torch.bfloat16 else logits
-        largest = wide.amax(-1)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        wide = wide - largest.unsqueeze(-1)
-        elsewhere = (target < first) | (target >= first + wide.shape[-1])
-        index = (target - first).masked_fill(elsewhere, 0)
-        picked = wide.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
-        dist.all_reduce(picked, group=group)
-        softmax = wide.exp()
-        total = softmax.sum(-1)
-        dist.all_reduce(total, group=group)
-        softmax.div_(total.unsqueeze(-1))
+        softmax, logarithm, picked, _, index, elsewhere = _megatron_softmax(
+            logits, target, first, group
+        )
         ctx.save_for_backward(softmax, index, elsewhere)
         ctx.dtype = logits.dtype
-        return (total.log() - picked).mean()
+        return (logarithm - picked).mean()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Any:
@@ -89,36 +149,92 @@ class Megatron(torch.autograd.Function):
         return gradient.mul_(grad_output / len(index)).to(ctx.dtype), None, None, None
 
 
-def megatron(hidden: DTensor, weight: DTensor, target: DTensor) -> Tensor:
+class MegatronLogProbs(torch.autograd.Function):
+    """The log-probabilities, and the entropies as verl's vocab_parallel_entropy computes them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, first: int, group: Any
+    ) -> tuple[Tensor, Tensor]:
+        softmax, logarithm, picked, largest, index, elsewhere = _megatron_softmax(
+            logits, target, first, group
+        )
+        mean = (softmax * logits).sum(-1)
+        dist.all_reduce(mean, group=group)
+        ctx.save_for_backward(softmax, logits, mean, index, elsewhere)
+        return picked - logarithm, largest + logarithm - mean
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> Any:
+        softmax, logits, mean, index, elsewhere = ctx.saved_tensors
+        gradient = (mean.unsqueeze(-1) - logits).mul_(grad_entropy.unsqueeze(-1))
+        gradient.sub_(grad_log_probs.unsqueeze(-1)).mul_(softmax)
+        rows = torch.arange(len(index), device=index.device)
+        gradient[rows, index] += grad_log_probs.masked_fill(elsewhere, 0)
+        return gradient.to(logits.dtype), None, None, None
+
+
+def _own_logits(hidden: DTensor, weight: DTensor, target: DTensor) -> tuple[Any, ...]:
+    """A rank's own logits, and the other arguments of Megatron's functions."""
     mesh = weight.device_mesh
     # The gradient of a replicated tensor is a part of the whole gradient.
     own = hidden.to_local(grad_placements=[Partial()])
     _, first = Shard.local_shard_size_and_offset(
         weight.shape[0], mesh.size(), mesh.get_local_rank()
     )
-    logits = F.linear(own, weight.to_local())
-    return Megatron.apply(logits, target.to_local(), first, mesh.get_group())
+    return F.linear(own, weight.to_local()), target.to_local(), first, mesh.get_group()
 
 
-#: The function that makes a loss, its package, and the context in which the step runs.
-CONTENDERS: dict[str, tuple[Callable[[], Loss], str, Callable[[], AbstractContextManager[Any]]]] = {
-    "ours": (lambda: ours, "compile_losses", nullcontext),
-    "ours_linear": (lambda: fused.linear_cross_entropy, "compile_losses", nullcontext),
+def megatron(hidden: DTensor, weight: DTensor, target: DTensor) -> Tensor:
+    return Megatron.apply(*_own_logits(hidden, weight, target))
+
+
+def megatron_log_probs(hidden: DTensor, weight: DTensor, target: DTensor) -> Tensor:
+    return policy(*MegatronLogProbs.apply(*_own_logits(hidden, weight, target)))
+
+
+#: The losses, on one device.
+LOSSES: dict[str, Loss] = {"cross_entropy": stock, "log_probs": stock_log_probs}
+
+
+@dataclass(frozen=True)
+class Contender:
+    build: Callable[[], Loss]
+    package: str
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the step runs
+    loss: str = "cross_entropy"
+
+
+def _compiled(function: Loss) -> Loss:
     # The check has fewer rows than the timed step, which would be compiled for any number of rows.
-    "ours_compiled": (
-        lambda: torch.compile(stock, backend="compile_losses", dynamic=False),
-        "compile_losses",
-        nullcontext,
-    ),
-    "loss_parallel": (lambda: stock, "torch", loss_parallel),
-    "megatron": (lambda: megatron, "torch", nullcontext),
+    return torch.compile(function, backend="compile_losses", dynamic=False)
+
+
+def _of_log_probs(build: Callable[[], Loss], package: str) -> Contender:
+    return Contender(build, package, loss="log_probs")
+
+
+CONTENDERS: dict[str, Contender] = {
+    "ours": Contender(lambda: ours, "compile_losses"),
+    "ours_linear": Contender(lambda: fused.linear_cross_entropy, "compile_losses"),
+    "ours_compiled": Contender(lambda: _compiled(stock), "compile_losses"),
+    "loss_parallel": Contender(lambda: stock, "torch", loss_parallel),
+    "megatron": Contender(lambda: megatron, "torch"),
+    "ours_log_probs": _of_log_probs(lambda: ours_log_probs, "compile_losses"),
+    "ours_log_probs_compiled": _of_log_probs(lambda: _compiled(ours_log_probs), "compile_losses"),
+    "ours_log_probs_of_logits": _of_log_probs(lambda: ours_log_probs_of_logits, "compile_losses"),
+    "dtensor_log_probs": _of_log_probs(lambda: gathered_log_probs, "torch"),
+    "megatron_log_probs": _of_log_probs(lambda: megatron_log_probs, "torch"),
 }
 
 
 class Problem:
-    """A step's tensors, the same on every rank; with ``exact``, also the results in float64."""
+    """A step's tensors, the same on every rank; also the results of these losses in float64."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, ranks: Ranks, *, exact: bool) -> None:
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, ranks: Ranks, losses: Collection[str] = ()
+    ) -> None:
+        exact = bool(losses)
         self.shape, self.ranks, device = shape, ranks, ranks.device
         generator = torch.Generator(device).manual_seed(0)
         size, first = Shard.local_shard_size_and_offset(shape.classes, ranks.count, ranks.rank)
@@ -137,10 +253,12 @@ class Problem:
         target = torch.randint(shape.classes, (shape.rows,), device=device, generator=generator)
         own = slice(first, first + size) if exact else slice(None)
         self.shards = (plain, head[own], target)
-        if exact:
-            self.exact = _gradients(plain.double(), head.double(), target, own)
-            eager = _gradients(plain, head, target, own)
-            self.allowed = linear_steps.allowed_errors(self._errors(eager), dtype)
+        self.exact: dict[str, tuple[Tensor, ...]] = {}
+        self.allowed: dict[str, list[float]] = {}
+        for name in losses:
+            self.exact[name] = _gradients(name, plain.double(), head.double(), target, own)
+            eager = _gradients(name, plain, head, target, own)
+            self.allowed[name] = linear_steps.allowed_errors(self._errors(name, eager), dtype)
         self.place()
 
     def place(self) -> None:
@@ -161,8 +279,7 @@ class Problem:
         self.hidden.grad = self.weight.grad = None
 
     def step(self, name: str, loss: Loss) -> Any:
-        *_, context = CONTENDERS[name]
-        with context():
+        with CONTENDERS[name].context():
             value = loss(self.hidden, self.weight, self.target)
             value.backward()
         return value.detach()
@@ -171,22 +288,24 @@ class Problem:
         self.clear()
         return partial(self.step, name, loss)
 
-    def complaint(self, value: Any) -> str:
+    def complaint(self, name: str, value: Any) -> str:
         """Why a step's result is wrong; empty if it is not."""
         value = value.full_tensor() if isinstance(value, DTensor) else value
         found = (value, self.hidden.grad.full_tensor(), self.weight.grad.to_local())
-        return linear_steps.complaint(self._errors(found), self.allowed)
+        loss = CONTENDERS[name].loss
+        return linear_steps.complaint(self._errors(loss, found), self.allowed[loss])
 
-    def _errors(self, found: tuple[Tensor, ...]) -> list[float]:
-        return [linear_steps.relative_error(*pair) for pair in zip(found, self.exact, strict=True)]
+    def _errors(self, loss: str, found: tuple[Tensor, ...]) -> list[float]:
+        pairs = zip(found, self.exact[loss], strict=True)
+        return [linear_steps.relative_error(*pair) for pair in pairs]
 
 
 def _gradients(
-    hidden: Tensor, head: Tensor, target: Tensor, own: slice
+    name: str, hidden: Tensor, head: Tensor, target: Tensor, own: slice
 ) -> tuple[Tensor, Tensor, Tensor]:
     """On one device: the loss, hidden's gradient and a rank's part of the weight's gradient."""
     factors = [tensor.detach().requires_grad_() for tensor in (hidden, head)]
-    loss = stock(*factors, target)
+    loss = LOSSES[name](*factors, target)
     of_hidden, of_head = torch.autograd.grad(loss, factors)
     return loss.detach(), of_hidden, of_head[own].clone()
 
@@ -201,16 +320,17 @@ def measure(
 ) -> list[Row]:
     """Figures of the contenders, in their order; without a clock they are only checked."""
     dtype = DTYPES[common["dtype"]]
-    few = Problem(replace(shape, rows=CHECKED_ROWS), dtype, ranks, exact=True)
-    problem = few if clock is None else Problem(shape, dtype, ranks, exact=False)
+    losses = dict.fromkeys(CONTENDERS[name].loss for name in names)
+    few = Problem(replace(shape, rows=CHECKED_ROWS), dtype, ranks, losses)
+    problem = few if clock is None else Problem(shape, dtype, ranks)
     ready: dict[str, Callable[[], Call]] = {}
     rows: dict[str, Row] = {}
     for name in names:
-        build, distribution, _ = CONTENDERS[name]
+        contender = CONTENDERS[name]
         try:
-            loss = ranks.together(build)
+            loss = ranks.together(contender.build)
             value = ranks.together(few.next_call(name, loss))
-            reason = ranks.agreed(ranks.together(partial(few.complaint, value)))
+            reason = ranks.agreed(ranks.together(partial(few.complaint, name, value)))
             if not reason:
                 ranks.together(problem.next_call(name, loss))
                 ready[name] = partial(problem.next_call, name, loss)
@@ -220,7 +340,7 @@ def measure(
             problem.place()
         problem.clear()
         rows[name] = Row(
-            contender=name, reason=reason, contender_version=version_of(distribution), **common
+            contender=name, reason=reason, contender_version=version_of(contender.package), **common
         )
     del few
     if clock is None:
@@ -240,6 +360,9 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     linear_steps.add_step_options(parser, CONTENDERS)
+    parser.add_argument(
+        "--loss", nargs="+", choices=LOSSES, default=list(LOSSES), help="whose contenders (all)"
+    )
     parser.add_argument("--check", action="store_true", help="only compare with float64")
     parser.add_argument(
         "--timeout", type=float, default=180.0, help="seconds that a rank waits for others (180)"
@@ -261,10 +384,11 @@ def run(arguments: argparse.Namespace, ranks: Ranks) -> int:
     common = {**provenance(arguments, device), "dtype": arguments.dtype, "ranks": str(ranks.count)}
     if first:
         print(linear_steps.HEADER, flush=True)
+    names = [n for n in arguments.contender if CONTENDERS[n].loss in arguments.loss]
     for shape in arguments.shape or SHAPES:
         torch._dynamo.reset()
         rows = measure(
-            shape, arguments.contender, ranks, clock, arguments.budget,
+            shape, names, ranks, clock, arguments.budget,
             {**common, "shape": str(shape)},
         )  # fmt: skip
         results.add(rows, write=first and clock is not None)

@@ -3,6 +3,9 @@
 Run by tests/distributed/test_benchmark.py.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import torch.distributed as dist
 
 from benchmarks import vocabulary_parallel
@@ -40,7 +43,8 @@ if __name__ == "__main__":
     contenders = dict(CONTENDERS)
     CONTENDERS.clear()
     for function in BROKEN:
-        CONTENDERS[function.__name__] = (lambda f=function: f, *contenders["megatron"][1:])
+        build = partial(lambda f: f, function)
+        CONTENDERS[function.__name__] = replace(contenders["megatron"], build=build)
     CONTENDERS.update(contenders)
-    assert contenders["loss_parallel"][0]() is stock
+    assert contenders["loss_parallel"].build() is stock
     raise SystemExit(vocabulary_parallel.main())

@@ -13,6 +13,10 @@ from tests import ROOT
 from tests.distributed.contenders import BROKEN
 
 OURS = ("ours", "ours_linear", "ours_compiled")
+LOG_PROBS = (
+    *("ours_log_probs", "ours_log_probs_compiled", "ours_log_probs_of_logits"),
+    *("dtensor_log_probs", "megatron_log_probs"),
+)
 SHAPE = "96x16x1001"
 
 
@@ -33,7 +37,7 @@ def rows(tmp_path_factory):
     return {row.contender: row for row in report.read(path, linear_steps.Row)}
 
 
-@pytest.mark.parametrize("name", [*OURS, "loss_parallel", "megatron"])
+@pytest.mark.parametrize("name", [*OURS, "loss_parallel", "megatron", *LOG_PROBS])
 def test_figures(name, rows):
     row = rows[name]
     assert row.reason == ""
