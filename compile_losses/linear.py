@@ -123,6 +123,7 @@ def linear_log_probs(
         F.log_softmax(logits, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
 
     Log-probabilities and entropies are differentiable, with gradients for input, weight and bias.
+    The rows of DTensors may be sharded, or the classes: Shard(0) of weight and bias.
 
     Args:
         input: [hidden], [rows, hidden], or with more leading dimensions.
@@ -140,7 +141,7 @@ def linear_log_probs(
 
     Raises:
         RuntimeError: shapes, dtypes or devices that don't go together; a temperature or a softcap
-            that is not positive.
+            that is not positive; plain tensors among DTensors; weight sharded by features.
         IndexError: on the CPU, an index that is not below the number of classes.
     """
     log_probs, entropy, argmax = torch.ops.fused.linear_log_probs(
@@ -191,7 +192,8 @@ def linear_softmax_kl_div(
 
     Raises:
         RuntimeError: shapes, dtypes or devices that don't go together; a temperature that is not
-            positive; a teacher that requires a gradient where gradients are recorded; DTensors.
+            positive; a teacher that requires a gradient where gradients are recorded; plain tensors
+            among DTensors, and DTensors whose classes are sharded.
         ValueError: unknown reduction.
         NotImplementedError: tensors that are not floating point.
     """

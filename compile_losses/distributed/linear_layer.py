@@ -15,7 +15,8 @@ class LinearLayer:
 
     A dimension of the mesh shards the classes where it shards linear_weight; hidden and target are
     then gathered along it (the gradient of a hidden that was sharded is reduced and scattered).
-    Elsewhere it may shard the rows, and target follows hidden.
+    Elsewhere it may shard the rows, and target follows hidden. Target has hidden's dimensions
+    without the features, or one more dimension, which is gathered.
 
     Attributes:
         hidden, weight, target: the placements; the bias is placed as the weight.
@@ -44,7 +45,7 @@ class LinearLayer:
             rows: Placement = Replicate()
             if is_shard(of_hidden) and dim_of(of_hidden) != features:
                 rows = of_hidden
-            elif of_hidden.is_partial() and is_shard(of_target):
+            elif of_hidden.is_partial() and is_shard(of_target) and dim_of(of_target) != features:
                 rows = of_target
             if is_shard(rows):
                 self.mesh_dims.append(i)

@@ -16,8 +16,7 @@ float64 for float64. Autocast casts input, linear_weight and linear_bias as it c
 :mod:`compile_losses.ops.linear_row_statistics`: once in the forward, and once more in the backward;
 in a compiled step the gradients may be in the forward, too. Tensors inside ``torch.func`` are
 computed as torch does, over all logits. DTensors may be sharded by rows, or linear_weight by
-classes (:mod:`compile_losses.ops.vocabulary_parallel_statistics`); gradients with sharded classes
-can't be differentiated again.
+classes; gradients with sharded classes can't be differentiated again.
 
 Raises:
     RuntimeError: shapes, dtypes or devices that don't go together; a temperature or a softcap that

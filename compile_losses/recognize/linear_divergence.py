@@ -104,7 +104,7 @@ def _check(match: Match, logits: Logits) -> None:
 
 def check_no_dtensors(logits: Logits) -> None:
     if are_dtensors(logits.input.fake) or are_dtensors(logits.weight.fake):
-        raise NotAbsorbedError("DTensors, which the op does not take")
+        raise NotAbsorbedError("DTensors, which the op takes in calls alone")
 
 
 def _match(match: Match, logits: Logits, of_teacher: Logits | None, reverse: bool) -> Match:

@@ -4,7 +4,7 @@
 :mod:`compile_losses.ops.linear.leaf_ops`. It equals ``fused::X`` of ``linear(input, linear_weight,
 linear_bias)``, the student's logits, and of the teacher's: ``target`` itself, or
 ``linear(target, target_weight, target_bias)``. Logits that are not given are never held: they are
-computed a chunk of rows at a time.
+computed a chunk of rows at a time. The rows of DTensors may be sharded.
 
 Input is [hidden], [rows, hidden] or with any other leading dimensions, linear_weight [classes,
 hidden], linear_bias [classes]; target has input's leading dimensions and then the classes, or with
@@ -22,7 +22,8 @@ autocast changes nothing; otherwise arguments are cast as autocast casts those o
 
 Raises:
     RuntimeError: shapes, dtypes or devices that don't go together; a temperature that is not
-        positive; a teacher that requires a gradient where gradients are recorded; DTensors.
+        positive; a teacher that requires a gradient where gradients are recorded; plain tensors
+        among DTensors, and DTensors whose classes are sharded.
     ValueError: unknown reduction.
     NotImplementedError: tensors that are not floating point.
 """
@@ -39,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import library
-from compile_losses.distributed import are_dtensors
+from compile_losses.distributed import mesh_of
 from compile_losses.ops import checks
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.elementwise import Parameter
@@ -245,10 +246,8 @@ def declare(
         **own: Any,
     ) -> Tensor:
         student, teacher = [input, linear_weight, linear_bias], [target, target_weight, target_bias]
-        if are_dtensors(*student, *teacher):
-            raise RuntimeError(
-                f"{name}: expected plain tensors, got DTensors. {divergence} takes those of logits"
-            )
+        given = zip(_STUDENT + _TEACHER, student + teacher, strict=True)
+        mesh = mesh_of(name, **dict(given))
         checks.check_reduction(name, reduction, batchmean=True)
         result = checks.loss_dtype(dtype, input, target)
         if dtype is None and under_autocast(input):
@@ -259,11 +258,10 @@ def declare(
         value = own.get(parameter.name, default)
         each = NONE if reduction == NONE else SUM
         tensors = (linear_weight, linear_bias, target_weight, target_bias)
-        given = _Arguments(
+        _Arguments(
             input, linear_weight, target, linear_bias, target_weight, target_bias, each, value,
             temperature, 1, result,
-        )  # fmt: skip
-        given.check(name)
+        ).check(name)  # fmt: skip
         check(name, value)
         if torch.is_grad_enabled():
             for key, tensor in zip(_TEACHER, teacher, strict=True):
@@ -278,6 +276,23 @@ def declare(
             divisor = math.prod(leading) * classes
         elif reduction == REDUCTIONS["batchmean"]:
             divisor = leading[0] if leading else classes
+        if mesh is not None:
+            from compile_losses.distributed.divergence import linear_divergence
+
+            def whole(student: Any, teacher: Any, reduction: int, dtype: torch.dtype) -> Tensor:
+                input, linear_weight, linear_bias = student
+                target, target_weight, target_bias = teacher
+                return public_kernel(
+                    input, linear_weight, target, reduction, linear_bias=linear_bias,
+                    target_weight=target_weight, target_bias=target_bias, temperature=temperature,
+                    dtype=dtype, **own,
+                )  # fmt: skip
+
+            of_student = (input, linear_weight, linear_bias)
+            of_teacher = (target, target_weight, target_bias)
+            return linear_divergence(
+                name, whole, mesh, of_student, of_teacher, each, divisor, result
+            )
         options = (each, value, temperature, divisor, result)
         if needs_torch(input, target, *tensors):
             with autocast_off(input):
