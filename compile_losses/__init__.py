@@ -15,6 +15,7 @@ Public names:
 ``linear_log_probs``        log-probabilities and entropies by a linear layer, without its logits
 ``linear_softmax_kl_div``   distillation into a linear layer, without its logits or the teacher's
 ``linear_softmax_js_div``   the same with a Jensen-Shannon divergence
+``linear_top_k_kl_div``     distillation from a teacher's likeliest classes, without the logits
 ``global_mean``             a loss's mean over the ranks of DDP or FSDP
 ``__version__``             the package's version
 """
@@ -36,6 +37,7 @@ try:
         linear_log_probs,
         linear_softmax_js_div,
         linear_softmax_kl_div,
+        linear_top_k_kl_div,
     )
 finally:
     if _collects:
@@ -64,6 +66,7 @@ __all__ = [
     "linear_log_probs",
     "linear_softmax_js_div",
     "linear_softmax_kl_div",
+    "linear_top_k_kl_div",
     "rewrite",
 ]
 

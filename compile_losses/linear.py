@@ -1,7 +1,8 @@
 """Losses of a linear layer's output that never hold that output.
 
 Linear cross entropy has the signature of torch 2.13's function, with every version of torch. Torch
-has no function for log-probabilities, nor for the divergences from a teacher.
+has no function for log-probabilities, nor for the divergences from a teacher, whose classes may be
+all or the likeliest few.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 import compile_losses.ops  # noqa: F401  declares fused::*
 from compile_losses.arguments import is_integer, is_number, reduction_of, reduction_of_divergence
+from compile_losses.ops import checks
 
 __all__ = [
     "LinearCrossEntropyLoss",
@@ -22,6 +25,7 @@ __all__ = [
     "linear_log_probs",
     "linear_softmax_js_div",
     "linear_softmax_kl_div",
+    "linear_top_k_kl_div",
 ]
 
 
@@ -128,8 +132,9 @@ def linear_log_probs(
     Args:
         input: [hidden], [rows, hidden], or with more leading dimensions.
         weight, bias: [classes, hidden] and [classes], in input's dtype.
-        index: the class of each row, int64, of input's leading shape. The log-probability of a
-            negative index, such as the label -100, is 0.
+        index: the class of each row, int64, of input's leading shape; or K classes of each row, of
+            input's leading shape and then [K], in any order, and equal ones too. The
+            log-probability of a negative index, such as the label -100, is 0.
         temperature: the logits are divided by it, after the soft-cap.
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
         return_entropy: whether the entropy of each row's softmax is returned as well.
@@ -137,7 +142,8 @@ def linear_log_probs(
 
     Returns:
         The log-probabilities, of index's shape, in float32, or in float64 for float64; if entropies
-        or likeliest classes are requested, a tuple with these after them, in this order.
+        or likeliest classes are requested, a tuple with these after them, in this order, both of
+        input's leading shape.
 
     Raises:
         RuntimeError: shapes, dtypes or devices that don't go together; a temperature or a softcap
@@ -245,6 +251,90 @@ def linear_softmax_js_div(
         beta=beta,
         temperature=temperature,
     )
+
+
+def linear_top_k_kl_div(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    index: Tensor,
+    reduction: str = "batchmean",
+    *,
+    linear_bias: Tensor | None = None,
+    reverse: bool = False,
+    renormalize: bool = False,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Kullback-Leibler divergence of a linear layer's output from a sparse teacher: only its
+    log-probabilities of K classes of each row are known, usually of the likeliest ones. The output
+    is never held::
+
+        student = F.log_softmax(F.linear(input, linear_weight, linear_bias) / temperature, -1)
+        F.kl_div(student.gather(-1, index), target, reduction=reduction, log_target=True)
+
+    That is the sum over k of ``p_k * (log p_k - log q_k)``, with the teacher's p and the student's
+    q. The mass that both have outside of the K classes is left out, as is common in distillation
+    from stored top-k log-probabilities: the sum may be negative, unless both are normalised over
+    the K classes. With ``renormalize`` the student is; the teacher is taken as it is given. The
+    result is not multiplied by the temperature's square. All floating tensors are differentiable.
+
+    Args:
+        input: [hidden], [rows, hidden], or with more leading dimensions.
+        linear_weight, linear_bias: [classes, hidden] and [classes], in input's dtype.
+        target: the teacher's log-probabilities, at its temperature, in any floating dtype, of
+            input's leading dimensions and then [K]. A class of -inf adds nothing, unless reverse.
+        index: their classes, int64, of target's shape. A negative index, as of padding, adds
+            nothing, whatever its target.
+        reduction: ``"batchmean"``, which divides by the first of target's sizes; ``"sum"``;
+            ``"mean"`` over all K classes of all rows; or ``"none"``, the divergence of each row, of
+            input's leading dimensions.
+        reverse: whether to compute the sum of ``q_k * (log q_k - log p_k)``.
+        renormalize: whether q is the student's softmax over the K classes alone.
+        temperature: of the student's softmax.
+        softcap: the student's logits become ``softcap * tanh(logits / softcap)`` before they are
+            divided by the temperature.
+
+    Returns:
+        The divergence, in float32, or in float64 for float64 input.
+
+    Raises:
+        RuntimeError: shapes, dtypes or devices that don't go together; a temperature or a softcap
+            that is not positive.
+        ValueError: unknown reduction.
+        NotImplementedError: tensors that are not floating point.
+        IndexError: on the CPU, an index that is not below the number of classes.
+    """
+    name = "linear_top_k_kl_div"
+    reduction_of_divergence(reduction)
+    checks.check_floating(name, input=input, linear_weight=linear_weight, target=target)
+    checks.check_same_device(name, input, target=target, index=index)
+    leading = input.shape[:-1]
+    given = index.dim() == input.dim() and checks.same_shape(index.shape, target.shape)
+    if not given or not checks.same_shape(index.shape[:-1], leading):
+        raise RuntimeError(
+            f"{name}: expected index and target of one shape {[*leading, 'K']}, "
+            f"got {list(index.shape)} and {list(target.shape)}"
+        )
+    log_probs, *_ = torch.ops.fused.linear_log_probs(
+        input, linear_weight, index,
+        linear_bias=linear_bias, temperature=temperature, softcap=softcap,
+    )  # fmt: skip
+    padding = index < 0
+    if renormalize:
+        # The least number and not -inf, of which nothing but padding would be nan.
+        least = torch.finfo(log_probs.dtype).min
+        log_probs = F.log_softmax(log_probs.masked_fill(padding, least), -1)
+    target = target.to(log_probs.dtype)
+    nothing = padding if reverse else padding | target.isneginf()
+    target, log_probs = (rows.masked_fill(nothing, 0) for rows in (target, log_probs))
+    pair = (target, log_probs) if reverse else (log_probs, target)
+    terms = F.kl_div(*pair, reduction="none", log_target=True)
+    if reduction == "none":
+        return terms.sum(-1)
+    if reduction == "mean":
+        return terms.mean()
+    return terms.sum() / (len(terms) if reduction == "batchmean" else 1)
 
 
 def check_types(*, ignore_index: Any, label_smoothing: Any, **tensors: Any) -> None:

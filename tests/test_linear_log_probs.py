@@ -190,12 +190,12 @@ def test_opcheck(softcap, device):
         in_order(*arguments[:2], None, None, -100, None),
     )
     each = torch.rand(20, device=device)
-    for gradients in ((each, None, None, None, None), (None, each, each, each, None)):
+    for gradients in ((each, *[None] * 5), (None, each, each, each, None, None)):
         for needs in ((True, True, True), (True, False, False), (False, True, False)):
             opcheck(fused.linear_row_statistics_backward.default, (*gradients, *arguments, *needs))
     detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
     text = encode(
-        [(torch.ops.aten.mul.Tensor, (Operand(0), Operand(7)), {})], [8, None, 7, None, None]
+        [(torch.ops.aten.mul.Tensor, (Operand(0), Operand(8)), {})], [9, None, 8, *[None] * 3]
     )
     opcheck(
         fused.linear_row_statistics_rows_with_grad.default,
@@ -210,19 +210,19 @@ def test_gradients_of_rows(device):
     known = torch.rand(20, dtype=torch.float64, device=device)
     mul, exp = torch.ops.aten.mul.Tensor, torch.ops.aten.exp.default
     steps = [
-        (mul, (Operand(2), Operand(7)), {}),  # entropy times what is known
+        (mul, (Operand(2), Operand(8)), {}),  # entropy times what is known
         (exp, (Operand(0),), {}),
-        (mul, (Operand(9), Operand(8)), {}),
+        (mul, (Operand(10), Operand(9)), {}),
     ]
-    text = encode(steps, [10, None, 7, 8, None])
+    text = encode(steps, [11, None, 8, 9, None, None])
     detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
     found = fused.linear_row_statistics_rows_with_grad(*detached, True, True, True, text, [known])
     nll, _, entropy, total, *_ = statistics
     product = (entropy * known).detach()
     given = (nll.exp() * product).detach(), known, product
     expected = torch.autograd.grad((nll, entropy, total), (*arguments[:2], arguments[3]), given)
-    torch.testing.assert_close(found[:7], tuple(s.detach() for s in statistics))
-    torch.testing.assert_close(found[7:], expected)
+    torch.testing.assert_close(found[:8], tuple(s.detach() for s in statistics))
+    torch.testing.assert_close(found[8:], expected)
 
 
 @pytest.mark.parametrize(
@@ -232,8 +232,14 @@ def test_gradients_of_rows(device):
         ({"weight": torch.zeros(0, HIDDEN), "bias": None}, r"at least 1 class, got \[0, 24\]"),
         ({"bias": torch.zeros(3)}, r"linear_bias shape \(37,\), got \(3,\)"),
         ({"bias": torch.zeros(CLASSES).double()}, r"linear_bias to have input's dtype"),
-        ({"index": torch.zeros(3).long()}, r"index to be int64 of shape \[6, 15\], got"),
-        ({"index": torch.zeros(ROWS)}, r"index to be int64 of shape \[6, 15\], got torch.float32"),
+        ({"index": torch.zeros(3).long()}, r"index to be int64 of shape \[6, 15\] or \[6, 15, K\]"),
+        ({"index": torch.zeros(ROWS)}, r"\[6, 15, K\] with K at least 1, got torch.float32"),
+        ({"index": torch.zeros(6, 14, 4).long()}, r"at least 1, got torch.int64 \[6, 14, 4\]"),
+        ({"index": torch.zeros(*ROWS, 0).long()}, r"at least 1, got torch.int64 \[6, 15, 0\]"),
+        (
+            {"index": torch.zeros(1, *ROWS, 4).long()},
+            r"at least 1, got torch.int64 \[1, 6, 15, 4\]",
+        ),
         ({"temperature": 0.0}, r"temperature to be positive, got 0"),
         ({"softcap": -1.0}, r"softcap to be positive, got -1"),
     ],

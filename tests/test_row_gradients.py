@@ -603,9 +603,9 @@ def test_text_of_a_function():
 
 
 def test_text_of_several_functions():
-    """Of two values: one result is a step, one is none, one a number that is known."""
-    text = encode([(torch.ops.aten.add.Tensor, (Operand(0), Operand(1)), {})], [3, None, 2])
+    """Of three values: one result is a step, one is none, one a number that is known."""
+    text = encode([(torch.ops.aten.add.Tensor, (Operand(0), Operand(1)), {})], [4, None, 3])
     function = RowFunction(text, (torch.tensor(5.0),))
     x = torch.tensor([1.0, 2.0])
-    first, second, third = function(slice(0, 2), [x, 10 * x])
+    first, second, third = function(slice(0, 2), [x, 10 * x, x])
     assert (first.tolist(), second, third.tolist()) == ([11.0, 22.0], None, [5.0, 5.0])

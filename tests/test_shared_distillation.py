@@ -425,7 +425,7 @@ def arguments(kind, device, dtype=torch.float64, *, layer=True, with_target=True
 
 def torchs(given):
     """The statistics of each row with gradients, in torch's own ops."""
-    h, w, labels, b, t, tw, tb, _, softcap, kind, beta, temperature, of_teacher = given
+    h, w, labels, b, _, t, tw, tb, _, softcap, kind, beta, temperature, of_teacher = given
     logits, teacher = F.linear(h, w, b), t if tw is None else F.linear(t, tw, tb)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     teacher = teacher if of_teacher is None else of_teacher * torch.tanh(teacher / of_teacher)
@@ -461,13 +461,13 @@ def test_statistics_and_gradients(kind, layer, softcap, device):
     torch.testing.assert_close(torch.autograd.grad(found[:5], leaves, factors), gradients)
     # As the passes call it: a function of all statistics.
     mul = torch.ops.aten.mul.Tensor
-    text = encode([(mul, (Operand(4), Operand(0)), {})], [8, None, None, None, 7])
+    text = encode([(mul, (Operand(4), Operand(0)), {})], [9, None, None, None, 8, None])
     detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in given]
     needs = (True, True, True)
     both = fused.linear_row_statistics_rows_with_grad(*detached, *needs, text, [factors[0]])
     product = (expected[4] * expected[0]).detach()
     gradients = torch.autograd.grad((expected[0], expected[4]), leaves, (product, factors[0]))
-    torch.testing.assert_close(both[7:], gradients)
+    torch.testing.assert_close(both[8:], gradients)
     torch.testing.assert_close(both[:5], tuple(each.detach() for each in expected))
 
 
@@ -478,7 +478,7 @@ def test_opcheck(kind, device):
     for layer, with_target in ((True, True), (False, False)):
         given = arguments(kind, device, torch.float32, layer=layer, with_target=with_target)
         opcheck(fused.linear_row_statistics_forward.default, given)
-        gradients = (each if with_target else None, None, each, None, each)
+        gradients = (each if with_target else None, None, each, None, each, None)
         for needs in ((True, True, True), (True, False, False)):
             opcheck(fused.linear_row_statistics_backward.default, (*gradients, *given, *needs))
 
@@ -503,22 +503,22 @@ def test_gradcheck(kind, device):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({4: None, 5: None, 6: None}, RuntimeError, "a teacher and a divergence or neither, got"),
-        ({9: None}, RuntimeError, "a teacher and a divergence or neither, got torch.float64"),
-        ({9: "hellinger"}, ValueError, "kl, cross_entropy, reverse_kl, js, got hellinger"),
-        ({9: "cross_entropy"}, RuntimeError, "a temperature of 1 with cross_entropy, got 1.7"),
-        ({12: -3.0}, RuntimeError, "softcap to be positive, got -3.0"),
-        ({4: torch.zeros(72, 37).double(), 5: None, 6: None, 12: 3.0}, RuntimeError,
+        ({5: None, 6: None, 7: None}, RuntimeError, "a teacher and a divergence or neither, got"),
+        ({10: None}, RuntimeError, "a teacher and a divergence or neither, got torch.float64"),
+        ({10: "hellinger"}, ValueError, "kl, cross_entropy, reverse_kl, js, got hellinger"),
+        ({10: "cross_entropy"}, RuntimeError, "a temperature of 1 with cross_entropy, got 1.7"),
+        ({13: -3.0}, RuntimeError, "softcap to be positive, got -3.0"),
+        ({5: torch.zeros(72, 37).double(), 6: None, 7: None, 13: 3.0}, RuntimeError,
          "teacher_softcap only with teacher_weight"),
-        ({11: 0.0}, RuntimeError, "temperature to be positive, got 0.0"),
-        ({9: "js", 10: 1.0}, RuntimeError, "beta to be between 0 and 1, without these, got 1.0"),
-        ({5: torch.zeros(5, OF_TEACHER).double(), 6: None}, RuntimeError,
+        ({12: 0.0}, RuntimeError, "temperature to be positive, got 0.0"),
+        ({10: "js", 11: 1.0}, RuntimeError, "beta to be between 0 and 1, without these, got 1.0"),
+        ({6: torch.zeros(5, OF_TEACHER).double(), 7: None}, RuntimeError,
          r"\[72, 37\], got \[72, 5\]"),
-        ({4: torch.zeros(3, OF_TEACHER).double()}, RuntimeError, r"\[72, 37\], got \[3, 37\]"),
-        ({4: torch.zeros(72, 37).double(), 5: None}, RuntimeError,
+        ({5: torch.zeros(3, OF_TEACHER).double()}, RuntimeError, r"\[72, 37\], got \[3, 37\]"),
+        ({5: torch.zeros(72, 37).double(), 6: None}, RuntimeError,
          "teacher_bias only with teacher_weight"),
-        ({6: torch.zeros(3).double()}, RuntimeError, r"teacher_bias shape \(37,\), got \(3,\)"),
-        ({4: torch.zeros(72, OF_TEACHER).long()}, NotImplementedError, "teacher"),
+        ({7: torch.zeros(3).double()}, RuntimeError, r"teacher_bias shape \(37,\), got \(3,\)"),
+        ({5: torch.zeros(72, OF_TEACHER).long()}, NotImplementedError, "teacher"),
     ],
 )  # fmt: skip
 def test_errors(change, error, message):

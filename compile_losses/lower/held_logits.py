@@ -161,7 +161,7 @@ class _Statistics(_Losses):
 
     def __init__(self, node: Node, logits: Node) -> None:
         named = named_arguments(node)
-        self.logits, self.target = logits, named["target"]
+        self.logits, self.target, self.picks = logits, named["target"], named["picks"]
         self.options = (named["ignore_index"], named["softcap"])
         args = (logits, self.target, *self.options)
         forward = call(fused_op("row_statistics", "forward"), args, node)
@@ -179,12 +179,20 @@ class _Statistics(_Losses):
             args = (teacher, None, named["ignore_index"], None)
             of_teacher = call(fused_op("row_statistics", "forward"), args, node)
             loss = call(aten.add.Tensor, (loss, _results(of_teacher, node)[ENTROPY]), node)
-        self.values = [*values[:DIVERGENCE], loss, *values[DIVERGENCE:]]
+        log_probs = None
+        if self.picks is not None:
+            args = (logits, self.picks, self.stats, named["softcap"])
+            log_probs = call(fused_op("row_picks", "forward"), args, node)
+        self.values = [*values[:DIVERGENCE], loss, log_probs, *values[DIVERGENCE:]]
 
     def gradient(self, backward: Node) -> Node:
-        *given, of_divergence = grad_outputs_of(backward)
+        *given, of_divergence, of_picks = grad_outputs_of(backward)
         parts = []
-        if any(gradient is not None for gradient in given):
+        if self.picks is not None and of_picks is not None:
+            args = (of_picks, *given, self.logits, self.picks, self.target, self.stats)
+            op = fused_op("row_picks", "backward")
+            parts.append(call(op, (*args, *self.options), backward))
+        elif any(gradient is not None for gradient in given):
             args = (*given, self.logits, self.target, self.stats, *self.options)
             parts.append(call(fused_op("row_statistics", "backward"), args, backward))
         if self.compared is not None and of_divergence is not None:

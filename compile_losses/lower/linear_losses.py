@@ -106,7 +106,7 @@ def _plan_rows(node: Node, backwards: list[Node], prefer_memory: bool) -> Decisi
         reason = "a unit gradient would underflow in float16 before the loss scale reaches it"
     elif activation_memory_budget() == 0:
         reason = "the activation memory budget is 0"
-    elif needs == (True, False, False) and len(_given(backwards[0])) == 1:
+    elif needs == (True, False, False) and _has_one_gradient_a_row(backwards[0]):
         _scale_rows(node, backwards[0])
         return Decision(site, name, "gradient in forward, scaled by row", chunks, cost, stock)
     else:
@@ -129,6 +129,12 @@ def _is_by_row(node: Node) -> bool:
 def _given(backward: Node) -> list[Node]:
     """The gradients that a backward is given."""
     return [node for node in grad_outputs_of(backward) if node is not None]
+
+
+def _has_one_gradient_a_row(backward: Node) -> bool:
+    """Whether a backward is given one gradient, of one number a row."""
+    given = _given(backward)
+    return len(given) == 1 and given[0].meta["val"].dim() == 1
 
 
 def _with_unit_gradients(

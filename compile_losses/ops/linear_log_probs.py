@@ -1,22 +1,23 @@
 """Log-probabilities of chosen classes by a linear layer, without ever holding that layer's output.
 
 ``torch.ops.fused.linear_log_probs(input, linear_weight, index, *, linear_bias=None,
-temperature=1.0, softcap=None)`` returns three tensors of index's shape for the logits ``z =
+temperature=1.0, softcap=None)`` returns three tensors for the logits ``z =
 softcap(linear(input, linear_weight, linear_bias)) / temperature``, with ``softcap(x) = softcap *
 tanh(x / softcap)``, if there is one:
 
-- ``log_softmax(z, -1)`` at index, 0 where index is negative;
-- the entropy of ``softmax(z, -1)``;
-- ``argmax(z, -1)``, int64, without a gradient.
+- ``log_softmax(z, -1)`` at index, of index's shape, 0 where index is negative;
+- the entropy of ``softmax(z, -1)``, of input's leading shape;
+- ``argmax(z, -1)``, int64, of input's leading shape, without a gradient.
 
 Input is [hidden], [rows, hidden] or with any other leading dimensions, linear_weight [classes,
-hidden], linear_bias [classes]; index int64, of input's leading shape. Results are float32, and
-float64 for float64. Autocast casts input, linear_weight and linear_bias as it casts those of
-``linear``. The logits are computed a chunk of rows at a time, as for
-:mod:`compile_losses.ops.linear_row_statistics`: once in the forward, and once more in the backward;
-in a compiled step the gradients may be in the forward, too. Tensors inside ``torch.func`` are
-computed as torch does, over all logits. DTensors may be sharded by rows, or linear_weight by
-classes; gradients with sharded classes can't be differentiated again.
+hidden], linear_bias [classes]; index int64, of input's leading shape, or with one more dimension, K
+classes of each row. Results are float32, and float64 for float64. Autocast casts input,
+linear_weight and linear_bias as it casts those of ``linear``. The logits are computed a chunk of
+rows at a time, as for :mod:`compile_losses.ops.linear_row_statistics`: once in the forward, and
+once more in the backward; in a compiled step the gradients may be in the forward, too. Tensors
+inside ``torch.func``, and DTensors with K classes of each row, are computed as torch does, over all
+logits. Other DTensors may be sharded by rows, or linear_weight by classes; gradients with sharded
+classes can't be differentiated again.
 
 Raises:
     RuntimeError: shapes, dtypes or devices that don't go together; a temperature or a softcap that
@@ -37,7 +38,7 @@ from compile_losses.ops import checks, linear_row_statistics
 from compile_losses.ops.checks import accumulation_type, describe
 from compile_losses.ops.linear.arguments import as_rows, check_linear
 from compile_losses.ops.linear.reference import autocast_layer, autocast_off, under_autocast
-from compile_losses.ops.linear.row_statistics import ARGMAX, ENTROPY, NLL
+from compile_losses.ops.linear.row_statistics import ARGMAX, ENTROPY, LOG_PROBS, NLL
 from compile_losses.ops.row_statistics import entropy_of
 from compile_losses.ops.softmax_divergence import check_temperature
 from compile_losses.ops.transforms import needs_torch
@@ -66,7 +67,10 @@ def reference(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits / temperature
-    log_probs = F.log_softmax(logits, -1).gather(-1, index.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    classes = index.clamp(min=0)
+    if index.dim() < logits.dim():
+        classes = classes.unsqueeze(-1)
+    log_probs = F.log_softmax(logits, -1).gather(-1, classes).view(index.shape)
     log_probs = torch.where(index < 0, 0, log_probs)
     return log_probs, entropy_of(logits), logits.detach().argmax(-1)
 
@@ -88,7 +92,8 @@ def public_kernel(
         input, linear_weight, linear_bias = layer  # type: ignore[assignment]
     _check(input, linear_weight, index, linear_bias, temperature, softcap)
     tensors = (input, linear_weight, index, linear_bias)
-    if mesh is None and needs_torch(*tensors):
+    several = index.dim() == input.dim()
+    if needs_torch(*tensors) if mesh is None else several:
         with autocast_off(input):
             return reference(*tensors, temperature, softcap)
     if temperature != 1:
@@ -96,21 +101,28 @@ def public_kernel(
         linear_bias = None if linear_bias is None else linear_bias / temperature
         # softcap(x) / T is tanh with the height softcap / T of x / T.
         softcap = None if softcap is None else softcap / temperature
-    index = index.clamp(min=_NONE)
     if mesh is not None:
         from compile_losses.distributed.statistics import linear_log_probs
 
+        index = index.clamp(min=_NONE)
         return linear_log_probs(
             public_kernel, NAME, mesh, input, linear_weight, index, linear_bias, softcap, _NONE
         )
-    target = index.reshape(-1)
-    statistics = linear_row_statistics.forward(
-        *linear_row_statistics.in_order(
-            as_rows(input), linear_weight, target, linear_bias, _NONE, softcap
-        )
+    target = picks = None
+    if several:
+        picks = index.reshape(-1, index.shape[-1]).clamp(min=0)
+    else:
+        target = index.reshape(-1).clamp(min=_NONE)
+    arguments = linear_row_statistics.in_order(
+        as_rows(input), linear_weight, target, linear_bias, _NONE, softcap, picks=picks
     )
-    nll, entropy, argmax = (statistics[place] for place in (NLL, ENTROPY, ARGMAX))
-    return (-nll).view(index.shape), entropy.view(index.shape), argmax.view(index.shape)
+    statistics = linear_row_statistics.forward(*arguments)
+    if several:
+        log_probs = torch.where(index < 0, 0, statistics[LOG_PROBS].view(index.shape))
+    else:
+        log_probs = (-statistics[NLL]).view(index.shape)
+    leading = input.shape[:-1]
+    return log_probs, statistics[ENTROPY].view(leading), statistics[ARGMAX].view(leading)
 
 
 def _check(
@@ -132,10 +144,14 @@ def _check(
             f"{NAME}: expected linear_weight of shape [classes, hidden] with at least 1 class, "
             f"got {list(linear_weight.shape)}"
         )
-    if index.dtype != torch.int64 or not checks.same_shape(index.shape, input.shape[:-1]):
+    leading, shape = input.shape[:-1], index.shape
+    several = len(shape) > len(leading) and shape[-1] > 0
+    fits = checks.same_shape(shape[:-1] if several else shape, leading)
+    if index.dtype != torch.int64 or not fits:
+        several_classes = ", ".join([*map(str, leading), "K"])
         raise RuntimeError(
-            f"{NAME}: expected index to be int64 of shape {list(input.shape[:-1])}, "
-            f"got {describe(index)}"
+            f"{NAME}: expected index to be int64 of shape {list(leading)} or [{several_classes}] "
+            f"with K at least 1, got {describe(index)}"
         )
     check_temperature(NAME, temperature)
     checks.check_softcap(NAME, softcap)

@@ -4,20 +4,24 @@ What losses of tokens and their metrics read of a row of logits are a few number
 (:mod:`compile_losses.ops.row_statistics`): the negative log-likelihood of a class, the logsumexp,
 the entropy, the sum, the maximum and where that is. Log-probabilities, PPO's and GRPO's losses with
 an entropy, cross entropies with a z-loss, token accuracy and so on are made of them by row. So are
-sums of a cross entropy and the divergence from a teacher's row, the seventh number. These ops
+sums of a cross entropy and the divergence from a teacher's row, the seventh number, and losses of
+several classes of each row, such as the distillation of a teacher's likeliest classes. These ops
 compute all of ``linear(input, linear_weight, linear_bias)``, a chunk of rows at a time:
 
 - ``fused::linear_row_statistics_forward``: the statistics, [rows] each: nll, logsumexp, entropy,
-  total, divergence, maximum and argmax.
+  total, divergence, maximum and argmax; after the divergence the log-probabilities of picks,
+  [rows, K].
 - ``fused::linear_row_statistics_backward``: the gradients, from the logits computed again.
 - ``fused::linear_row_statistics_rows_with_grad``: both; the row_function makes the gradients of the
-  first five of all seven statistics and of what is known
+  first six of all eight statistics and of what is known
   (``compile_losses.ops.linear.row_function``). Not differentiable.
 
 Input is [rows, hidden], linear_weight [classes, hidden], linear_bias [classes], in one floating
-dtype; target, int64 [rows], may be None where no class is picked. Statistics are float32, and
-float64 for float64. A row whose target is ignore_index has a negative log-likelihood of 0. With a
-softcap the logits become ``softcap * tanh(logits / softcap)``, not rounded to their own dtype.
+dtype; target, int64 [rows], may be None where no class is picked, and so may picks, int64 [rows,
+K], K classes of each row in any order, equal ones too (:mod:`compile_losses.ops.row_picks`).
+Statistics are float32, and float64 for float64. A row whose target is ignore_index has a negative
+log-likelihood of 0. With a softcap the logits become ``softcap * tanh(logits / softcap)``, not
+rounded to their own dtype.
 
 With a divergence there is a teacher: logits of [rows, classes], or with teacher_weight, [classes,
 teacher's hidden], and teacher_bias the input of a linear layer, of which a chunk of logits is
@@ -30,15 +34,16 @@ the teacher's it is, by row:
   temperature of 1 alone.
 - ``js``: ``beta KL(q || m) + (1 - beta) KL(p || m)``, m = ``(1 - beta) p + beta q``.
 
-The teacher has no gradient. Without a divergence that statistic is empty.
+The teacher has no gradient. Without a divergence that statistic is empty, and so are the
+log-probabilities without picks.
 
 Raises:
     RuntimeError: shapes, dtypes or devices that don't go together; a softcap or a temperature that
         is not positive; a beta that is not between 0 and 1; a teacher without a divergence, or a
         divergence without a teacher; a teacher's bias or soft-cap without its weight.
     ValueError: an unknown divergence.
-    IndexError: on the CPU, a target outside [0, classes) that is not ignore_index. On CUDA the
-        kernel stops with a device-side assertion.
+    IndexError: on the CPU, a target outside [0, classes) that is not ignore_index, or a pick
+        outside [0, classes). On CUDA the kernel stops with a device-side assertion.
 """
 
 from __future__ import annotations
@@ -51,7 +56,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import library
-from compile_losses.ops import checks, row_statistics, softmax_js_div, softmax_kl_div
+from compile_losses.ops import checks, row_picks, row_statistics, softmax_js_div, softmax_kl_div
 from compile_losses.ops.checks import accumulation_type, describe
 from compile_losses.ops.linear.arguments import check_linear
 from compile_losses.ops.linear.divergence import check_layers
@@ -64,6 +69,7 @@ from compile_losses.ops.linear.row_statistics import (
     COUNT,
     DIFFERENTIABLE,
     DIVERGENCE,
+    LOG_PROBS,
     NLL,
     RowStatistics,
 )
@@ -73,19 +79,19 @@ from compile_losses.ops.transforms import double_backward
 
 NAME = "linear_row_statistics"
 ARGUMENTS = (
-    "Tensor input, Tensor linear_weight, Tensor? target, Tensor? linear_bias, Tensor? teacher, "
-    "Tensor? teacher_weight, Tensor? teacher_bias, SymInt ignore_index, float? softcap, "
-    "str? divergence, float beta, float temperature, float? teacher_softcap"
+    "Tensor input, Tensor linear_weight, Tensor? target, Tensor? linear_bias, Tensor? picks, "
+    "Tensor? teacher, Tensor? teacher_weight, Tensor? teacher_bias, SymInt ignore_index, "
+    "float? softcap, str? divergence, float beta, float temperature, float? teacher_softcap"
 )
 _COUNT, _TENSORS = ARGUMENTS.count(",") + 1, ARGUMENTS.count("Tensor")
 _GRADIENTS = (
     "Tensor? grad_nll, Tensor? grad_logsumexp, Tensor? grad_entropy, Tensor? grad_total, "
-    "Tensor? grad_divergence"
+    "Tensor? grad_divergence, Tensor? grad_log_probs"
 )
 #: The names of the arguments of a teacher.
 TEACHER = ("teacher", "teacher_weight", "teacher_bias")
-#: Which of the arguments have gradients.
-_LAYER = (0, 1, 3)
+#: Which of the arguments have gradients, and which are the picks.
+_LAYER, _PICKS = (0, 1, 3), 4
 
 #: The ops that compute a divergence, and whether their first row is the teacher's.
 DIVERGENCES = {
@@ -118,9 +124,11 @@ def in_order(
     beta: float = 0.5,
     temperature: float = 1.0,
     teacher_softcap: float | None = None,
+    *,
+    picks: Any = None,
 ) -> tuple[Any, ...]:
     """Those of the ops in their order, without a teacher unless one is given."""
-    tensors = (input, linear_weight, target, linear_bias, *teacher)
+    tensors = (input, linear_weight, target, linear_bias, picks, *teacher)
     options = (ignore_index, softcap, divergence, beta, temperature, teacher_softcap)
     return *tensors, *options
 
@@ -130,6 +138,7 @@ def check(
     linear_weight: Tensor,
     target: Tensor | None,
     linear_bias: Tensor | None,
+    picks: Tensor | None,
     teacher: Tensor | None,
     teacher_weight: Tensor | None,
     teacher_bias: Tensor | None,
@@ -142,7 +151,12 @@ def check(
 ) -> None:
     checks.check_floating(NAME, input=input, linear_weight=linear_weight)
     checks.check_same_device(
-        NAME, input, linear_weight=linear_weight, target=target, linear_bias=linear_bias
+        NAME,
+        input,
+        linear_weight=linear_weight,
+        target=target,
+        linear_bias=linear_bias,
+        picks=picks,
     )
     check_linear(NAME, ("input", "linear_weight", "linear_bias"), input, linear_weight, linear_bias)
     if input.dim() != 2 or linear_weight.dim() != 2:
@@ -157,6 +171,8 @@ def check(
             f"{NAME}: expected target to be int64 of shape {list(input.shape[:1])}, "
             f"got {describe(target)}"
         )
+    if picks is not None:
+        row_picks.check(NAME, picks, input.shape[0])
     checks.check_softcap(NAME, softcap)
     if (teacher is None) != (divergence is None):
         raise RuntimeError(
@@ -192,8 +208,10 @@ def pair_of(divergence: str | None, beta: float, temperature: float) -> Pair | N
 
 def _problem(arguments: tuple[Any, ...], row_function: RowFunction | None = None) -> Problem:
     check(*arguments)
-    input, linear_weight, target, linear_bias, *of_teacher = arguments[:_TENSORS]
+    input, linear_weight, target, linear_bias, picks, *of_teacher = arguments[:_TENSORS]
     ignore_index, softcap, *divergence, teacher_softcap = arguments[_TENSORS:]
+    if picks is not None:
+        row_picks.check_bounds(NAME, picks, linear_weight.shape[0])
     teacher = None
     if of_teacher[0] is not None:
         logits, weight, bias = of_teacher
@@ -201,6 +219,7 @@ def _problem(arguments: tuple[Any, ...], row_function: RowFunction | None = None
     losses = RowStatistics(
         input,
         target,
+        picks,
         ignore_index,
         softcap,
         pair_of(*divergence),
@@ -212,9 +231,11 @@ def _problem(arguments: tuple[Any, ...], row_function: RowFunction | None = None
     return Problem(input, linear_weight, linear_bias, losses)
 
 
-def _missing(input: Any, weight: Any, target: Any, bias: Any, teacher: Any, *_: Any) -> list[int]:
+def _missing(arguments: tuple[Any, ...]) -> list[int]:
     """Places of the statistics that nobody asked for, which are empty."""
-    return [NLL] * (target is None) + [DIVERGENCE] * (teacher is None)
+    _, _, target, _, picks, teacher, *_ = arguments
+    asked = {NLL: target, DIVERGENCE: teacher, LOG_PROBS: picks}
+    return [place for place, argument in asked.items() if argument is None]
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -224,7 +245,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _backward(*rest: Any) -> tuple[Tensor, ...]:
     gradients, arguments, needs = [*rest[:DIFFERENTIABLE]], rest[DIFFERENTIABLE:-3], rest[-3:]
-    for place in _missing(*arguments):  # its gradient is None, or empty
+    for place in _missing(arguments):  # its gradient is None, or empty
         gradients[place] = None
     with autocast_off(arguments[0]):
         problem = _problem(arguments, known_gradients(gradients, COUNT))
@@ -241,11 +262,12 @@ def _rows_with_grad(*rest: Any) -> tuple[Tensor, ...]:
 
 def _forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
     check(*arguments)
-    input, missing = arguments[0], _missing(*arguments)
+    input, picks, missing = arguments[0], arguments[_PICKS], _missing(arguments)
 
     def statistic(place: int) -> Tensor:
         dtype = torch.int64 if place == COUNT - 1 else accumulation_type(input.dtype)
-        return input.new_empty(0 if place in missing else input.shape[:1], dtype=dtype)
+        shape = picks.shape if place == LOG_PROBS and picks is not None else input.shape[:1]
+        return input.new_empty(0 if place in missing else shape, dtype=dtype)
 
     return tuple(map(statistic, range(COUNT)))
 
@@ -276,6 +298,7 @@ def reference(
     linear_weight: Tensor,
     target: Tensor | None,
     linear_bias: Tensor | None,
+    picks: Tensor | None,
     teacher: Tensor | None,
     teacher_weight: Tensor | None,
     teacher_bias: Tensor | None,
@@ -289,9 +312,12 @@ def reference(
     """The differentiable statistics in torch's own ops, over all logits."""
     logits = F.linear(input, linear_weight, linear_bias)
     found = row_statistics.reference(logits, target, ignore_index, softcap)
+    log_probs = None
+    if picks is not None:
+        log_probs = F.log_softmax(row_statistics.capped(logits, softcap), -1).gather(-1, picks)
     pair = pair_of(divergence, beta, temperature)
     if pair is None or teacher is None:
-        return *found, None
+        return *found, None, log_probs
     if teacher_weight is not None:
         teacher = F.linear(teacher, teacher_weight, teacher_bias)
     dtype = accumulation_type(logits.dtype)
@@ -301,7 +327,7 @@ def reference(
     each = _REFERENCES[pair.name](*rows, NONE, *pair.options, -1)
     if divergence == "cross_entropy":
         each = each + row_statistics.entropy_of(teacher)
-    return *found, each
+    return *found, each, log_probs
 
 
 _REFERENCES: dict[str, Callable[..., Tensor]] = {
@@ -358,14 +384,14 @@ def _backward_vjp(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, 
     wanted = [c if needed else None for c, needed in zip(cotangents, ctx.needs, strict=True)]
     if all(cotangent is None for cotangent in wanted):
         return (None,) * count
-    input, linear_weight, target, linear_bias, *rest = ctx.saved_tensors
+    input, linear_weight, target, linear_bias, picks, *rest = ctx.saved_tensors
     of_teacher, gradients = rest[: len(TEACHER)], rest[len(TEACHER) :]
     given = [i for i, gradient in enumerate(gradients) if gradient is not None]
     layer = [input, linear_weight] + ([] if linear_bias is None else [linear_bias])
 
     def total(*tensors: Tensor) -> Tensor:
         factors, (input, weight, *bias) = tensors[: len(given)], tensors[len(given) :]
-        of_layer = (input, weight, target, bias[0] if bias else None)
+        of_layer = (input, weight, target, bias[0] if bias else None, picks)
         found = reference(*of_layer, *of_teacher, *ctx.options)
         products = [
             (statistic * factor).sum()

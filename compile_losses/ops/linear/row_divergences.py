@@ -158,15 +158,18 @@ def buffers(
     by_row: bool,
     reverse: bool,
     gradient: bool,
+    picks: bool = False,
 ) -> int:
     """How many tensors of the size of a chunk of the student's logits there are at a time.
 
     Args:
         student, teacher: the dtypes of the logits.
         computed: whether the teacher's logits are computed, too.
+        picks: whether several classes of a row are picked beside the divergence.
     """
     of_teacher = max(1, teacher.itemsize // student.itemsize) if computed else 0
-    return 1 + of_teacher + int(gradient and (by_row or reverse) and student != teacher)
+    apart = (by_row or reverse) and (student != teacher or picks)
+    return 1 + of_teacher + int(gradient and apart)
 
 
 class RowDivergences:

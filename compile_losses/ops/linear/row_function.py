@@ -102,14 +102,19 @@ class RowFunction:
         return replace(self, known=tuple(_of_rows(tensor, rows) for tensor in self.known))
 
     def __call__(self, rows: slice, computed: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of the results computed for some rows, each [rows of the slice]."""
+        """The gradients of the results computed for some rows, each of its result's shape."""
         values = [*computed, *(_of_rows(tensor, rows) for tensor in self.known)]
         steps, results = _decoded(self.text)
         for op, args, kwargs in steps:
             given = [_given(argument, values) for argument in args]
             values.append(op(*given, **{k: _given(v, values) for k, v in kwargs.items()}))
-        shape = computed[-1].shape  # the first is empty if no class is picked
-        return [None if number is None else values[number].expand(shape) for number in results]
+
+        def gradient(number: int | None, result: Tensor) -> Tensor | None:
+            # A result that nobody asked for is empty.
+            shape = (result if len(result) == len(computed[-1]) else computed[-1]).shape
+            return None if number is None else values[number].expand(shape)
+
+        return list(map(gradient, results, computed))
 
 
 def known_gradients(gradients: Sequence[Tensor | None], computed: int = 1) -> RowFunction:

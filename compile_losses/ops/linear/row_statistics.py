@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from compile_losses.ops import row_statistics
+from compile_losses.ops import row_picks, row_statistics
 from compile_losses.ops.linear.row_divergences import NONE, Pair, TeacherLogits, buffers
 from compile_losses.ops.linear.row_function import RowFunction
 
 #: Places of the statistics; the first ones have gradients.
-NLL, LOGSUMEXP, ENTROPY, TOTAL, DIVERGENCE, MAXIMUM, ARGMAX = range(7)
-COUNT, DIFFERENTIABLE = ARGMAX + 1, DIVERGENCE + 1
+NLL, LOGSUMEXP, ENTROPY, TOTAL, DIVERGENCE, LOG_PROBS, MAXIMUM, ARGMAX = range(8)
+COUNT, DIFFERENTIABLE = ARGMAX + 1, LOG_PROBS + 1
 
 
 class RowStatistics:
     """The statistics of :mod:`compile_losses.ops.row_statistics` for each row of logits.
 
-    With a pair, the divergence of each row from the teacher's is one of them. The gradient is for
-    the gradients that row_function makes of the statistics, one or None for each of the first five.
-    Without row_function there is no gradient.
+    With a pair, the divergence of each row from the teacher's is one of them; with picks, the
+    log-probabilities of these. The gradient is for the gradients that row_function makes of the
+    statistics, one or None for each of the first six. Without row_function there is no gradient.
     """
 
     by_row = True
@@ -28,6 +30,7 @@ class RowStatistics:
         self,
         like: Tensor,  # on the device, of the logits' dtype
         target: Tensor | None,  # int64 [rows]
+        picks: Tensor | None,  # int64 [rows, K]
         ignore_index: int,
         softcap: float | None,
         pair: Pair | None,
@@ -36,11 +39,14 @@ class RowStatistics:
         dtype: torch.dtype,  # that sums are made in, and of the statistics
         row_function: RowFunction | None,
     ) -> None:
-        self.target, self.ignore_index, self.softcap = target, ignore_index, softcap
+        self.target, self.picks = target, picks
+        self.ignore_index, self.softcap = ignore_index, softcap
         self.pair, self.with_entropy, self.teacher = pair, with_entropy, teacher
         self.logits, self.dtype, self.row_function = like.dtype, dtype, row_function
         self.nothing = like.new_empty(0, dtype=dtype)
         nothing = [self.nothing] * (COUNT - 1)
+        if picks is not None:
+            nothing[LOG_PROBS] = like.new_empty((0, picks.shape[1]), dtype=dtype)
         self.chunks: list[tuple[Tensor, ...]] = [(*nothing, like.new_empty(0, dtype=torch.int64))]
 
     def buffers(self, *, gradient: bool) -> int:
@@ -53,6 +59,7 @@ class RowStatistics:
             computed=self.teacher.computed,
             by_row=True,
             reverse=self.pair.reverse,
+            picks=self.picks is not None,
             gradient=gradient,
         )
         return count + (self.softcap is not None)
@@ -65,25 +72,42 @@ class RowStatistics:
         """The same, and the gradient of the logits before the soft-cap, which lies over them."""
         stats, compared = self._computed(rows, logits)
         assert self.row_function is not None
-        *given, of_divergence = self.row_function(rows, self.chunks[-1])
-        options = self._options(rows)
+        *given, of_divergence, of_picks = self.row_function(rows, self.chunks[-1])
+        if self.picks is None:
+            of_picks = None
         if compared is None or of_divergence is None:
-            row_statistics.backward_(*given, logits, options[0], stats, *options[1:])
+            self._write_gradient(rows, given, of_picks, logits, stats)
             return logits
         assert self.pair is not None
         student, teacher, saved = compared
-        if teacher.dtype == logits.dtype:
+        if teacher.dtype == logits.dtype and of_picks is None:
             self.pair.gradient_of_statistics_(
-                given, of_divergence, logits, teacher, stats, saved, *options
+                given, of_divergence, logits, teacher, stats, saved, *self._options(rows)
             )
             return logits
         added = self.pair.gradient(of_divergence, student, teacher, saved)
         if self.softcap is not None:
             tanh = torch.div(logits, self.softcap, out=student).tanh_()
             torch.ops.aten.tanh_backward.grad_input(added, tanh, grad_input=added)
-        row_statistics.backward_(*given, logits, options[0], stats, *options[1:])
+        self._write_gradient(rows, given, of_picks, logits, stats)
         logits += added
         return logits
+
+    def _write_gradient(
+        self,
+        rows: slice,
+        given: Sequence[Tensor | None],
+        of_picks: Tensor | None,
+        logits: Tensor,
+        stats: Tensor,
+    ) -> None:
+        """The gradient without that of a divergence, over the logits."""
+        target, *options = self._options(rows)
+        if self.picks is None or of_picks is None:
+            row_statistics.backward_(*given, logits, target, stats, *options)
+        else:
+            picks = self.picks[rows]
+            row_picks.backward_(of_picks, tuple(given), logits, target, picks, stats, *options)
 
     def results(self) -> tuple[Tensor, ...]:
         """The statistics of all rows so far."""
@@ -109,7 +133,12 @@ class RowStatistics:
             if self.with_entropy:
                 of_teacher = row_statistics.forward(teacher, None, -1, None)
                 divergence = divergence + of_teacher[ENTROPY].to(self.dtype)
-        self.chunks.append((*found[:DIVERGENCE], divergence, *found[DIVERGENCE:]))
+        log_probs = self.nothing
+        if self.picks is not None:
+            picked = row_picks.picked_logits(logits, self.picks[rows], self.softcap)
+            log_probs = row_picks.log_probs_of(picked, stats)
+        more = (divergence, log_probs)
+        self.chunks.append((*found[:DIVERGENCE], *more, *found[DIVERGENCE:]))
         return stats, compared
 
     def _options(self, rows: slice) -> tuple[Tensor | None, int, float | None]:
