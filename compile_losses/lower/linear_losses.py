@@ -37,7 +37,7 @@ from compile_losses.lower.held_logits import (
 )
 from compile_losses.lower.known_factors import emit, factor_of
 from compile_losses.lower.node_order import move_before
-from compile_losses.lower.node_relations import depends_on_tangents
+from compile_losses.lower.node_relations import depends_on, depends_on_tangents
 from compile_losses.lower.row_gradients import RowGradients, row_gradients, values_of
 from compile_losses.lower.shared_with_forward import save
 from compile_losses.ops.checks import REDUCTIONS
@@ -92,6 +92,18 @@ def plan_rows(graph: Graph, *, prefer_memory: bool = False) -> list[Decision]:
         if own:
             decisions.append(_plan_rows(node, own, prefer_memory))
     return decisions
+
+
+def of_rows(graph: Graph, inputs: Sequence[Node]) -> list[Node]:
+    """Those of some tensors that are made of what such a loss computes of each row, and have no
+    more numbers."""
+    found = []
+    for node in graph.nodes:
+        name, part = fused_call(node) or ("", "")
+        if name in _NAMES and part == "forward" and _is_by_row(node):
+            made, most = depends_on(node), max(hint_of(v.numel()) for v in values_of(node))
+            found += [n for n in inputs if n in made and hint_of(n.meta["val"].numel()) <= most]
+    return found
 
 
 def _plan_rows(node: Node, backwards: list[Node], prefer_memory: bool) -> Decision:

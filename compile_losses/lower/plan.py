@@ -45,7 +45,7 @@ from compile_losses.lower.gradient_in_forward import (
     refusal,
     tensors_read,
 )
-from compile_losses.lower.linear_losses import plan_linear, plan_rows
+from compile_losses.lower.linear_losses import of_rows, plan_linear, plan_rows
 from compile_losses.lower.mutated_inputs import save_before_mutation
 from compile_losses.lower.node_relations import (
     depends_on,
@@ -99,7 +99,7 @@ class LossPlan:
 def _plan_ops(graph: Graph, prefer_memory: bool) -> list[Decision]:
     """Plans each loss that is an op, and then applies all plans."""
     merge_equal_losses(graph)
-    by_row = plan_rows(graph, prefer_memory=prefer_memory)
+    by_row = [*_decompose_of_rows(graph), *plan_rows(graph, prefer_memory=prefer_memory)]
     losses = find_losses(graph)
     if not losses and not any(fused_call(node) for node in graph.nodes):
         return by_row
@@ -110,6 +110,22 @@ def _plan_ops(graph: Graph, prefer_memory: bool) -> list[Decision]:
     _decompose_short_backwards(graph)
     for decision in decisions:
         log.debug("%s", decision)
+    return decisions
+
+
+def _decompose_of_rows(graph: Graph) -> list[Decision]:
+    """Decomposes the losses of a few numbers of each row of a head. In torch's ops the plan for the
+    head sees how its gradients are made."""
+    losses = find_losses(graph)
+    small = set(of_rows(graph, [loss.input for loss in losses]))
+    decisions = []
+    for loss in losses:
+        decomposition = decomposition_of(loss) if loss.input in small else None
+        if decomposition is not None:
+            site, name = site_of(loss.forward), loss.name
+            decomposition.apply()
+            reason = "it is made of a few numbers of each row of a head"
+            decisions.append(Decision(site, name, "decomposed", reason))
     return decisions
 
 

@@ -13,9 +13,11 @@ scales them. If only input needs a gradient, ``g`` may be anything: the forward 
 gradient of each row for a gradient of 1, and the backward multiplies it by ``g``.
 
 If a forward returns several statistics of each row, each has its own ``g``, a function of all of
-them.
+them. One of them may be K numbers of each row, the log-probabilities of picked classes. Then the
+function works on values of one number a row and on values of K numbers a row.
 
-No values are tried: each op between the losses and ``g`` is known to work element by element.
+No values are tried: each op between the losses and ``g`` is known to work element by element, or
+on the K numbers of each row.
 """
 
 from __future__ import annotations
@@ -35,7 +37,17 @@ from compile_losses.lower.known_factors import has_one_element, is_one_number
 from compile_losses.lower.node_order import move_before
 from compile_losses.lower.node_relations import depends_on
 from compile_losses.ops.checks import same_shape
-from compile_losses.ops.linear.row_function import Operand, Step, encode, is_of_elements
+from compile_losses.ops.linear.row_function import (
+    COLUMN,
+    LARGEST,
+    REPEAT,
+    SUM,
+    Operand,
+    Step,
+    encode,
+    is_of_elements,
+)
+from compile_losses.ops.linear.row_statistics import LOG_PROBS
 from compile_losses.torch_internals.graphs import EAGER_VALUES
 
 aten = torch.ops.aten
@@ -86,13 +98,15 @@ def row_gradients(
     (tangent,) = tangents
     late, cone = depends_on(losses), cone_of(given)
     writer = _Writer(losses, tangent)
+    if any(value.dim() == 2 for value in writer.values) and writer.columns == 1:
+        return "its picks are a matrix of one column"  # which is as long as a row's statistics
     inner = [n for n in losses.graph.nodes if n in cone and (n in late or n in backward)]
     inner = [n for n in inner if n not in (losses, tangent) and n not in writer.same]
     for node in inner:
         reason = writer.take(node, late)
         if reason is not None:
             return reason
-    linear = set(linear_part(tangent, backward, padded=True))
+    linear = set(linear_part(tangent, backward, of_rows=True))
     odd = next((n for n in inner if n in backward and n not in linear), None)
     if odd is not None:
         return f"its gradients are not linear in that of the whole: {odd.name}"
@@ -116,6 +130,10 @@ class _Writer:
         self.values = values_of(losses)
         # The first statistic is empty if no class is picked.
         self.rows = self.values[-1].shape[0]
+        #: How many numbers a row has in the statistic that has several; 1 if there is none.
+        self.columns = 1
+        if len(self.values) > LOG_PROBS and self.values[LOG_PROBS].dim() == 2:
+            self.columns = self.values[LOG_PROBS].shape[1]
         self.steps: list[Node] = []
         self.numbers = {losses: 0}
         if isinstance(losses.meta["val"], tuple | list):
@@ -136,9 +154,14 @@ class _Writer:
         if any(source in late and source not in self.same for source in node.all_input_nodes):
             return across
         value = node.meta.get("val")
-        if not isinstance(value, Tensor) or not statically_known_true(value.numel() == self.rows):
+        columns = self._columns(value)
+        if columns is None:
             return across
-        if node.target in _SAME:
+        if self._is_of_rows(node, columns):
+            self.steps.append(node)
+            self.same[node] = node
+            return None
+        if node.target in _SAME and self._columns(of_losses[0].meta["val"]) == columns:
             self.same[node] = self.same[of_losses[0]]
             return None
         if node.target in _SCATTERS and _has_as_many(node, node.args[1]):
@@ -149,14 +172,36 @@ class _Writer:
         if not is_of_elements(node.target):
             return across
         for source in node.all_input_nodes:
-            if isinstance(source.meta.get("val"), Tensor):
-                if source not in self.same:
-                    self.known.append((source, tuple(value.shape)))
-            else:
+            if not isinstance(source.meta.get("val"), Tensor):
                 return f"{node.name} has a symbol"
+            if source not in self.same:
+                self.known.append((source, tuple(value.shape)))
+            elif self._columns(source.meta["val"]) != columns and not _is_column(source, node):
+                return across
         self.steps.append(node)
         self.same[node] = node
         return None
+
+    def _columns(self, value: Any) -> int | None:
+        """How many numbers of each row a tensor has: one, or as many as the statistic; else None."""
+        if isinstance(value, Tensor):
+            for columns in {1, self.columns}:
+                if statically_known_true(value.numel() == self.rows * columns):
+                    return columns
+        return None
+
+    def _is_of_rows(self, node: Node, columns: int) -> bool:
+        """Whether a node makes one number of each row's several, or repeats one as often."""
+        source: Any = node.args[0]
+        if source not in self.same or self._columns(source.meta["val"]) == columns:
+            return False
+        if node.target is aten.expand.default:
+            return _is_column(source, node)
+        if node.target not in (SUM, LARGEST) or node.kwargs:
+            return False
+        shape, dims = source.meta["val"].shape, node.args[1] if len(node.args) > 1 else []
+        is_last = dims in ([-1], [len(shape) - 1])
+        return is_last and bool(statically_known_true(shape[-1] == self.columns))
 
     def result(self, grad_outputs: Sequence[Node | None]) -> RowGradients | str:
         """Emits the known tensors, and writes the function."""
@@ -171,16 +216,30 @@ class _Writer:
         first = len(self.values)
         places = {known: first + i for i, known in enumerate(dict.fromkeys(self.known))}
         numbers, steps = self.numbers, list[Step]()
+
+        def add(op: Any, args: Sequence[Any], named: dict[str, Any] | None = None) -> Operand:
+            steps.append((op, args, named or {}))
+            return Operand(first + len(places) + len(steps) - 1)
+
         for node in self.steps:
-            shape = tuple(node.meta["val"].shape)
+            value = node.meta["val"]
 
-            def operand(source: Node, shape: tuple[Any, ...] = shape) -> Operand:
-                if source in self.same:
-                    return Operand(numbers[self.same[source]])
-                return Operand(places[source, shape])
+            def operand(source: Node, value: Tensor = value) -> Operand:
+                if source not in self.same:
+                    return Operand(places[source, tuple(value.shape)])
+                found = Operand(numbers[self.same[source]])
+                columns = self._columns(value)
+                if columns == 1 or self._columns(source.meta["val"]) == columns:
+                    return found
+                return add(COLUMN, (found, 1))
 
-            steps.append((node.target, *_mapped(node, operand)))  # type: ignore[arg-type]
-            numbers[node] = first + len(places) + len(steps) - 1
+            if node.target in (SUM, LARGEST):
+                made = add(node.target, (operand(node.args[0]), [1]))  # type: ignore[arg-type]
+            elif node.target is aten.expand.default:
+                made = add(REPEAT, (operand(node.args[0]), Operand(LOG_PROBS)))  # type: ignore[arg-type]
+            else:
+                made = add(node.target, *_mapped(node, operand))
+            numbers[node] = made.number
 
         def number(gradient: Node | None) -> int | None:
             if gradient is None:
@@ -223,7 +282,7 @@ class _Writer:
         return copies
 
     def _as_known(self, node: Node, shape: Sequence[Any]) -> Node:
-        """One number as [] or [1], and anything else as [rows].
+        """One number as [] or [1], and anything else as [rows] or, with several a row, [rows, K].
 
         Args:
             shape: which it is read in.
@@ -234,9 +293,10 @@ class _Writer:
         if not same_shape(value.shape, torch.Size(shape)):
             sizes = [size if isinstance(size, int) else self._size_node(size) for size in shape]
             node = self._emit(aten.expand.default, node, sizes)
-        if len(shape) == 1:
+        columns = self._columns(node.meta["val"])
+        if len(shape) == (1 if columns == 1 else 2):
             return node
-        return self._emit(aten.reshape.default, node, [-1])
+        return self._emit(aten.reshape.default, node, [-1] if columns == 1 else [-1, columns])
 
     def _size_node(self, size: SymInt) -> Node | None:
         """A node before the losses that holds a size."""
@@ -255,6 +315,18 @@ class _Writer:
         with self.values[-1].fake_mode:  # type: ignore[attr-defined]
             node.meta["val"] = op(*values)
         return node
+
+
+def _is_column(source: Node, node: Node) -> bool:
+    """Whether a node has the shape of a source but for the last dimension, which is one of one."""
+    *rows, last = source.meta["val"].shape or [None]
+    *of_node, columns = node.meta["val"].shape or [None]
+    return last == 1 and columns != 1 and len(rows) == len(of_node) and _same(rows, of_node)
+
+
+def _same(rows: Sequence[Any], other: Sequence[Any]) -> bool:
+    pairs = zip(rows, other, strict=True)
+    return all(statically_known_true(one == two) for one, two in pairs)
 
 
 def _has_as_many(node: Node, argument: Any) -> bool:

@@ -92,8 +92,8 @@ def public_kernel(
         input, linear_weight, linear_bias = layer  # type: ignore[assignment]
     _check(input, linear_weight, index, linear_bias, temperature, softcap)
     tensors = (input, linear_weight, index, linear_bias)
-    several = index.dim() == input.dim()
-    if needs_torch(*tensors) if mesh is None else several:
+    of_several = index.dim() == input.dim()
+    if needs_torch(*tensors) if mesh is None else of_several:
         with autocast_off(input):
             return reference(*tensors, temperature, softcap)
     if temperature != 1:
@@ -109,6 +109,7 @@ def public_kernel(
             public_kernel, NAME, mesh, input, linear_weight, index, linear_bias, softcap, _NONE
         )
     target = picks = None
+    several = of_several and index.shape[-1] != 1
     if several:
         picks = index.reshape(-1, index.shape[-1]).clamp(min=0)
     else:

@@ -212,6 +212,10 @@ class _Rewriting:
                     replace(s, reason=f"{s.reason}; {note}") if s.mark in marks else s
                     for s in self.sites
                 ]
+                if found.picking is not None:
+                    where = source_of(found.picking)
+                    reason = f"its logits are held: {found.reason}"
+                    self.sites.append(Site("linear_row_statistics", "declined", reason, *where))
                 continue
             self.sites = [site for site in self.sites if site.mark not in marks]
             file, line = source_of(found.node)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ from compile_losses.ops.linear.row_statistics import (
     ARGMAX,
     DIVERGENCE,
     ENTROPY,
+    LOG_PROBS,
     LOGSUMEXP,
     MAXIMUM,
     NLL,
@@ -34,9 +35,11 @@ from compile_losses.recognize.head import NotAbsorbedError
 from compile_losses.recognize.row_views import (
     VIEWS,
     RowIndexError,
+    picks_of_gather,
     pushed_under_softmax,
     target_of_gather,
     target_of_index,
+    unexpanded,
 )
 from compile_losses.recognize.symbolic_tensors import Value, example, has_gradient, whole
 from compile_losses.torch_internals.ops import OpOverload, named_arguments, packet_of
@@ -83,6 +86,8 @@ class Reading:
         target: the class that is picked of each row, if one is.
         call: the arguments by name of a cross entropy.
         divergence: the kind and the teacher of a divergence.
+        picks: the classes that are picked of each row, if several are, in a last dimension, which
+            the node has as well.
         what: in words.
     """
 
@@ -92,6 +97,7 @@ class Reading:
     target: Value | None = None
     call: dict[str, Any] | None = None
     divergence: Divergence | None = None
+    picks: Value | None = None
     what: str = ""
 
     @property
@@ -214,8 +220,12 @@ def _of_value(value: Value, replay: AtenReplay) -> Reading | None:
     if op is aten.logsumexp.default and len(args[1]) == 1:
         return Reading(args[0], args[1][0] % args[0].rank, {LOGSUMEXP: 1.0}, what="logsumexp")
     if op is aten.gather.default:
-        target, dim = target_of_gather(value, replay)
-        return _pick(args[0], dim, target, replay)
+        source = args[0] if args[0].whole else unexpanded(args[0], replay)
+        try:
+            target, dim = target_of_gather(value, replay)
+        except RowIndexError:
+            return _picks(source, picks_of_gather(value, replay), replay)
+        return _pick(source, dim, target, replay)
     if op is aten.index.Tensor and isinstance(args[0], Value):
         target, dim = target_of_index(value, replay)
         return _pick(args[0], dim, target, replay)
@@ -240,7 +250,7 @@ def _keeps_rows(value: Value) -> bool:
 
 def _times(reading: Reading, factor: float) -> Reading:
     terms = {place: factor * multiple for place, multiple in reading.terms.items()}
-    return Reading(reading.logits, reading.dim, terms, reading.target, what=reading.what)
+    return replace(reading, terms=terms)
 
 
 def _pick(source: Value, dim: int, target: Value, replay: AtenReplay) -> Reading:
@@ -249,6 +259,16 @@ def _pick(source: Value, dim: int, target: Value, replay: AtenReplay) -> Reading
         return Reading(logits[0], dim, {NLL: -1.0}, target, what="log-probability of a class")
     terms = {LOGSUMEXP: 1.0, NLL: -1.0}
     return Reading(source, dim, terms, target, what="logit of a class")
+
+
+def _picks(source: Value, picks: Value, replay: AtenReplay) -> Reading:
+    dim = source.rank - 1
+    logits = _softmax_of(source, replay, logarithm=True)
+    if logits is not None and logits[1] == dim:
+        what = "log-probabilities of several classes"
+        return Reading(logits[0], dim, {LOG_PROBS: 1.0}, picks=picks, what=what)
+    terms = {LOG_PROBS: 1.0, LOGSUMEXP: 1.0}
+    return Reading(source, dim, terms, picks=picks, what="logits of several classes")
 
 
 def _sum(value: Value, replay: AtenReplay) -> Reading | None:
@@ -375,7 +395,7 @@ class Readings:
             moves: the ops that make the reader's rows of these, with a last dimension of one.
         """
         self.base_shape, self.moves = base_shape, moves
-        result = self._moved(self._sum_of(reading.terms))
+        result = self._moved(self._sum_of(reading))
         if reading.call is not None:
             result = self._cross_entropy(reading.call, result)
         if reading.divergence is not None:
@@ -396,10 +416,12 @@ class Readings:
     def _statistic(self, place: int) -> Any:
         return self.call(operator.getitem, self.statistics, place)
 
-    def _sum_of(self, terms: dict[int, float]) -> Any:
+    def _sum_of(self, reading: Reading) -> Any:
         total: Any = None
-        for place, factor in terms.items():
+        for place, factor in reading.terms.items():
             term = self._statistic(place)
+            if reading.picks is not None and place != LOG_PROBS:
+                term = self.call(aten.unsqueeze.default, term, -1)
             if factor == -1:
                 term = self.call(aten.neg.default, term)
             elif factor != 1:

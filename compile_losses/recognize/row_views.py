@@ -10,13 +10,13 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.recognize.aten_replay import AtenReplay, aten, compute, equal_sizes, same_sizes
 from compile_losses.recognize.symbolic_tensors import Size, Value, example
-from compile_losses.torch_internals.ops import packet_of
+from compile_losses.torch_internals.ops import packet_of, tree_leaves
 
 _SOFTMAXES = (aten._log_softmax.default, aten._softmax.default)
 
 
 class RowIndexError(Exception):
-    """An index that does not pick one entry of each row."""
+    """An index that does not pick one entry of each row, or several."""
 
 
 def target_of_gather(value: Value, replay: AtenReplay) -> tuple[Value, int]:
@@ -30,7 +30,7 @@ def target_of_gather(value: Value, replay: AtenReplay) -> tuple[Value, int]:
     if not equal_sizes(index.fake.shape, expected):
         raise RowIndexError
     rows = expected[:dim] + expected[dim + 1 :]
-    resolved = _unexpanded(replay.resolve(index), replay)
+    resolved = unexpanded(replay.resolve(index), replay)
     if resolved.op in (aten.unsqueeze.default, aten.view.default):
         inner = resolved.args[0]
         if same_sizes(inner.fake.shape, rows):  # neither op changes the order of elements
@@ -41,8 +41,30 @@ def target_of_gather(value: Value, replay: AtenReplay) -> tuple[Value, int]:
     return target, dim
 
 
-def _unexpanded(value: Value, replay: AtenReplay) -> Value:
-    """A tensor before it was expanded and cut to its size again, as Categorical does."""
+def picks_of_gather(value: Value, replay: AtenReplay) -> Value:
+    """``x.gather(-1, picks)``: the picks, shaped like the rows and then [K]."""
+    source, dim, index = value.args[:3]
+    rank = source.fake.dim()
+    # gather takes an index of fewer rows as well, and then leaves the other rows out.
+    if dim % source.rank != rank - 1 or index.fake.dim() != rank:
+        raise RowIndexError
+    if not equal_sizes(index.fake.shape[:-1], source.fake.shape[:-1]):
+        raise RowIndexError
+    if index.whole:
+        return index
+    if index.op is aten.remainder.Scalar:  # take_along_dim takes negative numbers
+        classes, rest = index.args[1], unexpanded(index.args[0], replay)
+        found = compute(aten.remainder.Scalar, rest, classes) if isinstance(classes, int) else None
+    else:
+        found = unexpanded(index, replay)
+    if found is None or any(isinstance(a, torch.SymInt) for a in tree_leaves(found.args)):
+        raise RowIndexError
+    return found
+
+
+def unexpanded(value: Value, replay: AtenReplay) -> Value:
+    """A tensor before it was expanded to the size that it has, and cut to its size again, as
+    Categorical and take_along_dim do."""
     expanded = replay.resolve(value.args[0]) if value.op is aten.slice.Tensor else value
     if expanded.op is not aten.expand.default:
         return value

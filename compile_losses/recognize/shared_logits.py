@@ -108,10 +108,19 @@ class Kept:
     Attributes:
         readers: the nodes that read its output.
         reason: why they keep it.
+        picking: a reader of several classes of each row that has a gradient: of these there is no
+            match of their own, whose site could have the reason.
     """
 
     readers: list[Node]
     reason: str
+    picking: Node | None = None
+
+
+def _kept(shared: Shared, reason: str) -> Kept:
+    readings = shared.readings
+    picking = (n for n, r in readings.items() if r.picks and example(n).requires_grad)
+    return Kept(list(readings), reason, next(picking, None))
 
 
 def take_shared_logits(
@@ -138,7 +147,7 @@ def take_shared_logits(
         try:
             yield _Taking(shared, replay, options, verify=verify).run()
         except NotAbsorbedError as error:
-            yield Kept(list(shared.readings), str(error))
+            yield _kept(shared, str(error))
 
 
 def _is_worthwhile(head: Head, options: Options) -> bool:
@@ -181,7 +190,7 @@ def _shared(head: Head, replay: AtenReplay) -> Shared | Kept | None:
             else:
                 needs = needs or user
     if needs is not None:
-        return Kept(list(found.readings), f"{needs.name} needs the logits")
+        return _kept(found, f"{needs.name} needs the logits")
     return None if _is_declined(found, replay) else found
 
 
@@ -234,6 +243,7 @@ class _Taking:
         self._join_loops()
         logits = self._logits()
         target, ignore_index = self._target(logits)
+        picks = self._picks()
         divergence, teacher, notes = self._teacher(logits)
         args = in_order(
             _as_rows(logits.input).argument,
@@ -244,6 +254,7 @@ class _Taking:
             logits.softcap,
             teacher,
             *divergence,
+            picks=picks and _as_rows(picks).argument,
         )
         readings = self.shared.readings
         needed = self._needed(args)
@@ -322,8 +333,8 @@ class _Taking:
 
         def rows(node: Node) -> tuple[int, bool]:
             input, reading = every[node].input.fake, readings[node]
-            has_more = reading.target is not None or reading.divergence is not None
-            return rows_of(input, input.shape[-1]) or 0, has_more
+            more = (reading.target, reading.divergence, reading.picks)
+            return rows_of(input, input.shape[-1]) or 0, any(part is not None for part in more)
 
         chosen = every[max(every, key=rows)]
         for node, logits in every.items():
@@ -334,6 +345,10 @@ class _Taking:
                 )
             if moves and readings[node].divergence is not None:
                 raise NotAbsorbedError(f"{node.name} has a teacher of some of the rows alone")
+            if moves and readings[node].picks is not None:
+                raise NotAbsorbedError(
+                    f"{node.name} picks several classes of some of the rows alone"
+                )
             self.moves[node] = moves
         chosen.absorbed = max((one.absorbed for one in every.values()), key=len)
         return chosen
@@ -363,6 +378,19 @@ class _Taking:
         if target is not None and moved:
             target = _spread(target, moved, logits)
         return target, ignored.pop() if ignored else NOTHING_IGNORED
+
+    def _picks(self) -> Value | None:
+        """The classes that all readers of several classes pick of each row."""
+        picks: Value | None = None
+        for node, reading in self.shared.readings.items():
+            if reading.picks is None:
+                continue
+            if not isinstance(reading.picks.fake.shape[-1], int):
+                raise NotAbsorbedError(f"{node.name} picks as many classes as a symbol says")
+            if picks is not None and not self.replay.same(picks, reading.picks):
+                raise NotAbsorbedError(f"{node.name} picks other classes than the rest")
+            picks = reading.picks
+        return picks
 
     def _teacher(self, logits: Logits) -> tuple[tuple[Any, ...], tuple[Any, Any, Any], list[str]]:
         """The divergence that is read, its teacher's arguments, and remarks for the report."""

@@ -95,16 +95,18 @@ def forward_outputs(graph: Graph) -> list[Node]:
     return [node for node in graph_outputs(graph) if node not in backward]
 
 
-def linear_part(tangent: Node, backward: set[Node], *, padded: bool = False) -> list[Node]:
+def linear_part(tangent: Node, backward: set[Node], *, of_rows: bool = False) -> list[Node]:
     """The nodes that are linear in a tangent element by element, in the graph's order.
 
     Args:
-        padded: whether zeros may be put around elements, as the gradient of a slice is made.
+        of_rows: whether zeros may be put around elements, as the gradient of a slice is made, and
+            elements summed up, as the gradient of what is broadcast.
     """
     linear: dict[Node, None] = {tangent: None}
     for node in tangent.graph.nodes:
         if any(source in linear for source in node.all_input_nodes) and (
-            _is_linear(node, linear, backward) or (padded and _is_padded(node, linear, backward))
+            _is_linear(node, linear, backward)
+            or (of_rows and _is_padded_or_summed(node, linear, backward))
         ):
             linear[node] = None
     del linear[tangent]
@@ -171,14 +173,16 @@ def _is_linear(node: Node, linear: dict[Node, None], backward: set[Node]) -> boo
     return False
 
 
-def _is_padded(node: Node, linear: dict[Node, None], backward: set[Node]) -> bool:
-    """Whether a node puts zeros around elements that are linear in a tangent."""
+def _is_padded_or_summed(node: Node, linear: dict[Node, None], backward: set[Node]) -> bool:
+    """Whether a node puts zeros around elements that are linear in a tangent, or sums them up."""
     dependent = [source for source in node.all_input_nodes if source in backward]
     if any(source not in linear for source in dependent):
         return False
     if node.target is aten.constant_pad_nd.default:
         value = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
         return dependent == [node.args[0]] and isinstance(value, int | float) and value == 0
+    if node.target is aten.sum.dim_IntList:
+        return dependent == [node.args[0]]
     if node.target in (aten.slice_scatter.default, aten.select_scatter.default):
         return dependent == [node.args[1]] and _is_zero(node.args[0])
     return False

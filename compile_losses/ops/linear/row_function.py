@@ -12,7 +12,9 @@ gradient. Ops take no functions. They take a text, JSON, with one step for each 
 The first values are the op's results for each row: the loss alone, or several statistics. Then come
 the known tensors, and each step makes one more value. ``results`` are the numbers of those values
 that are the gradients, in the order of the op's results; null stands for no gradient. All steps
-work element by element, so that a row knows nothing of others: :func:`encode` refuses any other op.
+work element by element, so that a row knows nothing of others. If an op computes several numbers of
+each row, [rows, K], a step may also sum them up, take the largest, or repeat one number of each row
+beside them. :func:`encode` refuses any other op.
 """
 
 from __future__ import annotations
@@ -34,6 +36,12 @@ aten = torch.ops.aten
 #: Ops whose result is filled with one number, and that read only the shape of their argument.
 _FILLED = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
 
+#: Ops that work on the numbers of each row, with their arguments after the first: [rows, K] becomes
+#: [rows], or [rows] becomes [rows, 1], which is repeated beside the numbers of another value.
+SUM, LARGEST = aten.sum.dim_IntList, aten.amax.default
+COLUMN, REPEAT = aten.unsqueeze.default, aten.expand_as.default
+_OF_ROWS = {SUM: [1], LARGEST: [1], COLUMN: 1}
+
 
 @dataclass(frozen=True)
 class Operand:
@@ -54,9 +62,18 @@ def is_of_elements(op: Any) -> bool:
     return op in CASTS or op in _FILLED or torch.Tag.pointwise in op.tags
 
 
+def _is_of_rows(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a step makes of each row's numbers one number, or of one number several."""
+    if kwargs or len(args) != 2 or not isinstance(args[0], Operand):
+        return False
+    if op is REPEAT:
+        return isinstance(args[1], Operand)
+    return op in _OF_ROWS and args[1] == _OF_ROWS[op]
+
+
 def encode(steps: Sequence[Step], results: Sequence[int | None]) -> str | None:
-    """The text of a function; None if a step is no op of elements, or has other arguments than
-    values, numbers and dtypes.
+    """The text of a function; None if a step is no op of elements or of the numbers of each row, or
+    has other arguments than values, numbers and dtypes.
 
     Args:
         results: the numbers of the values that are the gradients.
@@ -68,10 +85,12 @@ def encode(steps: Sequence[Step], results: Sequence[int | None]) -> str | None:
 
 
 def _encoded(op: OpOverload[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    if not is_of_elements(op):
+    of_rows = _is_of_rows(op, args, kwargs)
+    if not of_rows and not is_of_elements(op):
         raise TypeError
     named = {name: _encoded_argument(argument) for name, argument in kwargs.items()}
-    return [str(op), [_encoded_argument(argument) for argument in args], named]
+    given = [a if of_rows and type(a) is list else _encoded_argument(a) for a in args]
+    return [str(op), given, named]
 
 
 def _encoded_argument(argument: Any) -> Any:
@@ -91,7 +110,7 @@ class RowFunction:
 
     Attributes:
         text: see the module.
-        known: each [rows], or one number as [1] or [].
+        known: each [rows] or [rows, K], or one number as [1] or [].
     """
 
     text: str
@@ -147,10 +166,11 @@ def _decoded(
     for name, args, kwargs in written["steps"]:
         namespace, packet, overload = name.split(".")
         op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-        if not is_of_elements(op):
-            raise ValueError(f"row_function has {name}, no op of elements")
+        given = [_decoded_argument(argument) for argument in args]
         named = {key: _decoded_argument(argument) for key, argument in kwargs.items()}
-        steps.append((op, [_decoded_argument(argument) for argument in args], named))
+        if not is_of_elements(op) and not _is_of_rows(op, given, named):
+            raise ValueError(f"row_function has {name}, no op of elements")
+        steps.append((op, given, named))
     return steps, written["results"]
 
 

@@ -1,0 +1,447 @@
+"""Several classes of each row that losses pick of a head's logits, under torch.compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import compile_losses
+from compile_losses.linear import linear_top_k_kl_div
+from tests.accuracy import assert_accurate
+from tests.linear_problems import largest_allocation
+from tests.test_row_gradients import AGAIN, BATCH, CLASSES, IN_THE_FORWARD, LOGITS, TOKENS, problem
+from tests.test_shared_logits import check, entropy_of, outcome, sites_of
+
+pytestmark = pytest.mark.usefixtures("no_code", "chunks", "kernels_for_small_losses")
+
+COUNT = 5
+
+
+def sparse_problem(dtype=torch.float64, *, frozen=False, tokens=TOKENS, count=COUNT):
+    """Hidden states, weight, labels, a mask, and a teacher's log-probabilities and their classes."""
+    h, w, labels, mask, *_ = problem(dtype, frozen=frozen, tokens=tokens)
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(BATCH, tokens, CLASSES, generator=generator, dtype=torch.float64)
+    teacher, index = F.log_softmax(2 * logits, -1).topk(count, -1)
+    index[:, ::3, -1] = index[:, ::3, 0]  # equal classes of a row
+    return h, w, labels, mask, teacher.to(dtype), index
+
+
+def masked_mean(each, mask):
+    return (each * mask).sum() / mask.sum()
+
+
+def cross_entropy_of_picks(h, w, labels, mask, teacher, index):
+    log_probs = F.log_softmax(F.linear(h, w), -1).gather(-1, index)
+    return -(teacher.exp() * log_probs).sum(-1).mean()
+
+
+def divergence_of_picks(h, w, labels, mask, teacher, index):
+    """As GOLD and verl have it for a teacher's top-k log-probabilities."""
+    log_probs = F.log_softmax(F.linear(h, w) / 2, dim=-1)
+    student = torch.gather(log_probs, dim=-1, index=index)
+    return F.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+def unreduced_divergence(h, w, labels, mask, teacher, index):
+    student = F.linear(h, w).log_softmax(-1).gather(-1, index)
+    each = F.kl_div(student, teacher, reduction="none", log_target=True)
+    return masked_mean(each.sum(-1), mask)
+
+
+def less_logsumexp(h, w, labels, mask, teacher, index):
+    logits = F.linear(h, w)
+    student = logits.gather(-1, index) - logits.logsumexp(-1, keepdim=True)
+    return -masked_mean((teacher.exp() * student).sum(-1), mask)
+
+
+def with_hard_labels(h, w, labels, mask, teacher, index):
+    """And the accuracy and an entropy, all of the same logits."""
+    logits = F.linear(h, w)
+    hard = F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1))
+    student = F.log_softmax(logits, -1).gather(-1, index)
+    soft = (teacher.exp() * (teacher - student)).sum(-1)
+    with torch.no_grad():
+        hits = (logits.argmax(-1) == labels).double().mean()
+    return 0.5 * hard + 0.5 * masked_mean(soft, mask) - 0.01 * entropy_of(logits).mean(), hits
+
+
+def renormalised(h, w, labels, mask, teacher, index):
+    """Both over the support: the logsumexp over all classes has no part in that."""
+    student = F.log_softmax(F.linear(h, w).gather(-1, index), -1)
+    teacher = F.log_softmax(teacher, -1)
+    return masked_mean((teacher.exp() * (teacher - student)).sum(-1), mask)
+
+
+def renormalised_log_probs(h, w, labels, mask, teacher, index):
+    student = F.log_softmax(F.linear(h, w) / 0.7, -1).gather(-1, index)
+    student = student - student.logsumexp(-1, keepdim=True)
+    teacher = teacher - teacher.logsumexp(-1, keepdim=True)
+    return F.kl_div(student, teacher, reduction="sum", log_target=True) / mask.sum()
+
+
+def reversed_divergence(h, w, labels, mask, teacher, index):
+    student = F.log_softmax(F.linear(h, w), -1).gather(-1, index)
+    return masked_mean((student.exp() * (student - teacher)).sum(-1), mask)
+
+
+def with_a_tail(h, w, labels, mask, teacher, index):
+    """The mass of all other classes is one class more."""
+    student = F.log_softmax(F.linear(h, w), -1).gather(-1, index[..., 1:])
+    tails = [torch.log1p(-x.exp().sum(-1).clamp(max=0.999)) for x in (student, teacher[..., 1:])]
+    kept = (teacher[..., 1:].exp() * (teacher[..., 1:] - student)).sum(-1)
+    return masked_mean(kept + tails[1].exp() * (tails[1] - tails[0]), mask)
+
+
+def capped(h, w, labels, mask, teacher, index):
+    logits = 5 * torch.tanh(F.linear(h, w) / 5)
+    return -(teacher.exp() * F.log_softmax(logits, -1).gather(-1, index)).sum(-1).mean()
+
+
+def of_shifted_rows(h, w, labels, mask, teacher, index):
+    logits = F.linear(h, w)[:, :-1]
+    student = F.log_softmax(logits, -1).gather(-1, index[:, 1:])
+    hard = F.cross_entropy(logits.reshape(-1, CLASSES), labels[:, 1:].reshape(-1))
+    return hard - masked_mean((teacher[:, 1:].exp() * student).sum(-1), mask[:, 1:])
+
+
+def of_flat_rows(h, w, labels, mask, teacher, index):
+    student = F.log_softmax(F.linear(h, w).view(-1, CLASSES), -1)
+    student = student.gather(1, index.flatten(0, 1))
+    return -(teacher.flatten(0, 1).exp() * student).sum() / mask.sum()
+
+
+def along_a_dimension(h, w, labels, mask, teacher, index):
+    """torch.take_along_dim is a gather."""
+    student = torch.take_along_dim(F.linear(h, w).log_softmax(-1), index, -1)
+    return -masked_mean((teacher.exp() * student).sum(-1), mask)
+
+
+def of_one_support(h, w, labels, mask, teacher, index):
+    """The same classes of every row, expanded."""
+    student = F.log_softmax(F.linear(h, w), -1)
+    student = student.gather(-1, index[:1, :1].expand(BATCH, h.shape[1], -1))
+    return -masked_mean(student.exp().sum(-1).log(), mask)
+
+
+def both_ways(h, w, labels, mask, teacher, index):
+    """The logits are read twice, at the same classes."""
+    logits = F.linear(h, w)
+    student = F.log_softmax(logits, -1).gather(-1, index)
+    picked = logits.gather(-1, index)
+    forward = (teacher.exp() * (teacher - student)).sum(-1)
+    return masked_mean(forward, mask) + 1e-3 * masked_mean(picked.square().sum(-1), mask)
+
+
+def of_the_function(h, w, labels, mask, teacher, index):
+    return linear_top_k_kl_div(h, w, teacher, index, temperature=1.5, renormalize=True)
+
+
+#: What the forward can compute the gradients of.
+BY_ROW = {
+    f.__name__: f
+    for f in (
+        cross_entropy_of_picks, divergence_of_picks, unreduced_divergence, less_logsumexp,
+        with_hard_labels, renormalised, renormalised_log_probs, reversed_divergence, with_a_tail,
+        capped, of_shifted_rows, of_flat_rows, along_a_dimension, of_one_support, both_ways,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+def test_gradients_in_the_forward(name):
+    inputs = sparse_problem()
+    check(BY_ROW[name], inputs)
+    (site,) = sites_of(BY_ROW[name], inputs)
+    assert "several classes" in site.reason
+    assert site.plan[0] == IN_THE_FORWARD
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+def test_verified(name):
+    inputs = sparse_problem()
+    check(BY_ROW[name], inputs, verify=True)
+    (site,) = sites_of(BY_ROW[name], inputs, verify=True)
+    assert "not verified" not in site.notes
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+def test_frozen_heads(name):
+    inputs = sparse_problem(frozen=True)
+    check(BY_ROW[name], inputs)
+    (site,) = sites_of(BY_ROW[name], inputs)
+    assert site.plan[0] == IN_THE_FORWARD
+
+
+@pytest.mark.parametrize("count", [TOKENS, 1, 2, CLASSES])
+def test_counts(count):
+    """Also where the classes of a row are as many as the tokens, or all."""
+    inputs = sparse_problem(count=count)
+    for function in (with_hard_labels, reversed_divergence, renormalised):
+        check(function, inputs)
+
+
+def test_function_of_this_package():
+    check(of_the_function, sparse_problem())
+    check(of_the_function, sparse_problem(count=1))
+
+
+@pytest.mark.parametrize("name", ["cross_entropy_of_picks", "with_hard_labels", "renormalised"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_accuracy(name, dtype):
+    function, inputs = BY_ROW[name], sparse_problem(dtype)
+    wide = [t.double() if t.is_floating_point() else t for t in inputs]
+    wide = [t.detach().requires_grad_(i.requires_grad) for t, i in zip(wide, inputs, strict=True)]
+    ours = outcome(torch.compile(function, backend="compile_losses"), inputs)
+    for result, eager, exact in zip(
+        ours, outcome(function, inputs), outcome(function, wide), strict=True
+    ):
+        assert_accurate(result, eager, exact)
+
+
+def of_other_rows(h, w, labels, mask, teacher, index):
+    student = F.log_softmax(F.linear(h, w), -1).gather(-1, index)
+    each = (student.exp() * teacher).sum(-1)
+    return (each - each.mean()).square().mean()
+
+
+def across_the_picks(h, w, labels, mask, teacher, index):
+    """Each number depends on its neighbours in the row."""
+    student = F.log_softmax(F.linear(h, w), -1).gather(-1, index)
+    return masked_mean(student.exp().cumsum(-1).square().sum(-1), mask)
+
+
+@pytest.mark.parametrize("function", [of_other_rows, across_the_picks])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("options", "plan"), [({}, LOGITS), ({"prefer_memory": True}, AGAIN)])
+def test_gradients_in_the_backward(options, plan, frozen, function):
+    inputs = sparse_problem(frozen=frozen)
+    check(function, inputs, **options)
+    (site,) = sites_of(function, inputs, **options)
+    assert site.plan[0] == plan
+
+
+@pytest.mark.parametrize("options", [{}, {"prefer_memory": True}], ids=str)
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_gradients_from_outside(softcap, options):
+    """Several results that are differentiated together, with the logits or twice without."""
+    h, w, labels, _, _, index = sparse_problem()
+
+    def step(h, w):
+        logits = F.linear(h, w)
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        return each, logits.log_softmax(-1).gather(-1, index), entropy_of(logits)
+
+    compiled = torch.compile(step, backend="compile_losses", options=options)
+    results = [function(h, w) for function in (compiled, step)]
+    torch.testing.assert_close(*results)
+    gradients = [torch.autograd.grad([r.cos().sum() for r in result], (h, w)) for result in results]
+    torch.testing.assert_close(*gradients)
+
+
+def test_without_gradients():
+    inputs = [t.detach() for t in sparse_problem()]
+    check_value = torch.compile(with_hard_labels, backend="compile_losses")
+    torch.testing.assert_close(check_value(*inputs), with_hard_labels(*inputs))
+    (site,) = sites_of(with_hard_labels, inputs)
+    assert site.plan[0] == "kernel"
+
+
+def test_symbols():
+    """Of a batch and a length that are symbols; their number of classes is one, too."""
+    compiled = torch.compile(with_hard_labels, backend="compile_losses", dynamic=True)
+    for tokens in (18, 25):
+        inputs = sparse_problem(tokens=tokens)
+        torch.testing.assert_close(outcome(compiled, inputs), outcome(with_hard_labels, inputs))
+
+
+def test_symbols_of_rows_alone():
+    compiled = torch.compile(with_hard_labels, backend="compile_losses")
+    compile_losses.counters().clear()
+    for tokens in (18, 25, 31):
+        inputs = sparse_problem(tokens=tokens)
+        for tensor in inputs[:1] + inputs[2:]:
+            torch._dynamo.mark_dynamic(tensor, 1)
+        torch.testing.assert_close(outcome(compiled, inputs), outcome(with_hard_labels, inputs))
+    assert compile_losses.counters()["rewritten"]["linear_row_statistics"] == 1
+
+
+def test_no_logits_are_held():
+    """Of 8000 classes a chunk of 16 rows at a time, where the logits of all are 144 rows."""
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(8, 18, 8, generator=generator, requires_grad=True)
+    w = torch.randn(8000, 8, generator=generator, requires_grad=True)
+    index = torch.randint(8000, (8, 18, COUNT), generator=generator)
+    teacher = torch.randn(8, 18, COUNT, generator=generator).log_softmax(-1)
+    mask = torch.ones(8, 18)
+    for function in (divergence_of_picks, renormalised, reversed_divergence):
+        compiled = torch.compile(function, backend="compile_losses")
+
+        def train(compiled=compiled):
+            compiled(h, w, None, mask, teacher, index).backward()
+
+        train()
+        assert largest_allocation(train) < 2 * 16 * 8000 * 4
+
+
+def test_teacher_in_the_graph():
+    """Its likeliest classes are computed in the same step; only its own logits are held."""
+    h, w, labels, mask, _, _ = sparse_problem()
+    other = torch.randn(CLASSES, h.shape[-1], dtype=h.dtype)
+
+    def step(h, w):
+        with torch.no_grad():
+            teacher, index = F.log_softmax(F.linear(h, other), -1).topk(COUNT, -1)
+        student = F.log_softmax(F.linear(h, w), -1).gather(-1, index)
+        return masked_mean((teacher.exp() * (teacher - student)).sum(-1), mask)
+
+    check(step, [h, w])
+    (site,) = [s for s in sites_of(step, [h, w]) if s.status == "rewritten"]
+    assert "several classes" in site.reason
+
+
+def test_classes_out_of_bounds():
+    h, w, labels, mask, teacher, index = sparse_problem()
+    for wrong in (-1, CLASSES):
+        index[1, 2, 3] = wrong
+        for function in (
+            cross_entropy_of_picks,
+            torch.compile(cross_entropy_of_picks, backend="compile_losses"),
+        ):
+            with pytest.raises((IndexError, RuntimeError), match=f"{wrong} is out of bounds"):
+                function(h, w, labels, mask, teacher, index)
+
+
+# Near misses: what must stay as it is, or be right.
+
+
+def of_its_own_logits(h, w, labels, mask, teacher, index):
+    log_probs = F.log_softmax(F.linear(h, w), -1)
+    own = log_probs.topk(COUNT, -1).indices
+    return -masked_mean((teacher.exp() * log_probs.gather(-1, own)).sum(-1), mask)
+
+
+def beside_its_own_argmax(h, w, labels, mask, teacher, index):
+    logits = F.linear(h, w)
+    best = logits.argmax(-1, keepdim=True)
+    index = torch.cat([index[..., 1:], best], -1)
+    return -masked_mean(F.log_softmax(logits, -1).gather(-1, index).sum(-1), mask)
+
+
+def fewer_rows(h, w, labels, mask, teacher, index):
+    """gather leaves out the last rows of each sequence, and the last sequence."""
+    student = F.log_softmax(F.linear(h, w), -1).gather(-1, index[:-1, :-2])
+    return -(teacher[:-1, :-2].exp() * student).sum()
+
+
+def along_the_tokens(h, w, labels, mask, teacher, index):
+    logits = F.linear(h, w)
+    some = index.transpose(1, 2)[:, :3] % TOKENS  # [batch, 3, tokens]
+    student = F.log_softmax(logits, -1).gather(1, some)
+    return student.square().mean() + torch.logsumexp(logits, -1).mean()
+
+
+def softmax_over_the_tokens(h, w, labels, mask, teacher, index):
+    student = F.log_softmax(F.linear(h, w), 1).gather(-1, index)
+    return -masked_mean((teacher.exp() * student).sum(-1), mask)
+
+
+def logsumexp_over_the_tokens(h, w, labels, mask, teacher, index):
+    logits = F.linear(h, w)
+    student = logits.gather(-1, index) - logits.logsumexp(1, keepdim=True)[..., :COUNT]
+    return -masked_mean((teacher.exp() * student).sum(-1), mask)
+
+
+def classes_in_the_middle(h, w, labels, mask, teacher, index):
+    log_probs = F.log_softmax(F.linear(h, w).transpose(1, 2), 1)
+    student = log_probs.gather(1, index.transpose(1, 2))
+    return -(teacher.transpose(1, 2).exp() * student).sum(1).mean()
+
+
+def other_picks(h, w, labels, mask, teacher, index):
+    log_probs = F.log_softmax(F.linear(h, w), -1)
+    other = (index + 1) % CLASSES
+    return (log_probs.gather(-1, index) - 0.1 * log_probs.gather(-1, other)).square().mean()
+
+
+def another_temperature(h, w, labels, mask, teacher, index):
+    logits = F.linear(h, w)
+    soft = F.log_softmax(logits / 2, -1).gather(-1, index)
+    hard = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return hard - masked_mean((teacher.exp() * soft).sum(-1), mask)
+
+
+def picks_of_some_rows(h, w, labels, mask, teacher, index):
+    logits = F.linear(h, w)
+    some = F.log_softmax(logits[:, 3:], -1).gather(-1, index[:, 3:])
+    return entropy_of(logits).mean() - (teacher[:, 3:].exp() * some).mean()
+
+
+def probabilities_of_picks(h, w, labels, mask, teacher, index):
+    student = F.softmax(F.linear(h, w), -1).gather(-1, index)
+    return (student - teacher.exp()).square().mean()
+
+
+def shifted(h, w, labels, mask, teacher, index):
+    picked = (F.linear(h, w) + 1.5).gather(-1, index)
+    return (picked - teacher).square().mean()
+
+
+def written_between(h, w, labels, mask, teacher, index):
+    """The classes that are picked last are others, in the memory of the first."""
+    logits, index = F.linear(h, w), index.clone()
+    with torch.no_grad():
+        first = F.log_softmax(logits, -1).gather(-1, index)
+        index.add_(1).remainder_(CLASSES)
+        last = F.log_softmax(logits, -1).gather(-1, index)
+    return torch.logsumexp(logits, -1).mean(), first, last
+
+
+def with_the_logits(h, w, labels, mask, teacher, index):
+    logits = F.linear(h, w)
+    student = F.log_softmax(logits, -1).gather(-1, index)
+    return -(teacher.exp() * student).sum(-1).mean(), logits
+
+
+def scattered(h, w, labels, mask, teacher, index):
+    """A dense teacher that is 0 but for a few classes."""
+    log_probs = F.log_softmax(F.linear(h, w), -1)
+    dense = torch.zeros_like(log_probs).scatter(-1, index, teacher.exp())
+    return -(dense * log_probs).sum(-1).mean()
+
+
+NEAR_MISSES = (
+    of_its_own_logits, beside_its_own_argmax, fewer_rows, along_the_tokens,
+    softmax_over_the_tokens, logsumexp_over_the_tokens, classes_in_the_middle, other_picks,
+    another_temperature, picks_of_some_rows, probabilities_of_picks, shifted, written_between,
+    with_the_logits,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", NEAR_MISSES, ids=lambda f: f.__name__)
+def test_near_misses(function):
+    inputs = sparse_problem()
+    check(function, inputs)
+    assert not any(site.status == "rewritten" for site in sites_of(function, inputs))
+
+
+def test_a_dense_teacher():
+    check(scattered, sparse_problem())
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (other_picks, "picks other classes than the rest"),
+        (picks_of_some_rows, "picks several classes of some of the rows alone"),
+        (another_temperature, "reads other rows than the rest, or scales them otherwise"),
+        (of_its_own_logits, "needs the logits"),
+    ],
+)
+def test_reasons(function, reason):
+    report = compile_losses.explain(function, *sparse_problem())
+    texts = [site.reason for site in report.losses]
+    assert any(reason in text for text in texts), texts
