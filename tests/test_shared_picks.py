@@ -19,7 +19,7 @@ COUNT = 5
 
 
 def sparse_problem(dtype=torch.float64, *, frozen=False, tokens=TOKENS, count=COUNT):
-    """Hidden states, weight, labels, a mask, and a teacher's log-probabilities and their classes."""
+    """Hidden states, weight, labels, a mask, a teacher's log-probabilities and their classes."""
     h, w, labels, mask, *_ = problem(dtype, frozen=frozen, tokens=tokens)
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(BATCH, tokens, CLASSES, generator=generator, dtype=torch.float64)
@@ -38,7 +38,7 @@ def cross_entropy_of_picks(h, w, labels, mask, teacher, index):
 
 
 def divergence_of_picks(h, w, labels, mask, teacher, index):
-    """As GOLD and verl have it for a teacher's top-k log-probabilities."""
+    """Of a teacher's stored log-probabilities."""
     log_probs = F.log_softmax(F.linear(h, w) / 2, dim=-1)
     student = torch.gather(log_probs, dim=-1, index=index)
     return F.kl_div(student, teacher, reduction="batchmean", log_target=True)
@@ -289,7 +289,7 @@ def test_no_logits_are_held():
 
 def test_teacher_in_the_graph():
     """Its likeliest classes are computed in the same step; only its own logits are held."""
-    h, w, labels, mask, _, _ = sparse_problem()
+    h, w, _, mask, _, _ = sparse_problem()
     other = torch.randn(CLASSES, h.shape[-1], dtype=h.dtype)
 
     def step(h, w):

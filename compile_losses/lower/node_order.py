@@ -12,8 +12,8 @@ from compile_losses.torch_internals.ops import is_pure
 def move_before(nodes: list[Node], first: Node) -> bool:
     """Moves what ``nodes`` are computed by to before ``first``; False where that can't be done."""
     late = later_sources(nodes, first)
-    if first in late or not all(map(is_movable, late)):
-        return False
+    if first in late or not all(node.op == "get_attr" or is_movable(node) for node in late):
+        return False  # the graph's constants are the same everywhere
     for node in late:
         first.prepend(node)
     return True

@@ -153,7 +153,7 @@ class _Writer:
             return None
         if any(source in late and source not in self.same for source in node.all_input_nodes):
             return across
-        value = node.meta.get("val")
+        value: Any = node.meta.get("val")
         columns = self._columns(value)
         if columns is None:
             return across
@@ -183,7 +183,7 @@ class _Writer:
         return None
 
     def _columns(self, value: Any) -> int | None:
-        """How many numbers of each row a tensor has: one, or as many as the statistic; else None."""
+        """How many numbers of each row a tensor has, if one or as many as the statistic."""
         if isinstance(value, Tensor):
             for columns in {1, self.columns}:
                 if statically_known_true(value.numel() == self.rows * columns):
@@ -192,8 +192,10 @@ class _Writer:
 
     def _is_of_rows(self, node: Node, columns: int) -> bool:
         """Whether a node makes one number of each row's several, or repeats one as often."""
-        source: Any = node.args[0]
-        if source not in self.same or self._columns(source.meta["val"]) == columns:
+        source = node.args[0]
+        if not isinstance(source, Node) or source not in self.same:
+            return False
+        if self._columns(source.meta["val"]) == columns:
             return False
         if node.target is aten.expand.default:
             return _is_column(source, node)

@@ -132,6 +132,43 @@ def test_distillation_without_logits(beta, given, masked, chunks):
     assert report.losses[0].reason.startswith(f"absorbed {layers}")
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("tail", "plan"), [(False, "by row"), (True, "with its logits")])
+def test_distillation_from_a_server(tail, plan, beta, chunks, no_code):
+    """A server has sent the likeliest classes of each token; an entropy is logged."""
+    module = pytest.importorskip(
+        "trl.experimental.async_distillation.async_distillation_trainer",
+        reason="pip install .[models]",
+    )
+    rows, hidden, classes, count = 40, 16, 67, 6
+    generator = torch.Generator().manual_seed(0)
+    h, w, logits = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
+        for shape in ((rows, hidden), (classes, hidden), (rows, classes))
+    )
+    teacher, index = logits.log_softmax(-1).float().topk(count, -1)
+    valid = torch.rand(rows, count, generator=generator) < 0.8
+    valid[:, 0] = True
+    index = torch.where(valid, index, -1)
+
+    def step(h, w):
+        options = (None, 1.0, None, index, teacher, valid, beta, 1.5, tail, None, 0)
+        loss, _, entropy, *_ = module._jsd_loss_chunk(h, w, *options)
+        return loss / rows, entropy
+
+    results = []
+    compiled = torch.compile(step, backend="compile_losses", fullgraph=True)
+    for function, dtype in ((compiled, torch.float32), (step, torch.float32)):
+        leaves = [t.to(dtype).requires_grad_() for t in (h, w)]
+        loss, entropy = function(*leaves)
+        results.append((loss.detach(), entropy, *torch.autograd.grad(loss, leaves)))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+    sites = compile_losses.explain(step, *(t.float().requires_grad_() for t in (h, w))).losses
+    (site,) = [site for site in sites if site.op == "linear_row_statistics"]
+    assert site.status == "rewritten"
+    assert plan in site.plan[0]
+
+
 def test_distillation_in_bfloat16():
     """The mixture's weights are those that were written, not their roundings."""
     from trl.experimental.gkd import GKDTrainer
