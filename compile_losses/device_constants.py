@@ -34,6 +34,9 @@ class DeviceConstants:
             milliseconds), a GPU's host waits for the number of ignored rows.
         small_bytes, small_simple_bytes: if the largest argument has fewer bytes, a kernel's calls
             take longer than the kernel saves; the second is for losses of little arithmetic.
+        statistics_bytes, statistics_classes: the fewest bytes of logits, and of classes, whose
+            entropies and further statistics are read by one call. Of fewer classes Inductor reads a
+            row once for all of them, and computes more in the same kernel.
         short_row_bytes: a row of logits with fewer bytes takes less time than the work once a row.
         short_pair_bytes, few_classes: the same for pairs of rows without a gradient. Inductor
             unrolls a reduction over fewer numbers.
@@ -58,6 +61,8 @@ class DeviceConstants:
 
     small_bytes: int = 0
     small_simple_bytes: int = 0
+    statistics_bytes: int = 64 << 20
+    statistics_classes: int = 4096
     short_row_bytes: int = 0
     short_pair_bytes: int = 0
     few_classes: int = 0
@@ -72,6 +77,8 @@ class DeviceConstants:
 _CPU = DeviceConstants(
     small_bytes=1 << 20,
     small_simple_bytes=2 << 20,
+    statistics_bytes=1 << 20,
+    statistics_classes=1024,
     moves_gradients=False,
 )
 #: Measured on an H200; also for GPUs that nobody measured.

@@ -27,4 +27,5 @@ def set_constants(patch: pytest.MonkeyPatch, **changes: Any) -> None:
 
 def plan_small_as_large(patch: pytest.MonkeyPatch) -> None:
     """A small loss on a CPU is not decomposed for its size."""
-    set_constants(patch, small_bytes=0, small_simple_bytes=0)
+    small = {"small_bytes": 0, "small_simple_bytes": 0}
+    set_constants(patch, **small, statistics_bytes=0, statistics_classes=0)

@@ -36,6 +36,11 @@ def stacked_log_softmax(x, t):
     return torch.stack(rows).squeeze(-1)
 
 
+def indexed_inside(x, t):
+    rows = zip(x, t, strict=True)
+    return torch.stack([row.log_softmax(-1).gather(-1, i[:, None])[:, 0] for row, i in rows])
+
+
 def of_a_temperature(x, t):
     return stacked_logsumexp(x / 0.7, t)
 
@@ -77,7 +82,7 @@ def of_the_flipped(x, t):
 LOOPS = {
     f.__name__: f
     for f in (
-        stacked_logsumexp, stacked_log_softmax, of_a_temperature, sliced_logsumexp, split,
+        stacked_logsumexp, stacked_log_softmax, indexed_inside, of_a_temperature, sliced_logsumexp, split,
         chunks_of_tokens, unbound, by_index, scaled_inside, of_the_flipped,
     )
 }  # fmt: skip
@@ -125,6 +130,12 @@ def split_along_the_tokens(x, t):
     return torch.cat([pick(logits, labels) for logits, labels in parts])
 
 
+def first_of_several(x, t):
+    index = torch.stack([t, t], -1)
+    rows = zip(x, index, strict=True)
+    return torch.stack([row.log_softmax(-1).gather(-1, i)[:, 0] for row, i in rows])
+
+
 def softmax_over_samples(x, t):
     """Dimension 0 of a part is not that of the whole."""
     return picked(x, t) - torch.cat([part.logsumexp(0) for part in x.split(2)]).mean()
@@ -140,7 +151,7 @@ OTHERS = {
     for f in (
         out_of_order, some_samples, one_twice, labels_of_others, a_temperature_each,
         another_function, along_the_tokens, overlapping, concatenated_along_the_tokens,
-        split_along_the_tokens, softmax_over_samples, logsumexp_of_the_tokens,
+        split_along_the_tokens, first_of_several, softmax_over_samples, logsumexp_of_the_tokens,
     )
 }  # fmt: skip
 

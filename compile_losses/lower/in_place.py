@@ -68,6 +68,8 @@ def in_place(graph: Graph, donated: Collection[int] = ()) -> list[Decision]:
             decompose_backward(node)
         elif node.target is fused.cross_entropy_backward.default:
             decisions.append(_gradient_over_saved_input(node, donated))
+        elif node.target is fused.row_statistics_backward.default:
+            decisions.append(_gradient_of_statistics(node, donated))
     drop_markers(graph)
     for decision in decisions:
         log.debug("%s", decision)
@@ -123,6 +125,22 @@ def _gradient_over_saved_input(node: Node, donated: Collection[int]) -> Decision
         named |= {"first_class": 0, "classes": classes}
         args = tuple(named[argument.name] for argument in schema_of(target).arguments)
         written = node.graph.call_function(target, args)
+    written.meta = {k: v for k, v in node.meta.items() if k != EAGER_VALUES} | {"val": None}
+    node.replace_all_uses_with(input)
+    node.graph.erase_node(node)
+    return Decision(site, "gradient", "gradient in place")
+
+
+def _gradient_of_statistics(node: Node, donated: Collection[int]) -> Decision:
+    """The gradient of several statistics over the logits, under the same conditions."""
+    input: Node = named_arguments(node)["input"]
+    site = site_of(node)
+    reason = overwritable(input, {node}, donated, earlier=can_go_before(node))
+    if reason is not None:
+        return Decision(site, "gradient", "gradient in a new buffer", reason)
+    _put_readers_before(node, input)
+    with node.graph.inserting_before(node):
+        written = node.graph.call_function(fused.row_statistics_backward_.default, node.args)
     written.meta = {k: v for k, v in node.meta.items() if k != EAGER_VALUES} | {"val": None}
     node.replace_all_uses_with(input)
     node.graph.erase_node(node)

@@ -53,6 +53,7 @@ from compile_losses.lower.node_relations import (
     is_fused_into_readers,
 )
 from compile_losses.lower.slow_paths import is_small, slow_path
+from compile_losses.lower.statistics import plan_statistics
 from compile_losses.ops.checks import CASTS, REDUCTIONS
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.inductor import OpTypes, get_default_op_list
@@ -70,7 +71,7 @@ def plan(graph: Graph, *, prefer_memory: bool = False, elementwise: bool = True)
         prefer_memory: whether logits are computed twice where they would be held otherwise.
         elementwise: whether gradients of losses without an op are moved into the forward.
     """
-    decisions = _plan_ops(graph, prefer_memory)
+    decisions = [*plan_statistics(graph), *_plan_ops(graph, prefer_memory)]
     if elementwise:
         decisions += move_gradients(graph)
     save_before_mutation(graph)

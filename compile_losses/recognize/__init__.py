@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Set
 from dataclasses import replace
 
 from torch.fx import Graph, GraphModule, Node
@@ -13,8 +13,9 @@ from compile_losses.recognize.guards import refusal
 from compile_losses.recognize.linear_divergence import take_divergence
 from compile_losses.recognize.match import Decline, Match
 from compile_losses.recognize.memory import bodies, look_at
+from compile_losses.recognize.plain_logits import take_plain_logits
 from compile_losses.recognize.returned_logits import Lazily, add_logits_without_loss
-from compile_losses.recognize.shared_logits import Kept, take_shared_logits
+from compile_losses.recognize.shared_logits import Kept, Rewritten, take_shared_logits
 from compile_losses.recognize.table import bind
 from compile_losses.recognize.verify import verify as compare
 from compile_losses.recognize.verify import verify_by_default
@@ -41,6 +42,7 @@ _INSIDE = {
 }
 
 _LINEAR = "linear_cross_entropy"
+_CROSS_ENTROPY = "cross_entropy"
 #: How losses are taken through the linear layer of their logits, each ``X`` to ``linear_X``.
 _THROUGH_LINEAR: dict[str, Take] = {
     "cross_entropy": take_cross_entropy,
@@ -196,6 +198,9 @@ class _Rewriting:
             options = Options(self.prefer_memory, self.lowers, lazily)
             attempt(lambda: self._shared_logits(graph, options), strict=self.strict)
 
+        if inside is None and outer is None and _CROSS_ENTROPY in self.losses:
+            attempt(lambda: self._plain_logits(graph), strict=self.strict)
+
         if self.lazily is not None and outer is None and _LINEAR in self.losses:
             lazily, replay = self.lazily, recognizer.replay
             attempt(lambda: add_logits_without_loss(graph, replay, lazily), strict=self.strict)
@@ -217,15 +222,32 @@ class _Rewriting:
                     reason = f"its logits are held: {found.reason}"
                     self.sites.append(Site("linear_row_statistics", "declined", reason, *where))
                 continue
-            self.sites = [site for site in self.sites if site.mark not in marks]
-            file, line = source_of(found.node)
-            notes = "; ".join(found.notes)
-            number = mark(found.node)
-            self.sites.append(
-                Site("linear_row_statistics", "rewritten", notes, file, line, mark=number)
-            )
+            self._put_site("linear_row_statistics", found, marks)
             if options.lazily is not None:
                 options.lazily.outputs += found.returned
+
+    def _plain_logits(self, graph: Graph) -> None:
+        """Has one call read the rows of logits of which an entropy is wanted."""
+        replay = Recognizer(graph).replay
+        for found in take_plain_logits(graph, replay, verify=self.verify):
+            marks = {site_of(reader) for reader in found.readers} - {None}
+            if isinstance(found, Rewritten):
+                self._put_site("row_statistics", found, marks)
+                continue
+            note = f"the entropy of its logits is read apart: {found.reason}"
+            self.sites = [
+                replace(s, reason="; ".join(filter(None, (s.reason, note))))
+                if s.mark in marks
+                else s
+                for s in self.sites
+            ]
+
+    def _put_site(self, name: str, found: Rewritten, marks: Set[int | None]) -> None:
+        """Puts one site in the place of those that have the given marks."""
+        self.sites = [site for site in self.sites if site.mark not in marks]
+        file, line = source_of(found.node)
+        notes = "; ".join(found.notes)
+        self.sites.append(Site(name, "rewritten", notes, file, line, mark=mark(found.node)))
 
     def _bodies(self, node: Node, inside: str | None) -> None:
         name = str(node.target)

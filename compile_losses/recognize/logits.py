@@ -112,14 +112,26 @@ def find_logits(match: Match, replay: AtenReplay, place: int = 0) -> Logits | No
     return logits
 
 
-def logits_of(tensor: Node | Value, replay: AtenReplay) -> Logits | None:
+def logits_of(tensor: Node | Value, replay: AtenReplay, given: Head | None = None) -> Logits | None:
     """As :func:`find_logits`, for any tensor, which may be detached; the logits may have readers.
+
+    Args:
+        given: a tensor at which to stop as at a layer's output.
 
     Raises:
         NotAbsorbedError: an op after the layer can't be taken along.
     """
-    way = _way_to(tensor, replay)
+    way = _way_to(tensor, replay, given)
     return None if way is None else _logits(way, replay, may_detach=True)
+
+
+def is_made_of(tensor: Node | Value, replay: AtenReplay, given: Head) -> bool:
+    """Whether the way back from some logits leads to a tensor before it leads to a layer."""
+    try:
+        way = _way_to(tensor, replay, given)
+    except NotAbsorbedError:
+        return False
+    return way is not None and way.head is given
 
 
 @dataclass
@@ -136,7 +148,7 @@ class _Way:
     steps: list[Value]
 
 
-def _way_to(tensor: Node | Value, replay: AtenReplay) -> _Way | None:
+def _way_to(tensor: Node | Value, replay: AtenReplay, given: Head | None = None) -> _Way | None:
     nodes: list[Node] = []
     steps: list[Value] = []
     current = tensor
@@ -145,7 +157,7 @@ def _way_to(tensor: Node | Value, replay: AtenReplay) -> _Way | None:
             value = current
         else:
             node = current if isinstance(current, Node) else current.node
-            head = find_head(node)
+            head = given if given is not None and node is given.node else find_head(node)
             if head is not None:
                 break
             nodes.append(node)

@@ -277,14 +277,17 @@ def _sum(value: Value, replay: AtenReplay) -> Reading | None:
     if not isinstance(dims, list) or len(dims) != 1 or value.kwargs.get("dtype") is not None:
         return None
     dim = dims[0] % value.args[0].rank
-    classes = value.args[0].fake.shape[dim]
-    if not isinstance(classes, int):
-        return None
-    factor = 1 / classes if value.op is aten.mean.dim else 1.0
+    classes, factor = value.args[0].fake.shape[dim], 1.0
+    if value.op is aten.mean.dim:
+        if not isinstance(classes, int):
+            return None
+        factor = 1 / classes
     if inner.op is aten.neg.default:
         inner, factor = replay.resolve(inner.args[0]), -factor
     logits = _softmax_of(inner, replay, logarithm=True)
     if logits is not None and logits[1] == dim:
+        if not isinstance(classes, int):
+            return None
         terms = {TOTAL: factor, LOGSUMEXP: -factor * classes}
         return Reading(logits[0], dim, terms, what="sum of log-probabilities")
     if inner.op is not aten.mul.Tensor or not all(isinstance(a, Value) for a in inner.args[:2]):

@@ -10,7 +10,7 @@ This search comes last. Before it, a loss that alone reads its logits was taken 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from compile_losses.lazy import LazyOutput
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.row_divergences import buffers
 from compile_losses.ops.linear.row_statistics import DIFFERENTIABLE
-from compile_losses.ops.linear_row_statistics import forward, in_order
+from compile_losses.ops.linear_row_statistics import in_order
 from compile_losses.recognize.aten_replay import RESHAPES, AtenReplay, aten, same_sizes
 from compile_losses.recognize.guards import changes_grad_mode, mutated, refusal
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
@@ -50,14 +50,12 @@ from compile_losses.torch_internals.graphs import EXAMPLE
 from compile_losses.torch_internals.ops import schema_of
 
 _OP = "linear_row_statistics_forward"
-#: The place of ignore_index among its arguments.
-_IGNORED = [a.name for a in schema_of(forward).arguments].index("ignore_index")
 #: The most nodes between a head and the readers of its output that are looked at.
 _MOST_NODES = 4096
 #: The most nodes from a reader in a loop to the node that joins the loop's results.
 _STEPS_TO_JOIN = 8
 #: Ops that take some of the rows, or change their order or shape.
-_ROW_MOVES = (
+ROW_MOVES = (
     aten.permute.default,
     aten.reshape.default,
     aten.select.int,
@@ -145,7 +143,7 @@ def take_shared_logits(
             yield shared
             continue
         try:
-            yield _Taking(shared, replay, options, verify=verify).run()
+            yield Taking(shared, replay, options, verify=verify).run()
         except NotAbsorbedError as error:
             yield _kept(shared, str(error))
 
@@ -167,6 +165,14 @@ def _is_worthwhile(head: Head, options: Options) -> bool:
 
 def _shared(head: Head, replay: AtenReplay) -> Shared | Kept | None:
     """The readers of a head's output, or why they keep it; None if one loss alone reads it."""
+    found, needs = look_for_readers(head, replay)
+    if needs is not None:
+        return _kept(found, f"{needs.name} needs the logits")
+    return None if _is_declined(found, replay) else found
+
+
+def look_for_readers(head: Head, replay: AtenReplay) -> tuple[Shared, Node | None]:
+    """The readers of a head's output, and a node that needs more of it, if there is one."""
     classes = example(head.node).shape[-1]
     found = Shared(head, between=[head.node])
     seen = {head.node}
@@ -189,9 +195,7 @@ def _shared(head: Head, replay: AtenReplay) -> Shared | Kept | None:
                 found.between.append(user)
             else:
                 needs = needs or user
-    if needs is not None:
-        return _kept(found, f"{needs.name} needs the logits")
-    return None if _is_declined(found, replay) else found
+    return found, needs
 
 
 def _is_declined(found: Shared, replay: AtenReplay) -> bool:
@@ -222,11 +226,20 @@ def _holds(value: Any, classes: Any) -> bool:
     )
 
 
-class _Taking:
+class Taking:
     """Replaces a head by the op that computes the statistics of its readers.
 
     Raises NotAbsorbedError before anything is changed.
+
+    Attributes:
+        op: the name of the op.
+        layer: what it absorbs, in words.
+        differentiable: so many of its results have gradients, the first ones.
     """
+
+    op = _OP
+    layer = "a linear layer"
+    differentiable = DIFFERENTIABLE
 
     def __init__(
         self, shared: Shared, replay: AtenReplay, options: Options, *, verify: bool
@@ -242,34 +255,17 @@ class _Taking:
     def run(self) -> Rewritten:
         self._join_loops()
         logits = self._logits()
-        target, ignore_index = self._target(logits)
-        picks = self._picks()
-        divergence, teacher, notes = self._teacher(logits)
-        args = in_order(
-            _as_rows(logits.input).argument,
-            logits.weight.argument,
-            target and computed(aten.reshape.default, target, [-1]).argument,
-            logits.bias and logits.bias.argument,
-            ignore_index,
-            logits.softcap,
-            teacher,
-            *divergence,
-            picks=picks and _as_rows(picks).argument,
-        )
+        args, notes = self._arguments(logits)
         readings = self.shared.readings
         needed = self._needed(args)
         place = self._place(needed)
         base, _ = _flat_rows(logits.input)
         self.base_shape = _sizes_of(base.fake.shape[:-1], needed)
         sizes: dict[Node, list[Any]] = {}
-        check_gain(
-            Match(place, _OP, args), logits, self.options, self._buffers(divergence, logits.softcap)
-        )
-        check_rows(Match(place, _OP, args), REDUCTIONS["none"], logits, self.options)
-        self._check_closed()
+        self._check(Match(place, self.op, args), logits)
         for reader, reading in readings.items():
             value = example(reader)
-            if value.requires_grad and not set(reading.terms) <= set(range(DIFFERENTIABLE)):
+            if value.requires_grad and not set(reading.terms) <= set(range(self.differentiable)):
                 raise NotAbsorbedError(f"{reader.name} has a gradient that goes to single logits")
             if value.dtype == torch.float64 and logits.input.fake.dtype != torch.float64:
                 raise NotAbsorbedError(f"{reader.name} is computed in float64 of narrower logits")
@@ -280,13 +276,49 @@ class _Taking:
                 reason, _ = compare(match)
             if reason is not None:
                 raise NotAbsorbedError(f"{reader.name}: {reason}")
-        inside = sorted({*self.shared.between, *readings}, reverse=True)
-        reason = mutated(Match(max(*readings, place), _OP, args, {}, inside))
+        inside = sorted(self._inside(), reverse=True)
+        reason = mutated(Match(max(*readings, place), self.op, args, {}, inside))
         if reason is not None:
             raise NotAbsorbedError(reason)
         outputs = self.shared.outputs
         returned = lazy_outputs(self.shared.head, outputs, self.replay, self.options.lazily)
         return self._replace(place, args, sizes, logits, returned, notes)
+
+    def _arguments(self, logits: Logits) -> tuple[tuple[Any, ...], list[str]]:
+        """The op's arguments, and remarks for the report."""
+        target, ignore_index = self._target(logits)
+        picks = self._picks()
+        divergence, teacher, notes = self._teacher(logits)
+        self.buffers = self._buffers(divergence, logits.softcap)
+        args = in_order(
+            as_rows(logits.input).argument,
+            logits.weight.argument,
+            target and computed(aten.reshape.default, target, [-1]).argument,
+            logits.bias and logits.bias.argument,
+            ignore_index,
+            logits.softcap,
+            teacher,
+            *divergence,
+            picks=picks and as_rows(picks).argument,
+        )
+        return args, notes
+
+    def _argument(self, args: Sequence[Any], name: str) -> Any:
+        """One of the op's arguments; None if it has no such argument."""
+        names = [
+            each.name for each in schema_of(getattr(torch.ops.fused, self.op).default).arguments
+        ]
+        return args[names.index(name)] if name in names else None
+
+    def _inside(self) -> set[Node]:
+        """The readers and the nodes that lead to them, which the op may make superfluous."""
+        return {*self.shared.between, *self.shared.readings}
+
+    def _check(self, match: Match, logits: Logits) -> None:
+        """Checks that the op saves memory and is no slower, and that nothing needs the logits."""
+        check_gain(match, logits, self.options, self.buffers)
+        check_rows(match, REDUCTIONS["none"], logits, self.options)
+        self._check_closed()
 
     def _join_loops(self) -> None:
         """Replaces the readers in a loop by the loop's end: a stack of each sample's statistics."""
@@ -305,7 +337,7 @@ class _Taking:
     def _turns(self, join: Node) -> set[Node]:
         """The nodes that lead from the logits to the end of a loop."""
         head = self.shared.head.node
-        before = _made_of(join, {head, *head.all_input_nodes})
+        before = made_of(join, {head, *head.all_input_nodes})
         of_logits = set(self.shared.between)
         for node in sorted(before):
             if any(source in of_logits for source in node.all_input_nodes):
@@ -326,7 +358,7 @@ class _Taking:
                 raise NotAbsorbedError(f"{node.name} does not read rows of classes")
             if logits.is_shifted:
                 raise NotAbsorbedError(f"{node.name} reads logits that a number is added to")
-            logits.input = _classes_last(logits.input, logits.class_dim)
+            logits.input = classes_last(logits.input, logits.class_dim)
             logits.class_dim = logits.input.fake.dim() - 1
             every[node] = logits
         readings = self.shared.readings
@@ -338,7 +370,7 @@ class _Taking:
 
         chosen = every[max(every, key=rows)]
         for node, logits in every.items():
-            moves = _moves(chosen, logits)
+            moves = moves_between(chosen, logits)
             if moves is None:
                 raise NotAbsorbedError(
                     f"{node.name} reads other rows than the rest, or scales them otherwise"
@@ -369,7 +401,7 @@ class _Taking:
             flat = self._flat(reading.target)
             if target is None:
                 target, moved = flat, self.moves[node]
-            elif not self.replay.same(target, flat) or not _same(moved, self.moves[node]):
+            elif not self.replay.same(target, flat) or not computed_alike(moved, self.moves[node]):
                 raise NotAbsorbedError(f"{node.name} picks other classes than the rest")
             if reading.ignore_index not in (None, NOTHING_IGNORED):
                 ignored.add(reading.ignore_index)
@@ -408,11 +440,11 @@ class _Taking:
         except NotAbsorbedError as error:
             held = str(error)
         if self.of_teacher is None:
-            rows = _as_rows(_classes_last(divergence.teacher, reading.dim))
+            rows = as_rows(classes_last(divergence.teacher, reading.dim))
             notes = [] if held is None else [f"the teacher's logits are held: {held}"]
             return (*options, None), (without_gradient(rows), None, None), notes
         of_teacher = self.of_teacher
-        rows = _as_rows(_classes_last(of_teacher.input, of_teacher.class_dim))
+        rows = as_rows(classes_last(of_teacher.input, of_teacher.class_dim))
         layer = (rows, of_teacher.weight, of_teacher.bias)
         input, weight, bias = (part and without_gradient(part) for part in layer)
         return (*options, of_teacher.softcap), (input, weight, bias), []
@@ -487,15 +519,17 @@ class _Taking:
 
     def _needed(self, args: tuple[Any, ...]) -> list[Node]:
         """The nodes that the op and its readers are computed from, none of them the logits."""
-        readings = self.shared.readings
-        needed = Match(max(readings), _OP, args).inputs
-        for reading in readings.values():
-            needed += [reading.weight] if reading.weight is not None else []
+        needed = self._read(args)
         head = self.shared.head.node
         later = (node for node in needed if not node < head)
-        if any(node is head or head in _made_of(node, set(head.all_input_nodes)) for node in later):
+        if any(node is head or head in made_of(node, set(head.all_input_nodes)) for node in later):
             raise NotAbsorbedError("what its losses read besides is made of its logits")
         return needed
+
+    def _read(self, args: tuple[Any, ...]) -> list[Node]:
+        readings = self.shared.readings
+        needed = Match(max(readings), self.op, args).inputs
+        return needed + [r.weight for r in readings.values() if r.weight is not None]
 
     def _place(self, needed: list[Node]) -> Node:
         """The place of the op: after its arguments, before the users of its results."""
@@ -507,13 +541,17 @@ class _Taking:
                 return True
             return any(place < node and not changes_grad_mode(place, node) for node in records)
 
-        inside = {*self.shared.between, *readings}
+        inside = self._inside()
         users = [user for node in readings for user in node.users if user not in inside]
-        for place in (*sorted(readings), head):
+        for place in self._places(needed):
             known = all(node < place for node in needed)
             if known and not any(user < place for user in users) and records_gradients(place):
                 return place
         raise NotAbsorbedError("what is read of its rows is used before all of it is known")
+
+    def _places(self, needed: list[Node]) -> list[Node]:
+        """Where the op may stand, in the order in which these places are tried."""
+        return [*sorted(self.shared.readings), self.shared.head.node]
 
     def _records(self) -> set[Node]:
         """The readers with gradients; all readers if none has a gradient."""
@@ -522,7 +560,7 @@ class _Taking:
 
     def _check_closed(self) -> None:
         """Checks that the readers alone need the nodes in between."""
-        inside = {*self.shared.between, *self.shared.readings}
+        inside = self._inside()
         for node in self.shared.between:
             for user in node.users:
                 if user in inside or _is_size(example(user)):
@@ -535,11 +573,11 @@ class _Taking:
     ) -> Match:
         """The match of one reader alone, for the guards and for verification."""
         has_gradient = example(reader).requires_grad
-        inputs = set(Match(reader, _OP, args).inputs)
+        inputs = set(Match(reader, self.op, args).inputs)
         interior: set[Node] = set()
         detached = self._way_of_teacher if reading.divergence is not None else []
         starts = {*inputs, *detached}
-        for node in sorted(_made_of(reader, starts)):
+        for node in sorted(made_of(reader, starts)):
             if any(source in starts or source in interior for source in node.all_input_nodes):
                 interior.add(node)
 
@@ -558,15 +596,16 @@ class _Taking:
             result: Tensor = made.of(reading, dtype, sizes, base_shape, moves)
             return result if has_gradient else result.detach()
 
-        ignored = args[_IGNORED]
+        ignored = self._argument(args, "ignore_index")
         ops = [op for op, _ in self.moves[reader]]
         arguments = [arguments for _, arguments in self.moves[reader]]
-        given = (args[2], args[1], reading.weight, example(reader).dtype)
+        target, linear_weight = (self._argument(args, n) for n in ("target", "linear_weight"))
+        given = (target, linear_weight, reading.weight, example(reader).dtype)
         steps: Any = [(read, (*given, self.base_shape, arguments, sizes))]
         inside = sorted(interior, reverse=True)
         if not has_gradient:
             inside, detached = [], [*inside, *detached]
-        return Match(reader, _OP, args, {}, inside, steps=steps, detached=detached)
+        return Match(reader, self.op, args, {}, inside, steps=steps, detached=detached)
 
     def _replace(
         self,
@@ -578,7 +617,11 @@ class _Taking:
         more: list[str],
     ) -> Rewritten:
         readings, graph, meta = self.shared.readings, place.graph, place.meta
-        before, of_teacher, ignored = place.prev, self._way_of_teacher, args[_IGNORED]
+        before, of_teacher, ignored = (
+            place.prev,
+            self._way_of_teacher,
+            self._argument(args, "ignore_index"),
+        )
         records = any(example(node).requires_grad for node in self._records())
         mode = fake_mode(example(self.shared.head.node))
         assert mode is not None
@@ -592,10 +635,12 @@ class _Taking:
         try:
             with graph.inserting_before(place):
                 given = [emit(graph, argument, meta) for argument in args]
-                node = call(getattr(torch.ops.fused, _OP).default, *given)
+                node = call(getattr(torch.ops.fused, self.op).default, *given)
+                target = self._argument(given, "target")
+                linear_weight = self._argument(given, "linear_weight")
                 results = {}
                 for reader, reading in readings.items():
-                    made = Readings(call, node, given[2], given[1], ignored, reading.weight)
+                    made = Readings(call, node, target, linear_weight, ignored, reading.weight)
                     shape = [emit(graph, size, meta) for size in sizes[reader]]
                     value, base = example(reader), [emit(graph, s, meta) for s in self.base_shape]
                     moves = self.moves[reader]
@@ -609,18 +654,19 @@ class _Taking:
             raise
         for reader, result in results.items():
             reader.replace_all_uses_with(result)
-        for old in sorted({*self.shared.between, *readings, *of_teacher}, reverse=True):
+        for old in sorted({*self._inside(), *of_teacher}, reverse=True):
             if not old.users:
                 graph.erase_node(old)
-        layers = "the linear layers of student and teacher" if of_teacher else "a linear layer"
-        absorbed = " and ".join([layers, *logits.absorbed])
+        layers = "the linear layers of student and teacher" if of_teacher else self.layer
+        absorbed = " and ".join(filter(None, [layers, *logits.absorbed]))
         whats = dict.fromkeys(reading.what for reading in readings.values())
-        notes = [f"absorbed {absorbed}", f"computes of each row: {', '.join(whats)}", *more]
+        notes = [f"absorbed {absorbed}"] * bool(absorbed)
+        notes += [f"computes of each row: {', '.join(whats)}", *more]
         notes += ["the logits are returned lazily"] * bool(returned)
         return Rewritten(node, list(readings), notes, returned)
 
 
-def _as_rows(value: Value) -> Value:
+def as_rows(value: Value) -> Value:
     """A tensor as [rows, last dimension]."""
     return computed(aten.reshape.default, value, [-1, value.fake.shape[-1]])
 
@@ -632,7 +678,7 @@ def _spread(target: Value, moves: list[Move], logits: Logits) -> Value:
         moves: the ops that make the rows with a target of all rows.
     """
     base, _ = _flat_rows(logits.input)
-    rows = computed(aten.select.int, _as_rows(logits.input), 1, 0)
+    rows = computed(aten.select.int, as_rows(logits.input), 1, 0)
     nothing = computed(aten.zeros_like.default, rows)
     nothing = computed(aten.to.dtype, nothing, torch.int64)
     ones = computed(aten.add.Tensor, nothing, 1)
@@ -644,7 +690,7 @@ def _spread(target: Value, moves: list[Move], logits: Logits) -> Value:
     return computed(aten.scatter.src, nothing, 0, places, target)
 
 
-def _made_of(node: Node, inputs: set[Node]) -> set[Node]:
+def made_of(node: Node, inputs: set[Node]) -> set[Node]:
     """The nodes that a node is made of, from inputs on."""
     found: set[Node] = set()
     waiting = [node]
@@ -694,7 +740,7 @@ def _run(op: Any, *arguments: Any) -> Any:
     return op(*arguments)
 
 
-def _classes_last(input: Value, dim: int) -> Value:
+def classes_last(input: Value, dim: int) -> Value:
     """A tensor with a dimension moved to the end."""
     rank = input.fake.dim()
     if dim == rank - 1:
@@ -736,27 +782,29 @@ def _permuted_back(value: Value, order: list[int]) -> tuple[Value, list[float]] 
     return inner, factors
 
 
-def _moves(one: Logits, other: Logits) -> list[Move] | None:
+def moves_between(one: Logits, other: Logits) -> list[Move] | None:
     """The ops that make the rows of ``other`` of those of ``one``; empty if they are the same.
 
     Returns:
         None if ``other`` has more rows, or differs in more than its rows.
     """
     parts = zip((one.weight, one.bias), (other.weight, other.bias), strict=True)
-    if one.softcap != other.softcap or not all(_same(left, right) for left, right in parts):
+    if one.softcap != other.softcap or not all(
+        computed_alike(left, right) for left, right in parts
+    ):
         return None
     base, factors = _flat_rows(one.input)
     value, of_other = _flat_rows(other.input)
-    if not _same(base, value):
+    if not computed_alike(base, value):
         value, of_other = other.input, []
     moves: list[Move] = []
-    while not _same(base, value):
+    while not computed_alike(base, value):
         if value.whole or not value.args:
             return None
         inner, *rest = value.args
         if value.op is aten.mul.Tensor and isinstance(rest[0], int | float):
             of_other.append(float(rest[0]))
-        elif value.op in _ROW_MOVES and all(isinstance(a, int | list | None) for a in rest):
+        elif value.op in ROW_MOVES and all(isinstance(a, int | list | None) for a in rest):
             if value.op is aten.reshape.default:  # the hidden dimension is the last
                 rest = [[*rest[0][:-1], 1]]
             moves.append((value.op, rest))
@@ -766,16 +814,20 @@ def _moves(one: Logits, other: Logits) -> list[Move] | None:
     return moves[::-1] if factors == of_other else None
 
 
-def _same(one: Any, other: Any) -> bool:
+def computed_alike(one: Any, other: Any) -> bool:
     """Whether two arguments are computed in the same way from the same nodes."""
     if isinstance(one, Value) and isinstance(other, Value):
         if one is other:
             return True
         if one.whole or other.whole:
             return one.whole and other.whole and one.node is other.node
-        return one.op is other.op and one.kwargs == other.kwargs and _same(one.args, other.args)
+        return (
+            one.op is other.op
+            and one.kwargs == other.kwargs
+            and computed_alike(one.args, other.args)
+        )
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(computed_alike, one, other))
     if isinstance(one, torch.SymInt) or isinstance(other, torch.SymInt):
         return statically_known_true(one == other)
     return type(one) is type(other) and one == other

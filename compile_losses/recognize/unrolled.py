@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.recognize.symbolic_tensors import Value, example, whole
 
@@ -35,6 +36,8 @@ _ALONG = {
     aten.gather.default: 1,
     aten.squeeze.dim: 1,
     aten.unsqueeze.default: 1,
+    aten.slice.Tensor: 1,
+    aten.select.int: 1,
 }
 #: Functions and methods that take a tensor apart along dimension 0.
 _UNBINDS = (torch.unbind, aten.unbind.int, "unbind")
@@ -93,7 +96,16 @@ def _join(pieces: list[Any], stacks: bool, resolve: Resolve, compute: Compute) -
             return None
         dims = [dim + stacks for dim in dims]
         arguments[place] = dims if isinstance(given, list) else dims[0]
+        if first.op is aten.select.int:
+            return _without_dimension(*arguments, compute=compute)
     return compute(first.op, *arguments)
+
+
+def _without_dimension(value: Value, dim: int, _: Any, *, compute: Compute) -> Value | None:
+    """``x[:, 0]`` of the only class that ``gather`` has left; None if there are more."""
+    if not statically_known_true(value.fake.shape[dim] == 1):
+        return None
+    return compute(aten.squeeze.dim, value, dim)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from compile_losses.torch_internals.ops import given_arguments, tree_leaves, tre
 
 _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CASTS = {"float", "half", "bfloat16"}
+#: Ops of logits [rows, classes, ...] and class indices.
+_WITH_CLASSES = ("cross_entropy", "nll_loss", "row_statistics_forward")
 #: The most elements of a tensor with which a difference at smaller sizes is tried again.
 _MOST_ELEMENTS = 2**22
 
@@ -161,7 +163,7 @@ class _Comparison:
         """Integers: classes of a cross entropy, or small counts."""
         match = self.match
         of_layer = match.op in ("linear_cross_entropy", "linear_row_statistics_forward")
-        if match.op not in ("cross_entropy", "nll_loss") and not of_layer:
+        if match.op not in _WITH_CLASSES and not of_layer:
             return torch.randint(1, 5, shape, generator=self.generator)
         logits = example(match.args[1 if of_layer else 0])
         place = 0 if of_layer else min(logits.dim() - 1, 1)

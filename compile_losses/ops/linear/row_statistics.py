@@ -102,7 +102,8 @@ class RowStatistics:
         stats: Tensor,
     ) -> None:
         """The gradient without that of a divergence, over the logits."""
-        target, *options = self._options(rows)
+        target, ignore_index, softcap = self._options(rows)
+        options = (ignore_index, softcap)
         if self.picks is None or of_picks is None:
             row_statistics.backward_(*given, logits, target, stats, *options)
         else:
