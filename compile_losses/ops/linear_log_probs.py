@@ -67,10 +67,11 @@ def reference(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits / temperature
-    classes = index.clamp(min=0)
-    if index.dim() < logits.dim():
-        classes = classes.unsqueeze(-1)
-    log_probs = F.log_softmax(logits, -1).gather(-1, classes).view(index.shape)
+    log_probs, classes = F.log_softmax(logits, -1), index.clamp(min=0)
+    if index.dim() == logits.dim():
+        log_probs = log_probs.gather(-1, classes)
+    else:
+        log_probs = log_probs.gather(-1, classes.unsqueeze(-1)).squeeze(-1)
     log_probs = torch.where(index < 0, 0, log_probs)
     return log_probs, entropy_of(logits), logits.detach().argmax(-1)
 
