@@ -8,7 +8,17 @@ import torch.nn.functional as F
 from torch.library import opcheck
 
 from compile_losses.linear import linear_log_probs, linear_top_k_kl_div
-from compile_losses.ops.linear.row_function import Operand, encode
+from compile_losses.ops.linear.row_function import (
+    COLUMN,
+    JOIN,
+    LARGEST,
+    REPEAT,
+    SLICE,
+    SUM,
+    Operand,
+    RowFunction,
+    encode,
+)
 from compile_losses.ops.linear.row_statistics import DIFFERENTIABLE, LOG_PROBS, LOGSUMEXP
 from compile_losses.ops.linear_row_statistics import in_order, reference
 from compile_losses.ops.row_picks import sums_of_equal
@@ -114,6 +124,49 @@ def test_gradients_of_rows(device):
     expected = torch.autograd.grad((logsumexp, log_probs), leaves, factors)
     torch.testing.assert_close(found[8:], expected)
     torch.testing.assert_close(found[:8], tuple(s.detach() for s in statistics))
+
+
+def test_functions_of_the_numbers_of_a_row():
+    """Sums, the largest, a part, several beside each other, and one repeated beside others."""
+    steps = [
+        (SUM, (Operand(0), [1]), {}),  # 2: [rows]
+        (COLUMN, (Operand(2), 1), {}),  # 3: [rows, 1]
+        (REPEAT, (Operand(3), Operand(0)), {}),  # 4: [rows, K]
+        (JOIN, ([Operand(4), Operand(0), Operand(3)], 1), {}),  # 5: [rows, 2 K + 1]
+        (LARGEST, (Operand(5), [1]), {}),
+        (SLICE, (Operand(5), 1, 2, 5), {}),
+    ]
+    text = encode(steps, [7, 6])
+    x = torch.randn(9, 3)
+    function = RowFunction(text, ())
+    total = x[2:6].sum(1, keepdim=True)
+    joined = torch.cat([total.expand(-1, 3), x[2:6], total], 1)
+    part, largest = function(slice(2, 6), [x[2:6], x[2:6, 0]])
+    assert torch.equal(part, joined[:, 2:5])
+    assert torch.equal(largest, joined.amax(1))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        (SUM, (Operand(0), [0]), {}),
+        (SUM, (Operand(0), [0, 1]), {}),
+        (SUM, (Operand(0), [1], True), {}),
+        (SUM, (Operand(0), [1]), {"dtype": torch.float64}),
+        (SUM, (Operand(0),), {}),
+        (COLUMN, (Operand(0), 0), {}),
+        (JOIN, ([Operand(0), Operand(0)], 0), {}),
+        (JOIN, ([Operand(0), Operand(0)],), {}),
+        (JOIN, ([Operand(0), 3.0], 1), {}),
+        (SLICE, (Operand(0), 0, 2, 5), {}),
+        (SLICE, (Operand(0), 1, 0, 5, 2), {}),
+        (torch.ops.aten.cumsum.default, (Operand(0), 1), {}),
+        (torch.ops.aten.mul.Tensor, (Operand(0), [1]), {}),
+    ],
+    ids=str,
+)
+def test_what_is_no_function_of_a_row(step):
+    assert encode([step], [1]) is None
 
 
 @dtypes

@@ -94,6 +94,18 @@ def with_a_tail(h, w, labels, mask, teacher, index):
     return masked_mean(kept + tails[1].exp() * (tails[1] - tails[0]), mask)
 
 
+def with_a_tail_beside(h, w, labels, mask, teacher, index):
+    """The same in one tensor, as TRL has it."""
+    student = F.log_softmax(F.linear(h, w), -1).gather(-1, index[..., 1:])
+
+    def with_tail(log_probs):
+        total = log_probs.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
+        return torch.cat([log_probs, torch.log(-torch.expm1(total))], -1)
+
+    student, teacher = with_tail(student), with_tail(teacher[..., 1:])
+    return masked_mean((teacher.exp() * (teacher - student)).sum(-1), mask)
+
+
 def capped(h, w, labels, mask, teacher, index):
     logits = 5 * torch.tanh(F.linear(h, w) / 5)
     return -(teacher.exp() * F.log_softmax(logits, -1).gather(-1, index)).sum(-1).mean()
@@ -144,6 +156,7 @@ BY_ROW = {
     for f in (
         cross_entropy_of_picks, divergence_of_picks, unreduced_divergence, less_logsumexp,
         with_hard_labels, renormalised, renormalised_log_probs, reversed_divergence, with_a_tail,
+        with_a_tail_beside,
         capped, of_shifted_rows, of_flat_rows, along_a_dimension, of_one_support, both_ways,
     )
 }  # fmt: skip
@@ -212,7 +225,15 @@ def across_the_picks(h, w, labels, mask, teacher, index):
     return masked_mean(student.exp().cumsum(-1).square().sum(-1), mask)
 
 
-@pytest.mark.parametrize("function", [of_other_rows, across_the_picks])
+def of_two_parts(h, w, labels, mask, teacher, index):
+    """The first classes of each row beside the last, one of them by itself."""
+    student = F.log_softmax(F.linear(h, w), -1).gather(-1, index)
+    first, second, rest = student.split([1, 1, COUNT - 2], -1)
+    again = torch.cat([rest, first, second], -1).softmax(-1)
+    return masked_mean((again * teacher).sum(-1) + (first * second)[..., 0], mask)
+
+
+@pytest.mark.parametrize("function", [of_other_rows, across_the_picks, of_two_parts])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(("options", "plan"), [({}, LOGITS), ({"prefer_memory": True}, AGAIN)])
 def test_gradients_in_the_backward(options, plan, frozen, function):
@@ -267,6 +288,13 @@ def test_symbols_of_rows_alone():
             torch._dynamo.mark_dynamic(tensor, 1)
         torch.testing.assert_close(outcome(compiled, inputs), outcome(with_hard_labels, inputs))
     assert compile_losses.counters()["rewritten"]["linear_row_statistics"] == 1
+
+
+def test_symbols_of_the_function():
+    compiled = torch.compile(of_the_function, backend="compile_losses", dynamic=True)
+    for tokens in (18, 25):
+        inputs = sparse_problem(tokens=tokens)
+        torch.testing.assert_close(outcome(compiled, inputs), outcome(of_the_function, inputs))
 
 
 def test_no_logits_are_held():

@@ -14,10 +14,10 @@ gradient of each row for a gradient of 1, and the backward multiplies it by ``g`
 
 If a forward returns several statistics of each row, each has its own ``g``, a function of all of
 them. One of them may be K numbers of each row, the log-probabilities of picked classes. Then the
-function works on values of one number a row and on values of K numbers a row.
+function works on values of one number a row and on values of several.
 
 No values are tried: each op between the losses and ``g`` is known to work element by element, or
-on the K numbers of each row.
+on the numbers of each row.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ from compile_losses.lower.node_relations import depends_on
 from compile_losses.ops.checks import same_shape
 from compile_losses.ops.linear.row_function import (
     COLUMN,
+    JOIN,
     LARGEST,
     REPEAT,
+    SLICE,
     SUM,
     Operand,
     Step,
@@ -97,9 +99,11 @@ def row_gradients(
         return "its gradients are made of more than one number from outside of the graph"
     (tangent,) = tangents
     late, cone = depends_on(losses), cone_of(given)
-    writer = _Writer(losses, tangent)
-    if any(value.dim() == 2 for value in writer.values) and writer.columns == 1:
-        return "its picks are a matrix of one column"  # which is as long as a row's statistics
+    several = next((v.shape[1] for v in values_of(losses) if v.dim() == 2), None)
+    if several is not None and (type(several) is not int or several == 1):
+        # One number of each row in two dimensions could be taken for one in one dimension.
+        return "its picks are one class of each row, or a number of classes that is a symbol"
+    writer = _Writer(losses, tangent, several or 1)
     inner = [n for n in losses.graph.nodes if n in cone and (n in late or n in backward)]
     inner = [n for n in inner if n not in (losses, tangent) and n not in writer.same]
     for node in inner:
@@ -120,20 +124,19 @@ class _Writer:
         steps: the nodes that work on each row's loss, and what is made of it.
         same: the losses, the steps and views of them, and which of the former holds their numbers.
         numbers: the values of the function: the losses, and the steps once they are written.
+        columns: how many numbers of each row the statistic has that has several, else 1.
+        widths: how many numbers of each row the values of the function have.
         early: what depends on the tangent but on no loss, to be copied for a tangent of 1.
         known: the other tensors that the steps read, each with the shape in which it is read.
     """
 
-    def __init__(self, losses: Node, tangent: Node) -> None:
+    def __init__(self, losses: Node, tangent: Node, columns: int) -> None:
         self.losses, self.tangent = losses, tangent
         self.graph: Graph = losses.graph
         self.values = values_of(losses)
         # The first statistic is empty if no class is picked.
         self.rows = self.values[-1].shape[0]
-        #: How many numbers a row has in the statistic that has several; 1 if there is none.
-        self.columns = 1
-        if len(self.values) > LOG_PROBS and self.values[LOG_PROBS].dim() == 2:
-            self.columns = self.values[LOG_PROBS].shape[1]
+        self.columns, self.widths = columns, {1, columns}
         self.steps: list[Node] = []
         self.numbers = {losses: 0}
         if isinstance(losses.meta["val"], tuple | list):
@@ -154,6 +157,8 @@ class _Writer:
         if any(source in late and source not in self.same for source in node.all_input_nodes):
             return across
         value: Any = node.meta.get("val")
+        if node.target in (JOIN, SLICE):
+            self._widen(node)
         columns = self._columns(value)
         if columns is None:
             return across
@@ -183,27 +188,56 @@ class _Writer:
         return None
 
     def _columns(self, value: Any) -> int | None:
-        """How many numbers of each row a tensor has, if one or as many as the statistic."""
+        """How many numbers of each row a tensor has, if as many as a value of the function."""
         if isinstance(value, Tensor):
-            for columns in {1, self.columns}:
+            for columns in sorted(self.widths):
                 if statically_known_true(value.numel() == self.rows * columns):
                     return columns
         return None
 
     def _is_of_rows(self, node: Node, columns: int) -> bool:
-        """Whether a node makes one number of each row's several, or repeats one as often."""
+        """Whether a node makes another number of numbers of those that each row has."""
+        if node.target in (JOIN, SLICE):
+            return self._is_along_rows(node)
         source = node.args[0]
         if not isinstance(source, Node) or source not in self.same:
             return False
-        if self._columns(source.meta["val"]) == columns:
+        before = self._columns(source.meta["val"])
+        if before == columns:
             return False
         if node.target is aten.expand.default:
-            return _is_column(source, node)
+            return columns == self.columns and _is_column(source, node)
         if node.target not in (SUM, LARGEST) or node.kwargs:
             return False
         shape, dims = source.meta["val"].shape, node.args[1] if len(node.args) > 1 else []
         is_last = dims in ([-1], [len(shape) - 1])
-        return is_last and bool(statically_known_true(shape[-1] == self.columns))
+        return is_last and bool(statically_known_true(shape[-1] == before))
+
+    def _is_along_rows(self, node: Node) -> bool:
+        """Whether a node joins the numbers of each row, or takes some of them in order."""
+        if node.kwargs or len(node.args) < 2:
+            return False
+        given, dim, *rest = node.args
+        sources: Any = [given] if node.target is SLICE else given
+        shape = node.meta["val"].shape
+        if not all(isinstance(s, Node) and s in self.same for s in sources):
+            return False
+        if dim not in (-1, len(shape) - 1) or not all(type(bound) is int for bound in rest):
+            return False
+        if node.target is SLICE and len(rest) != 2:
+            return False
+        shapes = [source.meta["val"].shape for source in sources]
+        if not all(type(each[-1]) is int for each in (shape, *shapes)):
+            return False
+        if (shapes[0] if node.target is SLICE else shape)[-1] == 1:
+            return False
+        columns = (self._columns(source.meta["val"]) for source in sources)
+        return all(each[-1] == width for each, width in zip(shapes, columns, strict=True))
+
+    def _widen(self, node: Node) -> None:
+        """Takes a width in which a node joins, or takes, numbers of each row."""
+        if self.columns > 1 and self._is_along_rows(node):
+            self.widths.add(node.meta["val"].shape[-1])
 
     def result(self, grad_outputs: Sequence[Node | None]) -> RowGradients | str:
         """Emits the known tensors, and writes the function."""
@@ -230,12 +264,18 @@ class _Writer:
                 if source not in self.same:
                     return Operand(places[source, tuple(value.shape)])
                 found = Operand(numbers[self.same[source]])
-                columns = self._columns(value)
-                if columns == 1 or self._columns(source.meta["val"]) == columns:
+                if self._columns(value) == 1 or self._columns(source.meta["val"]) != 1:
                     return found
                 return add(COLUMN, (found, 1))
 
-            if node.target in (SUM, LARGEST):
+            if node.target is JOIN:
+                parts: Any = node.args[0]
+                made = add(JOIN, ([operand(part) for part in parts], 1))
+            elif node.target is SLICE:
+                made = add(SLICE, (operand(node.args[0]), 1, *node.args[2:]))  # type: ignore[arg-type]
+                if self._columns(value) == 1:
+                    made = add(SUM, (made, [1]))
+            elif node.target in (SUM, LARGEST):
                 made = add(node.target, (operand(node.args[0]), [1]))  # type: ignore[arg-type]
             elif node.target is aten.expand.default:
                 made = add(REPEAT, (operand(node.args[0]), Operand(LOG_PROBS)))  # type: ignore[arg-type]

@@ -99,14 +99,13 @@ def linear_part(tangent: Node, backward: set[Node], *, of_rows: bool = False) ->
     """The nodes that are linear in a tangent element by element, in the graph's order.
 
     Args:
-        of_rows: whether zeros may be put around elements, as the gradient of a slice is made, and
-            elements summed up, as the gradient of what is broadcast.
+        of_rows: whether zeros may be put around elements, as the gradient of a slice is made,
+            elements summed up, as that of what is broadcast, or some taken, as that of a part.
     """
     linear: dict[Node, None] = {tangent: None}
     for node in tangent.graph.nodes:
         if any(source in linear for source in node.all_input_nodes) and (
-            _is_linear(node, linear, backward)
-            or (of_rows and _is_padded_or_summed(node, linear, backward))
+            _is_linear(node, linear, backward) or (of_rows and _is_moved(node, linear, backward))
         ):
             linear[node] = None
     del linear[tangent]
@@ -173,15 +172,16 @@ def _is_linear(node: Node, linear: dict[Node, None], backward: set[Node]) -> boo
     return False
 
 
-def _is_padded_or_summed(node: Node, linear: dict[Node, None], backward: set[Node]) -> bool:
-    """Whether a node puts zeros around elements that are linear in a tangent, or sums them up."""
+def _is_moved(node: Node, linear: dict[Node, None], backward: set[Node]) -> bool:
+    """Whether a node is linear in a tangent, but puts zeros around elements, sums them up or takes
+    some of them."""
     dependent = [source for source in node.all_input_nodes if source in backward]
     if any(source not in linear for source in dependent):
         return False
     if node.target is aten.constant_pad_nd.default:
         value = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
         return dependent == [node.args[0]] and isinstance(value, int | float) and value == 0
-    if node.target is aten.sum.dim_IntList:
+    if node.target in (aten.sum.dim_IntList, aten.slice.Tensor):
         return dependent == [node.args[0]]
     if node.target in (aten.slice_scatter.default, aten.select_scatter.default):
         return dependent == [node.args[1]] and _is_zero(node.args[0])

@@ -13,8 +13,8 @@ The first values are the op's results for each row: the loss alone, or several s
 the known tensors, and each step makes one more value. ``results`` are the numbers of those values
 that are the gradients, in the order of the op's results; null stands for no gradient. All steps
 work element by element, so that a row knows nothing of others. If an op computes several numbers of
-each row, [rows, K], a step may also sum them up, take the largest, or repeat one number of each row
-beside them. :func:`encode` refuses any other op.
+each row, [rows, K], a step may also sum them up, take the largest, take some of them, put more
+beside them, or repeat one number of each row. :func:`encode` refuses any other op.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ aten = torch.ops.aten
 #: Ops whose result is filled with one number, and that read only the shape of their argument.
 _FILLED = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
 
-#: Ops that work on the numbers of each row, with their arguments after the first: [rows, K] becomes
-#: [rows], or [rows] becomes [rows, 1], which is repeated beside the numbers of another value.
+#: Ops that work on the numbers of each row: [rows, K] becomes [rows]; [rows] becomes [rows, 1],
+#: which is repeated as often as another value has numbers; several values stand side by side, or
+#: some numbers of each row are kept.
 SUM, LARGEST = aten.sum.dim_IntList, aten.amax.default
 COLUMN, REPEAT = aten.unsqueeze.default, aten.expand_as.default
-_OF_ROWS = {SUM: [1], LARGEST: [1], COLUMN: 1}
+JOIN, SLICE = aten.cat.default, aten.slice.Tensor
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,17 @@ def is_of_elements(op: Any) -> bool:
 
 
 def _is_of_rows(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a step makes of each row's numbers one number, or of one number several."""
-    if kwargs or len(args) != 2 or not isinstance(args[0], Operand):
+    """Whether a step works on the numbers of each row."""
+    if kwargs or len(args) < 2:
         return False
+    first, second, *rest = args
+    if op is JOIN:
+        return all(isinstance(value, Operand) for value in first) and [second, *rest] == [1]
     if op is REPEAT:
-        return isinstance(args[1], Operand)
-    return op in _OF_ROWS and args[1] == _OF_ROWS[op]
+        return isinstance(first, Operand) and isinstance(second, Operand) and not rest
+    dims = {SUM: [1], LARGEST: [1], COLUMN: 1, SLICE: 1}
+    bounds = 2 if op is SLICE else 0
+    return isinstance(first, Operand) and dims.get(op) == second and len(rest) == bounds
 
 
 def encode(steps: Sequence[Step], results: Sequence[int | None]) -> str | None:
@@ -89,11 +95,12 @@ def _encoded(op: OpOverload[..., Any], args: Sequence[Any], kwargs: dict[str, An
     if not of_rows and not is_of_elements(op):
         raise TypeError
     named = {name: _encoded_argument(argument) for name, argument in kwargs.items()}
-    given = [a if of_rows and type(a) is list else _encoded_argument(a) for a in args]
-    return [str(op), given, named]
+    return [str(op), [_encoded_argument(argument, of_rows=of_rows) for argument in args], named]
 
 
-def _encoded_argument(argument: Any) -> Any:
+def _encoded_argument(argument: Any, *, of_rows: bool = False) -> Any:
+    if of_rows and type(argument) is list:
+        return [_encoded_argument(each) for each in argument]
     if isinstance(argument, Operand):
         return {"value": argument.number}
     if isinstance(argument, torch.dtype):
@@ -155,6 +162,8 @@ def _of_rows(tensor: Tensor, rows: Any) -> Tensor:
 
 
 def _given(argument: Any, values: list[Tensor]) -> Any:
+    if isinstance(argument, list):
+        return [_given(each, values) for each in argument]
     return values[argument.number] if isinstance(argument, Operand) else argument
 
 
@@ -175,6 +184,8 @@ def _decoded(
 
 
 def _decoded_argument(argument: Any) -> Any:
+    if isinstance(argument, list):
+        return [_decoded_argument(each) for each in argument]
     if not isinstance(argument, dict):
         return argument
     if "value" in argument:
