@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -473,3 +475,51 @@ def test_reasons(function, reason):
     report = compile_losses.explain(function, *sparse_problem())
     texts = [site.reason for site in report.losses]
     assert any(reason in text for text in texts), texts
+
+
+UNARY = (torch.exp, torch.tanh, torch.square, torch.neg, lambda x: x.clamp(-3, 2), F.softplus)
+BINARY = (torch.add, torch.mul, torch.minimum, torch.sub, lambda a, b: torch.where(a > b, a, b))
+#: Of the numbers of each row, some of them with other rows or in another order.
+OF_ROWS = (
+    lambda x, mask: x.softmax(-1),
+    lambda x, mask: x - x.logsumexp(-1, keepdim=True),
+    lambda x, mask: x * x.sum(-1, keepdim=True),
+    lambda x, mask: x - x.amax(-1, keepdim=True),
+    lambda x, mask: torch.cat([x, x.sum(-1, keepdim=True)], -1),
+    lambda x, mask: torch.cat([x, x], -1),
+    lambda x, mask: x[..., 1:],
+    lambda x, mask: x.masked_fill(mask.unsqueeze(-1) == 0, 0.5),
+    lambda x, mask: x.flip(-1),
+    lambda x, mask: x - x.mean(1, keepdim=True),
+    lambda x, mask: x.transpose(0, 1).contiguous().transpose(0, 1),
+    lambda x, mask: x.reshape(x.shape[0], -1).cumsum(-1).view(x.shape) / 50,
+)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_drawn_functions(seed):
+    """Of the numbers of each row, and of other statistics."""
+    draw = random.Random(seed)
+    unary = [draw.choice(UNARY) for _ in range(3)]
+    of_rows = [draw.choice(OF_ROWS[: 8 if seed % 4 else None]) for _ in range(2)]
+    binary = [draw.choice(BINARY) for _ in range(2)]
+    hard = draw.random() < 0.5
+
+    def step(h, w, labels, mask, teacher, index):
+        logits = F.linear(h, w)
+        student = logits.log_softmax(-1).gather(-1, index) / 4
+        student = of_rows[0](unary[0](student), mask)
+        if student.shape == teacher.shape:
+            student = binary[0](student, teacher)
+        each = of_rows[1](unary[1](student), mask).sum(-1)
+        each = binary[1](unary[2](each / 8), entropy_of(logits) if hard else mask)
+        total = (each * mask).sum() / mask.sum()
+        if hard:
+            total = total + F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return total
+
+    # As many classes as tokens, batches or neither: shapes that could be taken for each other.
+    inputs = sparse_problem(count=draw.choice((BATCH, COUNT, TOKENS)))
+    check(step, inputs)
+    (site,) = sites_of(step, inputs)
+    assert site.status == "rewritten"
