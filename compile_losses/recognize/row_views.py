@@ -57,8 +57,10 @@ def picks_of_gather(value: Value, replay: AtenReplay) -> Value:
         found = compute(aten.remainder.Scalar, rest, classes) if isinstance(classes, int) else None
     else:
         found = unexpanded(index, replay)
-    if found is None or any(isinstance(a, torch.SymInt) for a in tree_leaves(found.args)):
+    if found is None:
         raise RowIndexError
+    if not found.whole and any(isinstance(a, torch.SymInt) for a in tree_leaves(found.args)):
+        raise RowIndexError  # the rewrite has no node for it
     return found
 
 
