@@ -181,7 +181,8 @@ def linear_softmax_kl_div(
         )
 
     The result is not multiplied by the temperature's square. Input, linear_weight and linear_bias
-    are differentiable, the teacher is not.
+    are differentiable, the teacher is not. The rows of DTensors may be sharded, or the classes of
+    both sides.
 
     Args:
         input: [hidden], [rows, hidden], or with more leading dimensions.
@@ -199,7 +200,7 @@ def linear_softmax_kl_div(
     Raises:
         RuntimeError: shapes, dtypes or devices that don't go together; a temperature that is not
             positive; a teacher that requires a gradient where gradients are recorded; plain tensors
-            among DTensors, and DTensors whose classes are sharded.
+            among DTensors; classes of the teacher that are sharded otherwise than the student's.
         ValueError: unknown reduction.
         NotImplementedError: tensors that are not floating point.
     """
@@ -238,7 +239,7 @@ def linear_softmax_js_div(
     Other arguments and errors are the same as of :func:`linear_softmax_kl_div`.
 
     Raises:
-        RuntimeError: beta is not between 0 and 1.
+        RuntimeError: beta is not between 0 and 1; DTensors whose classes are sharded.
     """
     return torch.ops.fused.linear_softmax_js_div(
         input,

@@ -14,10 +14,11 @@ Input and target are logits of one shape, of any strides and floating dtypes. Re
 ``kl_div``'s: 3 (batchmean, the sum over ``input.size(0)``), 1 (mean: over all classes of all rows),
 2 (sum); with 0 (none) the loss of each row, the shape without ``dim``. Both arguments are
 differentiable. Probabilities are never stored, and one that underflows to 0 has no nan in its
-gradient.
+gradient. DTensors may be sharded along any dimension, but Jensen-Shannon's not along ``dim``.
 
 Raises:
-    RuntimeError: input and target differ in shape or device; temperature is not positive.
+    RuntimeError: input and target differ in shape or device; temperature is not positive; DTensors
+        sharded along ``dim`` that have no sharded form.
     IndexError: dim is out of range.
     ValueError: unknown reduction.
     NotImplementedError: logits that are not floating point.
@@ -151,15 +152,24 @@ def declare(
     def of_dtensors(
         mesh: DeviceMesh, input: Tensor, target: Tensor, options: Sequence[Any], dtype: torch.dtype
     ) -> Tensor:
+        from compile_losses.distributed.divergence import kl_div_of_sharded_classes
         from compile_losses.distributed.elementwise import elementwise
 
         reduction, *rest = options
+        divisors = {"mean": input.numel(), "batchmean": input.size(0)}
+        divisor = divisors.get(checks.reduction_name(reduction))
+        if name == "softmax_kl_div":
+            temperature, dim = rest
+            result = kl_div_of_sharded_classes(
+                mesh, input, target, reduction, temperature, dim, divisor, dtype
+            )
+            if result is not None:
+                return result
 
         def loss(input: Tensor, target: Tensor, reduction: int, dtype: torch.dtype) -> Tensor:
             part: Tensor = ops.forward(input, target, reduction, *rest, dtype)[0]
             return part
 
-        divisors = {"mean": input.numel(), "batchmean": input.size(0)}
         return elementwise(
             name,
             mesh,
@@ -168,7 +178,7 @@ def declare(
             input.shape,
             reduction,
             dtype,
-            divisors.get(checks.reduction_name(reduction)),
+            divisor,
             classes=rest[-1],
         )
 

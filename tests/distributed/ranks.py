@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import compile_losses.functional as fused
 from compile_losses.distributed.data_parallel import global_mean
 from compile_losses.lazy import LazyLogits
-from compile_losses.linear import linear_log_probs
+from compile_losses.linear import linear_log_probs, linear_softmax_kl_div
 from tests.constants import set_constants
 
 WORLD = 2
@@ -133,6 +133,25 @@ def check_likeliest_classes():
     for function in (linear_log_probs, compiled):
         _, argmax = function(*sharded, return_argmax=True)
         assert torch.equal(argmax.full_tensor(), expected)
+
+
+def divergence(h, w, t):
+    return linear_softmax_kl_div(h, w, t.detach(), temperature=1.5)
+
+
+def divergence_of_logits(h, w, t):
+    return fused.softmax_kl_div(F.linear(h, w), t.detach(), temperature=1.5)
+
+
+def check_divergences():
+    tensors = [rand(ROWS, HIDDEN), rand(CLASSES, HIDDEN, seed=2), rand(ROWS, CLASSES, seed=3)]
+    rows, whole = Shard(0), Replicate()
+    for layouts in ([whole, rows, Shard(1)], [rows, whole, rows]):
+        for loss in (divergence, divergence_of_logits):
+            agree(loss, tensors, layouts)
+            torch._dynamo.reset()
+            compiled = torch.compile(loss, backend="compile_losses", fullgraph=True)
+            agree(loss, tensors, layouts, compiled)
 
 
 def check_compiled_log_probs():

@@ -167,10 +167,6 @@ def probabilities(x):
 
 REFUSED = {
     "probabilities of sharded classes": (probabilities, "Redistribute the arguments"),
-    "softmaxes of sharded classes": (
-        lambda x: fused.softmax_kl_div(x, x, dim=1),
-        "Redistribute the arguments",
-    ),
     "a mixture of sharded classes": (
         lambda x: fused.softmax_js_div(x, x, dim=1),
         "Redistribute the arguments",

@@ -4,7 +4,8 @@
 :mod:`compile_losses.ops.linear.leaf_ops`. It equals ``fused::X`` of ``linear(input, linear_weight,
 linear_bias)``, the student's logits, and of the teacher's: ``target`` itself, or
 ``linear(target, target_weight, target_bias)``. Logits that are not given are never held: they are
-computed a chunk of rows at a time. The rows of DTensors may be sharded.
+computed a chunk of rows at a time. The rows of DTensors may be sharded, or for Kullback-Leibler's
+divergence the classes of both sides.
 
 Input is [hidden], [rows, hidden] or with any other leading dimensions, linear_weight [classes,
 hidden], linear_bias [classes]; target has input's leading dimensions and then the classes, or with
@@ -23,7 +24,8 @@ autocast changes nothing; otherwise arguments are cast as autocast casts those o
 Raises:
     RuntimeError: shapes, dtypes or devices that don't go together; a temperature that is not
         positive; a teacher that requires a gradient where gradients are recorded; plain tensors
-        among DTensors, and DTensors whose classes are sharded.
+        among DTensors; classes of the teacher that are sharded otherwise than the student's, and
+        sharded classes of Jensen-Shannon's divergence.
     ValueError: unknown reduction.
     NotImplementedError: tensors that are not floating point.
 """
@@ -290,9 +292,12 @@ def declare(
 
             of_student = (input, linear_weight, linear_bias)
             of_teacher = (target, target_weight, target_bias)
+            # The mixture of Jensen-Shannon's needs statistics of whole rows: a second read.
+            reverse = pair(value)[0] if divergence == "softmax_kl_div" else None
             return linear_divergence(
-                name, whole, mesh, of_student, of_teacher, each, divisor, result
-            )
+                name, whole, reverse, mesh, of_student, of_teacher, each, temperature, divisor,
+                result,
+            )  # fmt: skip
         options = (each, value, temperature, divisor, result)
         if needs_torch(input, target, *tensors):
             with autocast_off(input):
