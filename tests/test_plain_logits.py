@@ -114,8 +114,8 @@ TAKEN = {
     f.__name__: f
     for f in (
         in_loops, of_float32, without_loops, entropy_alone, logged_entropy, categorical,
-        regularised, with_accuracy, of_shifted_tokens, of_a_temperature_of_one, of_a_softcap, of_the_likeliest,
-        used_otherwise, two_sets_of_classes, changed_before,
+        regularised, with_accuracy, of_shifted_tokens, of_a_temperature_of_one, of_a_softcap,
+        of_the_likeliest, used_otherwise, two_sets_of_classes, changed_before,
     )
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import compile_losses
+from compile_losses.explanation import explain_call
 
 BATCH, TOKENS, CLASSES = 4, 6, 11
 
@@ -79,11 +80,44 @@ def of_the_flipped(x, t):
     return torch.stack([pick(a, b) for a, b in zip(x.flip(0), t.flip(0), strict=True)])
 
 
+def nll(x, t, **options):
+    return F.cross_entropy(x, t, reduction="none", **options)
+
+
+def calls_of_chunks(x, t):
+    """Each chunk with a factor, and ignored classes."""
+    parts = zip(x.view(-1, CLASSES).chunk(5), t.view(-1).chunk(5), strict=True)
+    return torch.cat([nll(logits * 0.5, labels, ignore_index=3) for logits, labels in parts])
+
+
+def calls_of_slices(x, t):
+    """With further options, of slices of different length."""
+    x, t, weight = x.view(-1, CLASSES), t.view(-1), torch.linspace(1, 2, CLASSES, dtype=x.dtype)
+    bounds = [slice(0, 10), slice(10, 20), slice(20, None)]
+    return torch.cat([nll(x[i], t[i], weight=weight, label_smoothing=0.1) for i in bounds])
+
+
+def calls_of_transposed_samples(x, t):
+    parts = zip(x.transpose(1, 2).split(3), t.split(3), strict=True)
+    return torch.concat([nll(logits, labels) for logits, labels in parts])
+
+
+def stacked_calls(x, t):
+    return torch.stack([nll(row, labels) for row, labels in zip(x, t, strict=True)])
+
+
+def stacked_calls_of_single_rows(x, t):
+    x, t = x.view(-1, CLASSES), t.view(-1)
+    return torch.stack([nll(row, label) for row, label in zip(x, t, strict=True)])
+
+
 LOOPS = {
     f.__name__: f
     for f in (
-        stacked_logsumexp, stacked_log_softmax, indexed_inside, of_a_temperature, sliced_logsumexp, split,
-        chunks_of_tokens, unbound, by_index, scaled_inside, of_the_flipped,
+        stacked_logsumexp, stacked_log_softmax, indexed_inside, of_a_temperature,
+        sliced_logsumexp, split,
+        chunks_of_tokens, unbound, by_index, scaled_inside, of_the_flipped, calls_of_chunks,
+        calls_of_slices, calls_of_transposed_samples, stacked_calls, stacked_calls_of_single_rows,
     )
 }  # fmt: skip
 
@@ -143,6 +177,53 @@ def softmax_over_samples(x, t):
 
 def logsumexp_of_the_tokens(x, t):
     return x[..., 0] - torch.stack([row[:, 0].logsumexp(0) for row in x]).unsqueeze(-1)
+
+
+def flat_chunks(x, t, count=4):
+    return x.view(-1, CLASSES).chunk(count), t.view(-1).chunk(count)
+
+
+def calls_of_overlapping_slices(x, t):
+    return torch.cat([nll(x[i : i + 2].flatten(0, 1), t[i : i + 2].flatten()) for i in (0, 1, 2)])
+
+
+def calls_without_the_last_chunk(x, t):
+    parts = list(zip(*flat_chunks(x, t), strict=True))
+    return torch.cat([nll(*part) for part in parts[:-1]])
+
+
+def calls_in_another_order(x, t):
+    parts = list(zip(*flat_chunks(x, t), strict=True))
+    return torch.cat([nll(*part) for part in (*parts[1:], parts[0])])
+
+
+def calls_with_labels_of_others(x, t):
+    logits, labels = flat_chunks(x, t)
+    return torch.cat([nll(*part) for part in zip(logits, labels[::-1], strict=True)])
+
+
+def calls_with_labels_cut_otherwise(x, t):
+    """The labels of each chunk begin one token later; the first token is the last one's."""
+    logits, t = x.view(-1, CLASSES).chunk(4), torch.cat([t.view(-1), t.view(-1)])
+    labels = [t[6 * i + 1 : 6 * i + 7] for i in range(4)]
+    return torch.cat([nll(*part) for part in zip(logits, labels, strict=True)])
+
+
+def calls_of_two_tensors(x, t):
+    (logits, labels), (others, _) = flat_chunks(x, t), flat_chunks(x * 2, t)
+    parts = zip([*logits[:2], *others[2:]], labels, strict=True)
+    return torch.cat([nll(*part) for part in parts])
+
+
+def calls_with_options_of_their_own(x, t):
+    parts = zip(*flat_chunks(x, t), (3, 3, 3, 4), strict=True)
+    return torch.cat([nll(a, b, ignore_index=ignored) for a, b, ignored in parts])
+
+
+def calls_of_layers_of_their_own(x, t):
+    weights = [torch.eye(CLASSES, dtype=x.dtype) * (i + 1) for i in range(4)]
+    parts = zip(*flat_chunks(x, t), weights, strict=True)
+    return torch.cat([nll(a @ weight, b) for a, b, weight in parts])
 
 
 #: One computation of the whole is something else; parts of them may be losses.
@@ -210,7 +291,50 @@ def test_changed_between():
         torch.testing.assert_close(compiled(x, t), changed_between(x, t))
 
 
-@pytest.mark.parametrize("name", ["stacked_logsumexp", "stacked_log_softmax", "sliced_logsumexp"])
+def calls_changed_between(x, t):
+    """Each chunk after the first was changed after the one before was read."""
+    x, t, losses = (x * 1.0).view(-1, CLASSES), t.view(-1), []
+    for logits, labels in zip(x.split(6), t.split(6), strict=True):
+        losses.append(nll(logits, labels))
+        x[-1].mul_(0.5)
+    return torch.cat(losses)
+
+
+def calls_with_changed_labels(x, t):
+    x, t, losses = x.view(-1, CLASSES), t.flatten() * 1, []
+    for logits, labels in zip(x.split(6), t.split(6), strict=True):
+        losses.append(nll(logits, labels))
+        t[-1] = (t[-1] + 1) % CLASSES
+    return torch.cat(losses)
+
+
+@pytest.mark.parametrize("function", [calls_changed_between, calls_with_changed_labels])
+def test_calls_changed_between(function):
+    x, t = batch()
+    with torch.no_grad():
+        compiled = torch.compile(function, backend="compile_losses")
+        torch.testing.assert_close(compiled(x, t), function(x, t))
+        sites = compile_losses.explain(function, x, t).losses
+    assert len(sites) == 4
+    assert "is changed in place by" in sites[-1].reason
+
+
+@pytest.mark.parametrize("name", [name for name in LOOPS if "calls" in name])
+def test_verified(name):
+    x, t = batch()
+    compiled = torch.compile(LOOPS[name], backend="compile_losses", options={"verify": True})
+    torch.testing.assert_close(compiled(x, t), LOOPS[name](x, t))
+    report = explain_call(LOOPS[name], (x, t), options={"verify": True})
+    assert [site.op for site in report.losses] == ["cross_entropy"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("stacked_logsumexp", "stacked_log_softmax", "sliced_logsumexp"),
+        *("stacked_calls", "calls_of_transposed_samples"),
+    ],
+)
 def test_with_a_head(name, chunks):
     def step(h, w, t):
         return (LOOPS[name](F.linear(h, w), t).exp() * torch.arange(1.0, 1 + TOKENS)).sum()

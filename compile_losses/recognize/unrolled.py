@@ -50,7 +50,7 @@ def rejoined(value: Value, resolve: Resolve, compute: Compute) -> Value | None:
     if rest not in ([], [0]) or value.kwargs or len(pieces) < 2:
         return None
     stacks = value.op is aten.stack.default
-    found = _join(list(pieces), stacks, resolve, compute)
+    found = join(list(pieces), stacks, resolve, compute)
     if found is None or found.op is None or found.whole:
         return None
     if found.fake.shape != value.fake.shape or found.fake.dtype != value.fake.dtype:
@@ -58,7 +58,8 @@ def rejoined(value: Value, resolve: Resolve, compute: Compute) -> Value | None:
     return Value(value.fake, value.node, found.op, found.args, found.kwargs)
 
 
-def _join(pieces: list[Any], stacks: bool, resolve: Resolve, compute: Compute) -> Value | None:
+def join(pieces: list[Any], stacks: bool, resolve: Resolve, compute: Compute) -> Value | None:
+    """Pieces of rows as they were computed of whole tensors; None if they are no such pieces."""
     if not all(isinstance(piece, Value) for piece in pieces):
         return None
     source = _source(pieces, stacks, resolve)
@@ -78,7 +79,7 @@ def _join(pieces: list[Any], stacks: bool, resolve: Resolve, compute: Compute) -
     arguments: list[Any] = []
     for each in zip(*(piece.args for piece in resolved), strict=True):
         if isinstance(each[0], Value):
-            joined = _join(list(each), stacks, resolve, compute)
+            joined = join(list(each), stacks, resolve, compute)
             if joined is None:
                 return None
             arguments.append(joined)

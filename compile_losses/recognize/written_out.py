@@ -16,6 +16,7 @@ from compile_losses.recognize.absorb import absorb
 from compile_losses.recognize.aten_replay import AtenReplay, aten, compute
 from compile_losses.recognize.difference import find_difference
 from compile_losses.recognize.divergence import softmax_divergences
+from compile_losses.recognize.joined_calls import joined_calls
 from compile_losses.recognize.left_out import INFINITE, NAN, without_infinities, without_nan
 from compile_losses.recognize.logistic import find_logistic
 from compile_losses.recognize.match import Decline, Match
@@ -89,6 +90,10 @@ class Recognizer:
     def candidates(self, node: Node) -> Iterator[Match | Decline]:
         """The losses that ``node`` may hold, the match that takes most into its op first."""
         call = bind(node)
+        joined = joined_calls(node, self.replay)
+        if joined is not None:
+            absorb(joined)
+            yield joined
         for match in self._written(node, call):
             if isinstance(match, Match):
                 absorb(match)
