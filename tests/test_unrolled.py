@@ -233,6 +233,9 @@ OTHERS = {
         out_of_order, some_samples, one_twice, labels_of_others, a_temperature_each,
         another_function, along_the_tokens, overlapping, concatenated_along_the_tokens,
         split_along_the_tokens, first_of_several, softmax_over_samples, logsumexp_of_the_tokens,
+        calls_of_overlapping_slices, calls_without_the_last_chunk, calls_in_another_order,
+        calls_with_labels_of_others, calls_with_labels_cut_otherwise, calls_of_two_tensors,
+        calls_with_options_of_their_own, calls_of_layers_of_their_own,
     )
 }  # fmt: skip
 
