@@ -9,6 +9,7 @@ of the logits' size.
 
 Logits that something computes in the same loop, such as a temperature, are left alone: for the op
 they would have to be written to memory first, and their gradient read from there.
+So are logits with a gradient from elsewhere too, to which Inductor adds its own in the same loop.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from compile_losses.recognize.shared_logits import (
 )
 from compile_losses.recognize.symbolic_tensors import Size, Value, example, fake_mode, whole
 from compile_losses.recognize.with_head import Options
+from compile_losses.torch_internals.ops import tree_leaves
 from compile_losses.torch_internals.tensors import size_hint
 
 #: The places of the statistics among the results of the op, the differentiable ones first.
@@ -241,6 +243,32 @@ class _Taking(Taking):
         match = super()._match(reader, reading, *given)
         self.interior |= {*match.interior, *match.detached}
         return match
+
+    def _replace(self, *given: Any) -> Rewritten:
+        self._check_gradients()
+        return super()._replace(*given)
+
+    def _check_gradients(self) -> None:
+        """Checks that the logits have no gradient from elsewhere.
+
+        Inductor writes the sum of gradients that it computes itself once. The call's gradient would
+        be written, read and added.
+        """
+        if not any(example(reader).requires_grad for reader in self.shared.readings):
+            return
+        inside = self._inside()
+        for node in {self.shared.head.node, *self.interior}:
+            for user in node.users:
+                trained = user.op == "output" or any(
+                    isinstance(value, Tensor) and value.requires_grad
+                    for value in tree_leaves(example(user))
+                )
+                if user not in inside and _is_trained(node) and trained:
+                    raise NotAbsorbedError(f"the logits have a gradient from {user.name}, too")
+
+
+def _is_trained(node: Node) -> bool:
+    return any(getattr(value, "requires_grad", False) for value in tree_leaves(example(node)))
 
 
 def _rows(logits: Logits) -> int:
