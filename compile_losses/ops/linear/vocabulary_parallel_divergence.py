@@ -21,7 +21,7 @@ from torch import Tensor
 from compile_losses import library
 from compile_losses.ops.linear.leaf_ops import NEEDS, gradients_fake
 from compile_losses.ops.linear.reference import autocast_off
-from compile_losses.ops.linear.row_divergences import NONE, Pair, TeacherLogits, buffers
+from compile_losses.ops.linear.row_divergences import Pair, TeacherLogits, buffers
 from compile_losses.ops.linear.vocabulary_parallel import chunks_of_shard, gradients_of_shard
 from compile_losses.ops.row_pair import statistics
 from compile_losses.ops.vocabulary_parallel_divergence import divergence as of_logits
@@ -39,6 +39,19 @@ gradient = library.define(
 )
 
 
+def _buffers(
+    student: torch.dtype, teacher: TeacherLogits, reverse: bool, *, gradient: bool
+) -> int:
+    return buffers(
+        student,
+        teacher.dtype,
+        computed=teacher.computed,
+        by_row=True,
+        reverse=reverse,
+        gradient=gradient,
+    )
+
+
 def divergence_kernel(
     input: Tensor,
     linear_weight: Tensor,
@@ -51,7 +64,7 @@ def divergence_kernel(
 ) -> Tensor:
     teacher = TeacherLogits(target, target_weight, target_bias)
     pair = Pair("softmax_kl_div", reverse, (temperature,))
-    held = buffers(input.dtype, teacher.computed, by_row=True, reverse=reverse, gradient=False)
+    held = _buffers(input.dtype, teacher, reverse, gradient=False)
     with autocast_off(input):
         found = [divergence_fake(input[:0], linear_weight, target[:0])]
         _, chunks = chunks_of_shard(input, linear_weight, linear_bias, held)
@@ -77,12 +90,12 @@ def gradient_kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:
     teacher = TeacherLogits(target, target_weight, target_bias)
     pair = Pair("softmax_kl_div", reverse, (temperature,))
-    held = buffers(input.dtype, teacher.computed, by_row=True, reverse=reverse, gradient=True)
+    held = _buffers(input.dtype, teacher, reverse, gradient=True)
 
     def gradient_of(rows: slice, logits: Tensor) -> Tensor:
         if logits.shape[1] == 0:
             return logits
-        return pair.gradient(grad_output[rows], logits, teacher(rows), stats[rows], NONE)
+        return pair.gradient_over(grad_output[rows], logits, teacher(rows), stats[rows])
 
     needs = (needs_input, needs_weight, needs_bias)
     return gradients_of_shard(input, linear_weight, linear_bias, needs, gradient_of, held)
