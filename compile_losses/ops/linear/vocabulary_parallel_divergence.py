@@ -39,9 +39,7 @@ gradient = library.define(
 )
 
 
-def _buffers(
-    student: torch.dtype, teacher: TeacherLogits, reverse: bool, *, gradient: bool
-) -> int:
+def _buffers(student: torch.dtype, teacher: TeacherLogits, reverse: bool, *, gradient: bool) -> int:
     return buffers(
         student,
         teacher.dtype,
