@@ -38,6 +38,7 @@ _MODELS = {
     "gpt": "GPT",
     "unet": "UNet",
     "vae": "variational autoencoder",
+    "detector": "detector with a focal loss",
     "distillation": "distillation of a GPT",
 }
 
@@ -93,6 +94,8 @@ def front() -> str:
     tokens = rows_of("tokens-nvidia-h100.csv")
     grpo = {"loss": "grpo_float32", "head": "trained"}
     ppo = {"loss": "ppo_entropy", "head": "trained"}
+    distilled = rows_of("distillation-nvidia-h100.csv")
+    mixed = "mixed 8192x2048x128256"
     whole = {"pass_": "fwd_bwd"}
     found = [
         (
@@ -109,6 +112,11 @@ def front() -> str:
             "PPO's loss with a bonus for entropy, the same",
             one(tokens, contender="stock", **ppo),
             one(tokens, contender="ours", **ppo),
+        ),
+        (
+            "distillation and labels, both heads",
+            one(distilled, contender="inductor", shape=mixed),
+            one(distilled, contender="ours_compiled", shape=mixed),
         ),
         (
             "Llama of 2 layers, which returns its logits",
