@@ -5,10 +5,9 @@
 ``fused::X_backward``    the gradients of input and target, each empty where it is not needed
 ``fused::X_with_grad``   the loss and input's gradient, see ``with_grad``
 ``fused::X_with_grad_``  the same, the gradient written over input
-``fused::X_row_statistics_backward_``
-                         the gradient of the loss of each row and of other statistics of the same
-                         logits, see ``row_statistics``, written over the logits
 
+``fused::X_row_statistics_backward_`` writes over the logits the gradient of the loss of each row
+and of other statistics of the same logits, see ``row_statistics``.
 
 Input and target are logits of one shape, of any strides and floating dtypes. Reductions are
 ``kl_div``'s: 3 (batchmean, the sum over ``input.size(0)``), 1 (mean: over all classes of all rows),
