@@ -289,4 +289,4 @@ def test_work_on_a_large_graph(monkeypatch):
         torch.randn(2, 4, 8), torch.randint(8, (8,))
     )
     assert sizes[0] > 2000
-    assert recognizers[0].replay.replayed < 100
+    assert sum(recognizer.replay.replayed for recognizer in recognizers) < 100

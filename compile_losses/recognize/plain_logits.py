@@ -37,7 +37,7 @@ from compile_losses.recognize.aten_replay import AtenReplay, aten
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
 from compile_losses.recognize.logits import Logits, is_made_of, logits_of
 from compile_losses.recognize.match import Match
-from compile_losses.recognize.row_statistics import Reading
+from compile_losses.recognize.row_statistics import Reading, reading_of
 from compile_losses.recognize.shared_logits import (
     ROW_MOVES,
     Kept,
@@ -57,6 +57,8 @@ from compile_losses.torch_internals.tensors import size_hint
 
 #: The places of the statistics among the results of the op, the differentiable ones first.
 _PLACES = {NLL: 0, LOGSUMEXP: 1, ENTROPY: 2, TOTAL: 3, MAXIMUM: 4, ARGMAX: 5}
+#: Parts of the names of functions that sum up.
+_SUMS = ("sum", "dot", "entropy")
 #: A call for all rows of a tensor is not slower if so many of them are read.
 _LEAST_PART = 0.75
 
@@ -69,8 +71,9 @@ def take_plain_logits(
     Yields:
         logits with such a call, or logits whose readers stay as they are, with the reason.
     """
-    for node in list(graph.nodes):
-        given = _held(node)
+    sources = _sources_of_entropies(graph, replay)
+    for node in list(graph.nodes) if sources else []:
+        given = _held(node) if node in sources else None
         if given is None:
             continue
         shared, _ = look_for_readers(given, replay)
@@ -86,6 +89,38 @@ def take_plain_logits(
             yield _Taking(shared, replay, Options(), verify=verify).run()
         except NotAbsorbedError as error:
             yield Kept(own, str(error))
+
+
+def _sources_of_entropies(graph: Graph, replay: AtenReplay) -> set[Node]:
+    """The nodes that entropies are made of, as far as these have their classes in the last place.
+
+    Only sums are replayed: a whole graph would take long.
+    """
+    found: set[Node] = set()
+    for node in graph.nodes:
+        name = node.target if isinstance(node.target, str) else node.target.__class__.__name__
+        name = getattr(node.target, "__name__", name)
+        if not any(part in name for part in _SUMS):
+            continue
+        reading = reading_of(node, replay, ())
+        if reading is None or ENTROPY not in reading.terms:
+            continue
+        classes = reading.logits.fake.shape[reading.dim]
+        waiting = [node]
+        while waiting:
+            for source in waiting.pop().all_input_nodes:
+                if source not in found and _has_classes(example(source), classes):
+                    found.add(source)
+                    waiting.append(source)
+    return found
+
+
+def _has_classes(value: Any, classes: Any) -> bool:
+    if isinstance(value, tuple | list):  # of chunks
+        return any(_has_classes(part, classes) for part in value)
+    return isinstance(value, Tensor) and any(
+        statically_known_true(size == classes) for size in value.shape
+    )
 
 
 def _held(node: Node) -> Head | None:
