@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import compile_losses.ops  # noqa: F401
 from compile_losses.ops.linear import block_layout, row_chunks
@@ -144,6 +145,19 @@ def known_text(gradient):
     """What ``rows_with_grad`` is given for gradients of each row that are known."""
     function = known_gradients([gradient])
     return function.text, list(function.known)
+
+
+class LargestStorage(TorchDispatchMode):
+    """Notes the bytes of the largest storage among the results of the ops inside."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if type(tensor) is torch.Tensor:
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return result
 
 
 def largest_allocation(function):

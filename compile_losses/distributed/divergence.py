@@ -21,7 +21,7 @@ from compile_losses.distributed.layout import (
     summed,
 )
 from compile_losses.distributed.linear_layer import LinearLayer
-from compile_losses.distributed.vocabulary import Vocabulary, once_differentiable
+from compile_losses.distributed.vocabulary import Vocabulary, each_once_differentiable
 from compile_losses.ops import checks
 from compile_losses.ops.linear import vocabulary_parallel_divergence as of_layers
 from compile_losses.ops.linear.arguments import as_rows
@@ -57,10 +57,7 @@ class _OfLogits(torch.autograd.Function):
             gradients = torch.ops.fused.softmax_kl_div_backward(
                 _by_row(grad_output, stats), input, target, stats, NONE, ctx.temperature, -1, *needs
             )
-        found = (
-            once_differentiable(g, input, target, grad_output) if needed else None
-            for g, needed in zip(gradients, needs, strict=True)
-        )
+        found = each_once_differentiable(gradients, needs, input, target, grad_output)
         return *found, None, None, None
 
 
@@ -101,10 +98,7 @@ class _OfLayer(torch.autograd.Function):
             gradients = of_layers.gradient(
                 _by_row(grad_output, stats), stats, *tensors, *ctx.options, *needs
             )
-        found = (
-            once_differentiable(g, *tensors[:2], grad_output) if needed else None
-            for g, needed in zip(gradients, needs, strict=True)
-        )
+        found = each_once_differentiable(gradients, needs, *tensors[:2], grad_output)
         return *found, *(None for _ in range(7))
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from compile_losses.distributed.collectives import totals
 from compile_losses.distributed.layout import assemble, local, replicated, summed
 from compile_losses.distributed.linear_layer import LinearLayer
-from compile_losses.distributed.vocabulary import Vocabulary, once_differentiable
+from compile_losses.distributed.vocabulary import Vocabulary, each_once_differentiable
 from compile_losses.ops import checks
 from compile_losses.ops.divisors import divisors, mean_of
 from compile_losses.ops.linear.arguments import NAME, has_probabilities
@@ -66,10 +66,7 @@ class _VocabularyParallel(torch.autograd.Function):
                 grad_output, grad_squares, input, linear_weight, target, linear_bias, weight, stats,
                 *ctx.arguments, *needs,
             )  # fmt: skip
-        found = (
-            once_differentiable(g, input, linear_weight, grad_output) if needed else None
-            for g, needed in zip(gradients, needs, strict=True)
-        )
+        found = each_once_differentiable(gradients, needs, input, linear_weight, grad_output)
         return *found, *(None for _ in range(8))
 
 

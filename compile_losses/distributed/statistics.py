@@ -11,7 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compile_losses.distributed.layout import Rows, assemble, local
 from compile_losses.distributed.linear_layer import LinearLayer
-from compile_losses.distributed.vocabulary import Vocabulary, once_differentiable
+from compile_losses.distributed.vocabulary import (
+    Vocabulary,
+    each_once_differentiable,
+    once_differentiable,
+)
 from compile_losses.ops import vocabulary_parallel_statistics as of_rows
 from compile_losses.ops.linear import vocabulary_parallel_statistics as of_layers
 from compile_losses.ops.linear.arguments import as_rows
@@ -55,10 +59,7 @@ class _OfLayer(torch.autograd.Function):
             gradients = of_layers.gradient(
                 grad_nll, grad_entropy, input, linear_weight, *rest, *ctx.arguments, *needs
             )
-        found = (
-            once_differentiable(g, input, linear_weight, *given) if needed else None
-            for g, needed in zip(gradients, needs, strict=True)
-        )
+        found = each_once_differentiable(gradients, needs, input, linear_weight, *given)
         return *found, *(None for _ in range(4))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,14 @@ def once_differentiable(gradient: Tensor, *sources: Tensor) -> Tensor:
         return gradient
     result: Tensor = _Once.apply(gradient, *sources)
     return result
+
+
+def each_once_differentiable(
+    gradients: Iterable[Tensor], needs: Iterable[bool], *sources: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Likewise each gradient that is needed; None in the place of the others."""
+    pairs = zip(gradients, needs, strict=True)
+    return tuple(once_differentiable(g, *sources) if needed else None for g, needed in pairs)
 
 
 class VocabularyParallel(torch.autograd.Function):

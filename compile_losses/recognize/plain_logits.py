@@ -46,6 +46,7 @@ from compile_losses.recognize.shared_logits import (
     Taking,
     classes_last,
     computed_alike,
+    holds,
     look_for_readers,
     made_of,
     moves_between,
@@ -98,8 +99,7 @@ def _sources_of_entropies(graph: Graph, replay: AtenReplay) -> set[Node]:
     """
     found: set[Node] = set()
     for node in graph.nodes:
-        name = node.target if isinstance(node.target, str) else node.target.__class__.__name__
-        name = getattr(node.target, "__name__", name)
+        name = str(getattr(node.target, "__name__", node.target))
         if not any(part in name for part in _SUMS):
             continue
         reading = reading_of(node, replay, ())
@@ -109,18 +109,10 @@ def _sources_of_entropies(graph: Graph, replay: AtenReplay) -> set[Node]:
         waiting = [node]
         while waiting:
             for source in waiting.pop().all_input_nodes:
-                if source not in found and _has_classes(example(source), classes):
+                if source not in found and holds(example(source), classes):
                     found.add(source)
                     waiting.append(source)
     return found
-
-
-def _has_classes(value: Any, classes: Any) -> bool:
-    if isinstance(value, tuple | list):  # of chunks
-        return any(_has_classes(part, classes) for part in value)
-    return isinstance(value, Tensor) and any(
-        statically_known_true(size == classes) for size in value.shape
-    )
 
 
 def _held(node: Node) -> Head | None:

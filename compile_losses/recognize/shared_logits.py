@@ -191,7 +191,7 @@ def look_for_readers(head: Head, replay: AtenReplay) -> tuple[Shared, Node | Non
             reading = reading_of(user, replay, seen - set(found.readings))
             if reading is not None:
                 found.readings[user] = reading
-            elif (_holds(value, classes) or is_max(user)) and len(found.between) < _MOST_NODES:
+            elif (holds(value, classes) or is_max(user)) and len(found.between) < _MOST_NODES:
                 found.between.append(user)
             else:
                 needs = needs or user
@@ -217,10 +217,10 @@ def _is_declined(found: Shared, replay: AtenReplay) -> bool:
     return logits is None or logits.softcap is None
 
 
-def _holds(value: Any, classes: Any) -> bool:
+def holds(value: Any, classes: Any) -> bool:
     """Whether a tensor, or each of several, has a dimension of the classes."""
     if isinstance(value, tuple | list):
-        return bool(value) and any(_holds(part, classes) for part in value)
+        return bool(value) and any(holds(part, classes) for part in value)
     return isinstance(value, Tensor) and any(
         statically_known_true(size == classes) for size in value.shape
     )

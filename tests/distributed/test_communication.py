@@ -11,6 +11,7 @@ import compile_losses.functional as F
 import compile_losses.ops  # noqa: F401
 from tests.constants import set_constants
 from tests.distributed.world import Collectives, distribute, mesh_for
+from tests.linear_problems import LargestStorage
 
 fused = torch.ops.fused
 NONE, MEAN, SUM = range(3)
@@ -97,25 +98,13 @@ def test_linear_has_one_gather_of_statistics(hidden, rows_of_a_chunk, monkeypatc
 
 def test_linear_holds_no_logits_of_all_rows(monkeypatch):
     """The largest tensor that the forward and the backward make is smaller than a rank's logits."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     set_constants(monkeypatch, least_rows=4, logits_bytes=1)
     rows, classes = 64, 400
-    largest = [0]
-
-    class Largest(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            for tensor in torch.utils._pytree.tree_leaves(result):
-                if type(tensor) is torch.Tensor:
-                    largest[0] = max(largest[0], tensor.untyped_storage().nbytes())
-            return result
-
     from compile_losses.ops.linear import vocabulary_parallel as leaf_ops
 
     input, weight = torch.randn(rows, 2), torch.randn(classes // 4, 2)
     target = torch.randint(classes // 4, (rows,))
-    with Largest():
+    with LargestStorage() as largest:
         own = leaf_ops.parts_kernel(input, weight, target, None, None, 0, classes, -100, 0.0, None)
         _, stats, _ = fused.vocabulary_parallel_merge(
             own.unsqueeze(0), target, None, None, classes, SUM, -100, 0.0, torch.float32
@@ -124,7 +113,7 @@ def test_linear_holds_no_logits_of_all_rows(monkeypatch):
             torch.ones(()), None, input, weight, target, None, None, stats, 0, classes, SUM, -100,
             0.0, None, True, True, False,
         )  # fmt: skip
-    assert largest[0] == 4 * (classes // 4) * 4
+    assert largest.bytes == 4 * (classes // 4) * 4
 
 
 def dtensor(*shape, placements=None, mesh=None):

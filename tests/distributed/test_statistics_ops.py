@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import compile_losses.ops  # noqa: F401
 from compile_losses.ops.row_statistics import entropy_of
 from compile_losses.ops.vocabulary_parallel_statistics import Merged
 from tests.accuracy import assert_accurate
 from tests.constants import set_constants
+from tests.linear_problems import LargestStorage
 
 fused = torch.ops.fused
 ROWS, HIDDEN, CLASSES, SHARDS = 9, 24, 37, 4
@@ -171,27 +171,17 @@ def test_no_logits_of_all_rows(monkeypatch):
     """The largest tensor that the forward and the backward make is smaller than a rank's logits."""
     set_constants(monkeypatch, least_rows=4, logits_bytes=1)
     rows, classes = 64, 400
-    largest = [0]
-
-    class Largest(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            result = func(*args, **(kwargs or {}))
-            for tensor in torch.utils._pytree.tree_leaves(result):
-                if type(tensor) is torch.Tensor:
-                    largest[0] = max(largest[0], tensor.untyped_storage().nbytes())
-            return result
-
     from compile_losses.ops.linear import vocabulary_parallel_statistics as leaf_ops
 
     input, weight = torch.randn(rows, 2), torch.randn(classes // 4, 2)
     target, ones = torch.randint(classes // 4, (rows,)), torch.ones(rows)
-    with Largest():
+    with LargestStorage() as largest:
         options = (None, 0, classes, IGNORED, None)
         own = leaf_ops.statistics_kernel(input, weight, target, *options)
         stats = Merged(own.unsqueeze(0), classes).stats
         rest = (None, stats, *options[1:], True, True, False)
         leaf_ops.gradient_kernel(ones, ones, input, weight, target, *rest)
-    assert largest[0] == 4 * (classes // 4) * 4
+    assert largest.bytes == 4 * (classes // 4) * 4
 
 
 def test_errors():
