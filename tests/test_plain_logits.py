@@ -372,6 +372,32 @@ def test_few_logits(constants, reason, monkeypatch):
     assert reason in sites["cross_entropy"].reason
 
 
+#: torch takes 0 and -1 as dimensions of a number, too.
+READERS_OF_A_NUMBER = {
+    "sum": lambda x: x.log_softmax(0).sum(0),
+    "mean": lambda x: x.log_softmax(-1).mean(-1),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "max": lambda x: x.max(-1)[0],
+    "argmax": lambda x: x.argmax(0) + x,
+    "amax": lambda x: x.amax(0),
+    "gather": lambda x: x.log_softmax(0).gather(0, torch.tensor(0)),
+    "entropy": entropy_of,
+    "expected logit": lambda x: (x.softmax(0) * x).sum(0),
+}
+
+
+@pytest.mark.parametrize("of_a_layer", [False, True])
+@pytest.mark.parametrize("name", READERS_OF_A_NUMBER)
+def test_numbers_have_no_classes(name, of_a_layer):
+    def function(*inputs):
+        return READERS_OF_A_NUMBER[name](F.linear(*inputs) if of_a_layer else inputs[0])
+
+    shapes = [(5,), (5,)] if of_a_layer else [()]
+    inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    check(function, inputs)
+    assert sites_of(function, inputs) == {}
+
+
 def test_switched_off(monkeypatch):
     monkeypatch.setenv("COMPILE_LOSSES_EXCEPT", "cross_entropy")
     assert OP not in sites_of(without_loops, problem())

@@ -211,8 +211,8 @@ def _reduction(form: NormalForm, replay: AtenReplay) -> list[NormalForm]:
     value = form.body
     inner = value.args[0]
     shape = inner.fake.shape
-    named = value.op in (aten.sum.dim_IntList, aten.mean.dim) and value.args[1]
-    dims = tuple(sorted(d % max(len(shape), 1) for d in value.args[1])) if named else None
+    named = value.op in (aten.sum.dim_IntList, aten.mean.dim) and value.args[1] and shape
+    dims = tuple(sorted(d % len(shape) for d in value.args[1])) if named else None
     keep = len(value.args) > 2 and bool(value.args[2])
     denominator = form.denominator
     if value.op in _MEANS:

@@ -197,6 +197,8 @@ def _item_of_max(node: Node) -> Reading | None:
     if not isinstance(input, Node) or not isinstance(dim, int) or isinstance(dim, bool):
         return None
     logits = whole(input)
+    if not logits.fake.dim():
+        return None
     return _largest(logits, dim % logits.rank, ARGMAX if index else MAXIMUM)
 
 
@@ -217,6 +219,8 @@ def _of_value(value: Value, replay: AtenReplay) -> Reading | None:
         return None if found is None else _times(found, -1.0)
     if op in (aten.squeeze.dim, aten.unsqueeze.default, *RESHAPES):
         return _of_value(replay.resolve(args[0]), replay) if _keeps_rows(value) else None
+    if not isinstance(args[0], Value) or not args[0].fake.dim():
+        return None  # torch takes 0 and -1 as dimensions of a number
     if op is aten.logsumexp.default and len(args[1]) == 1:
         return Reading(args[0], args[1][0] % args[0].rank, {LOGSUMEXP: 1.0}, what="logsumexp")
     if op is aten.gather.default:
@@ -226,7 +230,7 @@ def _of_value(value: Value, replay: AtenReplay) -> Reading | None:
         except RowIndexError:
             return _picks(source, picks_of_gather(value, replay), replay)
         return _pick(source, dim, target, replay)
-    if op is aten.index.Tensor and isinstance(args[0], Value):
+    if op is aten.index.Tensor:
         target, dim = target_of_index(value, replay)
         return _pick(args[0], dim, target, replay)
     if op in (aten.sum.dim_IntList, aten.mean.dim):

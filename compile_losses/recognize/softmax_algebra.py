@@ -99,7 +99,7 @@ class SoftmaxAlgebra:
             return self._softmax(value)
         if packet is aten.logsumexp:
             (dim,) = args[1] if len(args[1]) == 1 else (None,)
-            if dim is None:
+            if dim is None or not args[0].fake.dim():
                 raise OpaqueError
             dim = dim % args[0].rank
             try:
@@ -222,7 +222,7 @@ class SoftmaxAlgebra:
 
     def _softmax(self, value: Value) -> Polynomial:
         x, dim, half_to_float = value.args
-        if half_to_float:
+        if half_to_float or not x.fake.dim():
             raise OpaqueError
         result = log_softmax(self.leaf(x), dim % x.rank)
         return result if value.op is aten._log_softmax.default else exp(result)
@@ -274,7 +274,7 @@ class SoftmaxAlgebra:
         """A sum over the classes: of exponentials, or of entries that a one-hot target selects."""
         inner = value.args[0]
         dims: Any = value.args[1] if value.op is aten.sum.dim_IntList else ()
-        if len(dims) != 1 or value.kwargs.get("dtype") is not None:
+        if len(dims) != 1 or value.kwargs.get("dtype") is not None or not inner.fake.dim():
             raise OpaqueError
         dim = dims[0] % inner.rank
         polynomial = self.of(inner, depth)
