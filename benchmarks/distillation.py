@@ -3,26 +3,32 @@
 ``python -m benchmarks distillation`` computes the Kullback-Leibler divergence of two linear layers'
 outputs at a temperature, and the gradients of the student's hidden states and weight, with stock
 torch.compile, with this package compiled and called, and with Liger's fused linear Jensen-Shannon
-loss if it computes the same. ``mixed`` adds the cross entropy of labels.
+loss if it computes the same. ``mixed`` adds the cross entropy of labels. ``--sweep classes`` and
+``--sweep rows`` measure and draw time and memory against that size.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import linear_steps, report
-from benchmarks.clock import Call, make_clock
+from benchmarks import linear_steps, plots, report
+from benchmarks.clock import Call, Clock, make_clock
 from benchmarks.contenders import UnavailableError
 from benchmarks.linear_steps import Shape
 from benchmarks.options import DTYPES, add_options, provenance
 
 TEMPERATURE = 2.0
+#: Of more rows two tensors of logits, and torch's results in float32, would not fit.
+MOST_ROWS = 16_384
 Step = Callable[..., Tensor]
 
 
@@ -138,38 +144,61 @@ BUILDERS: dict[str, tuple[Callable[[Problem], Step], str]] = {
 }
 
 
+def _draw(rows: list[linear_steps.Row], path: Path) -> None:
+    """Writes a figure for each loss."""
+    for name in LOSSES:
+        lines = [
+            replace(row, shape=row.shape.removeprefix(f"{name} "))
+            for row in rows
+            if row.shape.startswith(name)
+        ]
+        if lines:
+            print(f"wrote {plots.plot_steps(lines, path.with_name(f'{path.stem}-{name}.png'))}")
+
+
+def _shapes(arguments: argparse.Namespace) -> list[Shape]:
+    shape: Shape = arguments.shape
+    if not arguments.sweep:
+        return [shape]
+    return [each for each in shape.swept(arguments.sweep) if each.rows <= MOST_ROWS]
+
+
 def run(arguments: argparse.Namespace) -> int:
     device = torch.device(arguments.device)
     clock = make_clock(device)
-    output = arguments.output or report.default_output(device, "distillation")
+    kind = f"distillation-{arguments.sweep}" if arguments.sweep else "distillation"
+    output: Path = arguments.output or report.default_output(device, kind)
     results = linear_steps.Results(output, append=arguments.append)
-    dtype = DTYPES[arguments.dtype]
     print(linear_steps.HEADER)
     for name in arguments.loss:
-        problem = Problem(name, arguments.shape, dtype, device)
-        common = {
-            **provenance(arguments, device),
-            "dtype": arguments.dtype,
-            "shape": f"{name} {arguments.shape}",
-        }
-        allowed = linear_steps.allowed_errors(problem.errors(problem.eager), dtype)
-        rows = linear_steps.measured(
-            {
-                each: (partial(build, problem), package)
-                for each, (build, package) in BUILDERS.items()
-                if each in arguments.contender
-            },
-            problem,
-            allowed,
-            clock,
-            arguments.budget,
-            common,
-        )
-        print(*rows, sep="\n", flush=True)
-        results.add(rows)
-        del problem  # the next one is as large
+        for shape in _shapes(arguments):
+            rows = _measure(name, shape, clock, arguments)
+            print(*rows, sep="\n", flush=True)
+            results.add(rows)
+            gc.collect()  # the next problem is as large
     print(f"wrote {output}")
+    if arguments.sweep:
+        _draw(report.read(output, linear_steps.Row), output)
     return int(results.broken)
+
+
+def _measure(
+    name: str, shape: Shape, clock: Clock, arguments: argparse.Namespace
+) -> list[linear_steps.Row]:
+    dtype = DTYPES[arguments.dtype]
+    problem = Problem(name, shape, dtype, clock.device)
+    common = {
+        **provenance(arguments, clock.device),
+        "dtype": arguments.dtype,
+        "shape": f"{name} {shape}",
+    }
+    builders = {
+        each: (partial(build, problem), package)
+        for each, (build, package) in BUILDERS.items()
+        if each in arguments.contender
+    }
+    allowed = linear_steps.allowed_errors(problem.errors(problem.eager), dtype)
+    return linear_steps.measured(builders, problem, allowed, clock, arguments.budget, common)
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
@@ -188,4 +217,5 @@ def add_command(commands: argparse._SubParsersAction) -> None:  # type: ignore[t
         help=f"ROWSxHIDDENxCLASSES of the student ({shape})",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if cuda else "float32")
+    linear_steps.add_sweep(parser)
     add_options(parser, 0.5, append=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -36,10 +35,6 @@ SIZES = {
     "cpu": (Shape(4096, 128, 32_000), Shape(2048, 128, 128_256)),
 }
 SMALL = (Shape(2048, 32, 30_000),)
-SWEEPS = {
-    "classes": (8000, 16_000, 32_000, 64_000, 128_000, 256_000),
-    "rows": (1024, 2048, 4096, 8192, 16_384, 32_768),
-}
 
 
 def _expression(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -203,7 +198,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _shapes(arguments: argparse.Namespace) -> Iterable[Shape]:
     if arguments.sweep:
         (base,) = arguments.shape or [SIZES[arguments.device][0]]
-        return [replace(base, **{arguments.sweep: size}) for size in SWEEPS[arguments.sweep]]
+        return base.swept(arguments.sweep)
     if arguments.shape:
         return arguments.shape
     return SMALL if arguments.size == "small" else SIZES[arguments.device]
@@ -214,5 +209,5 @@ def add_command(commands: argparse._SubParsersAction) -> None:  # type: ignore[t
     parser = commands.add_parser("linear", help=summary, description=__doc__)
     linear_steps.add_step_options(parser, BUILDERS)
     parser.add_argument("--size", choices=("reference", "small"), default="reference")
-    parser.add_argument("--sweep", choices=SWEEPS, help="of one --shape, against this size")
+    linear_steps.add_sweep(parser)
     parser.add_argument("--ignored", type=float, default=0.0, help="part of the targets (0)")

@@ -39,6 +39,16 @@ class Shape:
     def __str__(self) -> str:
         return f"{self.rows}x{self.hidden}x{self.classes}"
 
+    def swept(self, size: str) -> list[Shape]:
+        """The shapes that a plot against one size has."""
+        return [replace(self, **{size: value}) for value in SWEEPS[size]]
+
+
+SWEEPS = {
+    "classes": (8000, 16_000, 32_000, 64_000, 128_000, 256_000),
+    "rows": (1024, 2048, 4096, 8192, 16_384, 32_768),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -206,3 +216,7 @@ def add_step_options(parser: argparse.ArgumentParser, contenders: Iterable[str])
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     add_options(parser, 0.5, append=True)
     parser.add_argument("--no-plots", dest="plots", action="store_false")
+
+
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sweep", choices=SWEEPS, help="of one --shape, against this size")

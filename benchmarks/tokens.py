@@ -15,7 +15,7 @@ import argparse
 import contextlib
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import linear, linear_steps, plots, report
+from benchmarks import linear_steps, plots, report
 from benchmarks.clock import Call, Clock, peak_mib, range_of, ratio_of, time_in_turns
 from benchmarks.contenders import UnavailableError, version_of
 from benchmarks.linear_steps import Shape
@@ -32,9 +32,8 @@ from benchmarks.workers import Figures, Worker, all_figures
 
 SEQUENCES = 8
 HEADS = ("trained", "frozen")
+MOST_ROWS = 16_384
 Cell = tuple[str, str, Shape]  # loss, head, shape
-#: The rows of the mean alone, without the most rows, for which stock's logits would not fit.
-SWEEPS = {**linear.SWEEPS, "rows": linear.SWEEPS["rows"][:-1]}
 #: The clipping of a ratio of log-probabilities, as in PPO.
 CLIP = 0.2
 
@@ -341,7 +340,8 @@ def _shapes(arguments: argparse.Namespace) -> list[Shape]:
     if not arguments.sweep:
         return arguments.shape
     (base,) = arguments.shape
-    return [replace(base, **{arguments.sweep: size}) for size in SWEEPS[arguments.sweep]]
+    # Without the most rows, for which stock's logits would not fit.
+    return [shape for shape in base.swept(arguments.sweep) if shape.rows <= MOST_ROWS]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -402,6 +402,6 @@ def add_command(commands: argparse._SubParsersAction) -> None:  # type: ignore[t
         help=f"ROWSxHIDDENxCLASSES ({shape})",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if cuda else "float32")
-    parser.add_argument("--sweep", choices=SWEEPS, help="of one --shape, against this size")
+    linear_steps.add_sweep(parser)
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile (1)")
     add_options(parser, 0.5, append=True)

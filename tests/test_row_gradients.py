@@ -451,7 +451,11 @@ ACROSS = {
 
 
 def drawn(seed, across):
-    """A function of the losses that works row by row, or does not."""
+    """A function of the losses that works row by row, or does not; and whether it rounds them.
+
+    If the losses are rounded to float32, so are their gradients, and these are of another size if
+    known factors are multiplied in later: both roundings are right.
+    """
     draw = random.Random(seed)
     unary = [UNARY[draw.choice(list(UNARY))] for _ in range(4)]
     binary = [BINARY[draw.choice(list(BINARY))] for _ in range(3)]
@@ -470,20 +474,30 @@ def drawn(seed, across):
             x = binary[i](x, known[others[i]])
         return (unary[3](x) * mask + 0.1 * each).sum() / mask.sum()
 
-    return step
+    return step, UNARY["half"] in unary
 
 
 def check_drawn(seed, across):
     """Compares with eager mode, or with stock where stock differs from it (seed 3, torch 2.11)."""
     torch._dynamo.reset()
-    function, inputs = drawn(seed, across), problem()
+    (function, rounds), inputs = drawn(seed, across), problem()
+
+    def differing(results):
+        for actual, expected in zip(ours, results, strict=True):
+            size = expected.nan_to_num(0, 0, 0).abs().max() if rounds else 1.0
+            try:
+                torch.testing.assert_close(
+                    actual, expected, rtol=1e-7, atol=1e-7 * float(size), equal_nan=True
+                )
+            except AssertionError as error:
+                return f"{seed}: {error}"
+        return None
+
     ours = outcome(torch.compile(function, backend="compile_losses"), inputs)
-    expected = outcome(function, inputs)
-    pairs = zip(ours, expected, strict=True)
-    if not all(torch.allclose(*pair, rtol=1e-7, atol=1e-7, equal_nan=True) for pair in pairs):
+    if differing(outcome(function, inputs)):
         torch._dynamo.reset()
-        stock = outcome(torch.compile(function), inputs)
-        torch.testing.assert_close(ours, stock, equal_nan=True, msg=lambda m: f"{seed}: {m}")
+        found = differing(outcome(torch.compile(function), inputs))
+        assert found is None, found
     sites = compile_losses.explain(function, *inputs).losses
     return {choice for site in sites for choice in site.plan}
 
