@@ -219,7 +219,7 @@ def _of_value(value: Value, replay: AtenReplay) -> Reading | None:
         return None if found is None else _times(found, -1.0)
     if op in (aten.squeeze.dim, aten.unsqueeze.default, *RESHAPES):
         return _of_value(replay.resolve(args[0]), replay) if _keeps_rows(value) else None
-    if not isinstance(args[0], Value) or not args[0].fake.dim():
+    if not args or not isinstance(args[0], Value) or not args[0].fake.dim():
         return None  # torch takes 0 and -1 as dimensions of a number
     if op is aten.logsumexp.default and len(args[1]) == 1:
         return Reading(args[0], args[1][0] % args[0].rank, {LOGSUMEXP: 1.0}, what="logsumexp")
