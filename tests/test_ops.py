@@ -173,10 +173,25 @@ def opcheck(op, args, kwargs, what, trace=True):
 
 @specs
 def test_opcheck(spec, device):
+    check_public(spec, device)
+
+
+@pytest.mark.slow
+@specs
+def test_opcheck_in_full(spec):
+    """Every call traced, however alike they are."""
+    check_public(spec, "cpu", every=True)
+
+
+def check_public(spec, device, every=False):
+    traced = set()
     for sample in spec.samples(device, torch.float32):
         if sample.tensors[0].numel() > 10_000:
             continue  # opcheck runs each op tens of times; size adds nothing
-        opcheck(spec.op.default, *sample.arguments(leaves(sample)), sample.name)
+        args, kwargs = sample.arguments(leaves(sample))
+        told = told_by_symbols(spec.op.default, args, kwargs)
+        if opcheck(spec.op.default, args, kwargs, sample.name, every or told not in traced):
+            traced.add(told)
 
 
 def reduction_of(op, args):
