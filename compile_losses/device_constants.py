@@ -47,6 +47,7 @@ class DeviceConstants:
         longest_row, shortest_row: a loss is first summed over rows of at least ``shortest_row``
             elements and, if there are few rows, at most ``longest_row``.
         many_rows: so many rows keep a device busy, whatever their length.
+        merges_loops: whether Inductor merges the dimensions of a loop before it compares loops.
     """
 
     least_rows: int = 1024
@@ -72,6 +73,7 @@ class DeviceConstants:
     longest_row: int = 8192
     shortest_row: int = 256
     many_rows: int = 512
+    merges_loops: bool = False
 
 
 _CPU = DeviceConstants(
@@ -79,7 +81,7 @@ _CPU = DeviceConstants(
     small_simple_bytes=2 << 20,
     statistics_bytes=1 << 20,
     statistics_classes=1024,
-    moves_gradients=False,
+    merges_loops=True,
 )
 #: Measured on an H200; also for GPUs that nobody measured.
 _GPU = DeviceConstants(short_row_bytes=20, short_pair_bytes=28, few_classes=8)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 import compile_losses
@@ -19,6 +21,7 @@ from tests.accuracy import SIMILAR, assert_accurate, similar
 from tests.constants import set_constants
 
 MOVED = "fused.keep_gradient"
+ONES = "fused.row_ones"
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +34,14 @@ def anywhere(monkeypatch):
         longest_row=64,
         shortest_row=2,
         many_rows=2,
+        merges_loops=False,
     )
+
+
+@pytest.fixture
+def merging(monkeypatch):
+    """As where Inductor merges the dimensions of a loop before it compares loops."""
+    set_constants(monkeypatch, merges_loops=True)
 
 
 @pytest.fixture
@@ -101,6 +111,80 @@ def test_losses(name, dtype, factor, graphs, no_code):
 @pytest.mark.parametrize("name", ["sigmoid_focal", "kl_to_normal"])
 def test_code(name):
     check(LOSSES[name][0], inputs_of(name, (32, 256)), 3.0)
+
+
+def of_each_row(x, t):
+    return ((x - t) ** 2 + 1e-3).sqrt().sum(-1).mean()
+
+
+def of_blocks(x, t):
+    return charbonnier(x.view(4, 8, 64), t.view(4, 8, 64))
+
+
+@pytest.mark.usefixtures("merging")
+class TestLoopsOfRows:
+    """A number that is read for each row keeps the loop of the sum for the gradient."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("name", LOSSES)
+    def test_losses(self, name, dtype, graphs, no_code):
+        check(LOSSES[name][0], inputs_of(name, (32, 48), dtype), 3.0)
+        (joint,) = graphs["joint"]
+        assert joint.count(MOVED) == sum(kind.isupper() for kind in LOSSES[name][1])
+        assert joint.count(ONES) == 1
+
+    @pytest.mark.parametrize(
+        ("function", "name"),
+        [
+            (charbonnier, "charbonnier"),
+            (of_each_row, "charbonnier"),
+            (of_blocks, "charbonnier"),
+            (LOSSES["gaussian_nll"][0], "gaussian_nll"),
+            (LOSSES["kl_to_normal"][0], "kl_to_normal"),
+        ],
+    )
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_one_loop(self, function, name, dtype):
+        """Over the classes of a row there is no second loop, for the gradient."""
+        inputs = inputs_of(name, (32, 64), dtype)
+        check(function, inputs, 3.0)
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend=backend)
+        _, (forward, *_) = run_and_get_code(compiled, *inputs)
+        assert len(re.findall(r"<static_cast<int64_t>\(64L\);", forward)) == 1
+
+    def test_symbolic_sizes_stay(self, decisions, no_code):
+        compiled = torch.compile(charbonnier, backend=backend, dynamic=True)
+        for rows in (6, 11):
+            inputs = pair(rows, 48)
+            for tensor in inputs:
+                torch._dynamo.mark_static(tensor, 1)
+            check(charbonnier, inputs, 3.0, compiled)
+        assert all("different ones" in decision.reason for decision in decisions)
+
+    def test_operands_behind_the_sum_stay(self, decisions, no_code):
+        """The noise is drawn after the sum, and random numbers keep their order."""
+
+        def function(x, t):
+            first = charbonnier(x, t)
+            noise = torch.rand_like(t)
+            return first + charbonnier(x, noise), noise
+
+        loss, _ = torch.compile(function, backend=backend)(*pair(32, 48))
+        loss.backward()
+        assert any("comes after the sum" in str(decision.reason) for decision in decisions)
+
+    @pytest.mark.parametrize("seed", range(40))
+    def test_random_losses(self, seed, no_code):
+        check_random(seed)
+
+    def test_layouts(self, no_code):
+        for x in layouts():
+            check(charbonnier, [x.requires_grad_(), torch.randn(x.shape)], 3.0)
+
+    @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (7919,), (127, 131), (3, 1, 5, 7)])
+    def test_shapes(self, shape, no_code):
+        check(LOSSES["gaussian_nll"][0], inputs_of("gaussian_nll", shape), 3.0)
 
 
 def test_gradients_stay(graphs, no_code):

@@ -24,7 +24,7 @@ from compile_losses.lower.elementwise.refuse import (
     refusal,
     refusal_to_share,
 )
-from compile_losses.lower.elementwise.rows import find_sums, sum_in_rows
+from compile_losses.lower.elementwise.rows import Rows, find_sums, rows_to_keep, sum_in_rows
 from compile_losses.lower.gradient_in_forward import (
     SAVED,
     _like,
@@ -68,16 +68,18 @@ def _decide(part: Part, gradients: Sequence[Node], loss: Node, overwrites: bool)
     if not sums:
         return None
     nodes = [loss] if isinstance(sums, str) else [loss, *(found.node for found in sums)]
-    reason = refusal(moved, nodes, overwrites) or refusal_to_share(moved, part)
-    if isinstance(sums, str) or reason is not None:
-        why = reason or str(sums)
+    rows: Rows | str | None = refusal(moved, nodes, overwrites) or refusal_to_share(moved, part)
+    if rows is None:
+        rows = sums if isinstance(sums, str) else rows_to_keep(sums, values, moved.operands)
+    if isinstance(sums, str) or isinstance(rows, str):
         site, trace = site_of(nodes[-1]), _trace(reversed(nodes))
-        return Decision(site, "elementwise", "gradient in backward", why, trace=trace)
+        return Decision(site, "elementwise", "gradient in backward", str(rows), trace=trace)
     first = sums[0].node
     site, trace = site_of(first), _trace([first, loss])
     read = sum(buffers_read(moved.nodes, get_default_op_list()).values())
     written = sum(map(nbytes_of, values))
-    _move(moved, sum_in_rows(sums, loss), owned=overwrites)
+    units = _copy_in_the_forward(moved, loss, rows)
+    _move(moved, units, sum_in_rows(sums, loss), owned=overwrites)
     cost, stock = Cost(read + written, written), Cost(2 * read + written, written)
     return Decision(site, "elementwise", "gradient in forward", cost=cost, stock=stock, trace=trace)
 
@@ -104,14 +106,16 @@ def _loss_of(part: Part) -> Node | None:
     return max(found, key=found.__getitem__, default=None)
 
 
-def _move(part: Part, loss: Node, *, owned: bool) -> None:
-    """Computes the gradients in the forward for a tangent of 1, and scales them in the backward."""
+def _context(loss: Node) -> dict[str, Any]:
+    return {k: v for k, v in loss.meta.items() if k not in ("val", EAGER_VALUES)}
+
+
+def _move(part: Part, units: Iterable[Node], loss: Node, *, owned: bool) -> None:
+    """Replaces gradients by the same for a tangent of 1, scaled in the backward."""
     graph = loss.graph
-    context = {k: v for k, v in loss.meta.items() if k not in ("val", EAGER_VALUES)}
-    unit_of = _copy_in_the_forward(part, context)
+    context = _context(loss)
     kept = loss
-    for gradient in part.gradients:
-        unit = unit_of[gradient]
+    for gradient, unit in zip(part.gradients, units, strict=True):
         uses = list(gradient.users)
         with graph.inserting_before(gradient):
             both = graph.call_function(fused.keep_gradient.default, (kept, unit))
@@ -133,24 +137,43 @@ def _move(part: Part, loss: Node, *, owned: bool) -> None:
     _erase_unused(part.nodes)
 
 
-def _copy_in_the_forward(part: Part, context: dict[str, Any]) -> dict[Node, Node]:
-    """Copies a part for a tangent of 1; the copy of each node."""
-    graph = part.tangent.graph
+def _copy_in_the_forward(part: Part, loss: Node, rows: Rows | None) -> list[Node]:
+    """Computes the gradients of a part for a tangent of 1.
+
+    Args:
+        rows: whose loop they are computed in, or None.
+    """
+    graph = loss.graph
+    context = _context(loss)
+
+    def call(op: Any, args: tuple[Any, ...], options: dict[str, Any], val: Tensor) -> Node:
+        node = graph.call_function(op, args, options)
+        node.meta = {**context, "val": val}
+        return node
+
     value: Tensor = part.tangent.meta["val"]
-    options: dict[str, Any] = {
-        "dtype": value.dtype,
-        "device": value.device,
-        "layout": torch.strided,
-    }
-    with graph.inserting_before(part.nodes[0]):
-        one = graph.call_function(aten.full.default, (list(value.shape), 1), options)
-    one.meta = {**context, "val": value}
+    kind: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
+    with graph.inserting_before(part.nodes[0] if rows is None else rows.sum):
+        one = call(aten.full.default, ([*value.shape], 1), kind | {"layout": torch.strided}, value)
     copies: dict[Any, Node] = {part.tangent: one}
     for node in part.nodes:
-        with graph.inserting_before(node):
+        with graph.inserting_before(node if rows is None else rows.sum):
             copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
         copies[node].meta = {**context, "val": node.meta["val"]}
-    return copies
+    units = [copies[gradient] for gradient in part.gradients]
+    if rows is None:
+        return units
+    ones: dict[torch.dtype, Node] = {}
+    with graph.inserting_before(rows.sum):
+        for i, unit in enumerate(units):
+            value = unit.meta["val"]
+            if value.dtype not in ones:
+                kind = {"dtype": value.dtype, "device": value.device}
+                with value.fake_mode:  # type: ignore[attr-defined]
+                    number = torch.empty(rows.shape, **kind)
+                ones[value.dtype] = call(fused.row_ones.default, ([*rows.shape],), kind, number)
+            units[i] = call(aten.mul.Tensor, (unit, ones[value.dtype]), {}, value)
+    return units
 
 
 def _erase_unused(nodes: Sequence[Node]) -> None:

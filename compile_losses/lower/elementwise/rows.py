@@ -12,6 +12,10 @@ the same reason a row's length is never a symbol, which Inductor can't divide th
 ("CantSplit"); the number of rows may be one.
 
 A row of more than 8192 elements is cut in two kernels again where there are few rows.
+
+On a CPU Inductor merges the dimensions of a loop before it compares loops, so the loop over a
+gradient's elements is not the sum's. A number that is read for each row, of ``fused::row_ones``,
+keeps the rows' loop. There, too, Inductor fuses a sum only with what comes before it.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from torch.fx import Node
 
 from compile_losses.device_constants import constants_of
 from compile_losses.lower.cost import hint_of
+from compile_losses.lower.node_order import move_before
 from compile_losses.torch_internals.graphs import EAGER_VALUES
 
 aten = torch.ops.aten
@@ -131,6 +136,43 @@ def _innermost(value: Tensor, dims: set[int]) -> tuple[int, ...] | None:
     if length > longest and numel // length < constants.many_rows:
         return None
     return tuple(sorted(row))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The loop over the rows of a sum, for gradients that are computed in it.
+
+    Attributes:
+        sum: the call.
+        shape: of a number for each row.
+    """
+
+    sum: Node
+    shape: tuple[int, ...]
+
+
+def rows_to_keep(
+    sums: Sequence[Sum], gradients: Iterable[Tensor], operands: list[Node]
+) -> Rows | str | None:
+    """The rows that gradients must read a number of, or why they can't; None where they need not.
+
+    Args:
+        gradients: their values.
+        operands: what the gradients are computed by; moved to before the sum where that is needed.
+    """
+    if not constants_of(sums[0].node.meta["val"].device).merges_loops:
+        return None
+    order = {node: i for i, node in enumerate(sums[0].node.graph.nodes)}
+    found = min(sums, key=lambda each: order[each.node])
+    value: Tensor = found.node.all_input_nodes[0].meta["val"]
+    shape = found.shape or tuple(value.shape)
+    if not _is_static(value) or any(each.shape != shape for each in gradients):
+        return "Inductor's loops over the gradient and over the rows of the sum are different ones"
+    if not move_before(operands, found.node):
+        return "what it is computed from comes after the sum"
+    dims: Any = found.row or found.node.args[1]
+    summed = {d % len(shape) for d in dims}
+    return Rows(found.node, tuple(1 if d in summed else size for d, size in enumerate(shape)))
 
 
 def sum_in_rows(sums: Iterable[Sum], loss: Node) -> Node:
