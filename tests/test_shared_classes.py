@@ -6,6 +6,8 @@ cross entropy of the chosen ones, with other labels.
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -520,3 +522,67 @@ def test_labels_are_computed_earlier():
     for function in (policy_and_chosen, orpo_of_two_forwards):
         (site,) = sites_of(function, problem())
         assert site.status == "rewritten"
+
+
+SETS = (
+    lambda labels: labels,
+    other,
+    lambda labels: labels.flip(0),
+    lambda labels: other(labels).flip(1),
+)
+SOME = (
+    lambda x: x,
+    lambda x: x[:CHOSEN],
+    lambda x: x[1:],
+    lambda x: x[:, :-1],
+    lambda x: x[::2, 3:],
+    lambda x: x.transpose(0, 1),
+)
+UNARY = (torch.exp, torch.tanh, torch.square, torch.neg, lambda x: x.clamp(-3, 2), F.softplus)
+
+
+def drawn_reader(generator):
+    """A function of some rows of logits and labels, whose result is one number."""
+    classes, some, unary = map(generator.choice, (SETS, SOME, UNARY))
+    kind = generator.choice(["mean", "sum", "none", "gather", "several", "smoothed"])
+    options = {"ignore_index": generator.choice([-100, -100, 3])}
+    factor = generator.uniform(0.1, 1)
+
+    def read(logits, labels, mask):
+        found = some(classes(labels))
+        if options["ignore_index"] == 3:
+            found = found.clamp(min=0)
+        rows, mask = some(logits), some(mask)
+        if kind == "gather":
+            picked = rows.log_softmax(-1).gather(-1, found.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            return factor * (unary(picked) * mask).mean()
+        if kind == "several":
+            index = torch.stack([found, found.flip(0)], -1).clamp(min=0)
+            picked = rows.log_softmax(-1).gather(-1, index)
+            return factor * (unary(picked).sum(-1) * mask).mean()
+        rows, found, mask = rows.flatten(0, 1), found.flatten(), mask.flatten()
+        if kind == "none":
+            each = F.cross_entropy(rows, found, reduction="none", **options)
+            return factor * (unary(each) * mask).sum() / mask.sum()
+        if kind == "smoothed":
+            return factor * F.cross_entropy(rows, found, label_smoothing=0.1, **options)
+        return 1e-2 * factor * F.cross_entropy(rows, found, reduction=kind, **options)
+
+    return read
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_drawn_functions(seed):
+    generator = random.Random(seed)
+    readers = [drawn_reader(generator) for _ in range(generator.randint(2, 5))]
+
+    def step(h, w, labels, mask, advantages, old):
+        logits = F.linear(h, w)
+        whole = cross_entropy(logits, labels)
+        return whole + sum(read(logits, labels, mask) for read in readers)
+
+    inputs = problem(frozen=seed % 4 == 3)
+    for options in ({}, {"prefer_memory": True}):
+        check(step, inputs, **options)
+    (site,) = sites_of(step, inputs)
+    assert site.status == "rewritten"
