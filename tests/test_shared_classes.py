@@ -192,13 +192,23 @@ def with_mean_logits(h, w, labels, mask, advantages, old):
     return cross_entropy(logits, labels) + 0.1 * logits[:, 2:].mean() + 1e-3 * logits.sum()
 
 
+def with_a_teacher(h, w, labels, mask, advantages, old):
+    """Distilled beside two sets of classes, and the sum of all logits."""
+    logits = F.linear(h, w)
+    with torch.no_grad():
+        teacher = F.linear(h.flip(-1), w.flip(-1) / 2)
+    soft = F.kl_div(logits.log_softmax(-1), teacher.softmax(-1), reduction="sum")
+    hard = cross_entropy(logits, labels) + cross_entropy(logits[1:], other(labels)[1:])
+    return hard + 1e-2 * soft + 1e-3 * logits.sum()
+
+
 #: What the forward can compute the gradients of.
 BY_ROW = {
     f.__name__: f
     for f in (
         two_sets, three_sets, policy_and_chosen, policy_and_next, two_policies, margins, in_loops,
         two_shifts, weights_and_smoothing, by_row, other_ignored, ignored_by_one_of_two, indexed,
-        capped, of_scaled_rows, several_classes, with_metrics, with_mean_logits,
+        capped, of_scaled_rows, several_classes, with_metrics, with_mean_logits, with_a_teacher,
     )
 }  # fmt: skip
 
