@@ -168,6 +168,8 @@ def linear_softmax_kl_div(
     target_bias: Tensor | None = None,
     reverse: bool = False,
     temperature: float = 1.0,
+    softcap: float | None = None,
+    target_softcap: float | None = None,
 ) -> Tensor:
     """Kullback-Leibler divergence of a linear layer's output from a teacher's logits, for
     distillation (Hinton et al., Distilling the Knowledge in a Neural Network, 2015). Neither the
@@ -196,11 +198,15 @@ def linear_softmax_kl_div(
             input's leading dimensions.
         reverse: whether to compute ``KL(student || teacher)``, as in MiniLLM (Gu et al., 2024).
         temperature: of both softmaxes.
+        softcap: the student's logits become ``softcap * tanh(logits / softcap)`` before they are
+            divided by the temperature (Gemma 2).
+        target_softcap: the same for the teacher's logits, given or computed.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices that don't go together; a temperature that is not
-            positive; a teacher that requires a gradient where gradients are recorded; plain tensors
-            among DTensors; classes of the teacher that are sharded otherwise than the student's.
+        RuntimeError: shapes, dtypes or devices that don't go together; a temperature or a soft-cap
+            that is not positive; a teacher that requires a gradient where gradients are recorded;
+            plain tensors among DTensors; classes of the teacher that are sharded otherwise than the
+            student's, and sharded classes of logits with a soft-cap.
         ValueError: unknown reduction.
         NotImplementedError: tensors that are not floating point.
     """
@@ -214,6 +220,8 @@ def linear_softmax_kl_div(
         target_bias=target_bias,
         reverse=reverse,
         temperature=temperature,
+        softcap=softcap,
+        target_softcap=target_softcap,
     )
 
 
@@ -228,6 +236,8 @@ def linear_softmax_js_div(
     target_bias: Tensor | None = None,
     beta: float = 0.5,
     temperature: float = 1.0,
+    softcap: float | None = None,
+    target_softcap: float | None = None,
 ) -> Tensor:
     """Generalised Jensen-Shannon divergence of a linear layer's output and a teacher's logits:
     :func:`compile_losses.functional.softmax_js_div` of both. Neither the output nor the logits of a
@@ -251,6 +261,8 @@ def linear_softmax_js_div(
         target_bias=target_bias,
         beta=beta,
         temperature=temperature,
+        softcap=softcap,
+        target_softcap=target_softcap,
     )
 
 

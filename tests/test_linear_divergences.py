@@ -99,10 +99,15 @@ def ours(loss, tensors, *options, **named):
     return call(loss.op, tensors, *options, **loss.option, **named)
 
 
-def torchs(loss, tensors, *options, **named):
+def capped(logits, softcap):
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def torchs(loss, tensors, *options, softcap=None, target_softcap=None, **named):
     x, w, b, t, tw, tb = tensors
     teacher = t if tw is None else F.linear(t, tw, tb)
-    return loss.in_torch(F.linear(x, w, b), teacher, *options, **named)
+    student = capped(F.linear(x, w, b), softcap)
+    return loss.in_torch(student, capped(teacher, target_softcap), *options, **named)
 
 
 def run(function, loss, tensors, dtype, *options, **named):
@@ -250,7 +255,7 @@ def test_opcheck(reduction, teacher, loss, chunks, device):
     named = {"linear_bias": b, "target_weight": tw, "target_bias": tb, **loss.option}
     torch.library.opcheck(loss.op.default, (x, w, t, reduction), named)
     if reduction in (0, 2):
-        leaf = (x, w, t, b, tw, tb, reduction, *loss.options, 2.0, 7, torch.float32)
+        leaf = (x, w, t, b, tw, tb, reduction, *loss.options, 2.0, None, None, 7, torch.float32)
         torch.library.opcheck(loss.leaf("forward"), leaf)
         grad_output = torch.rand(20 if reduction == 0 else (), device=device)
         for needs in ((True, True, True), (True, False, False), (False, True, False)):
@@ -268,7 +273,7 @@ def test_gradients_of_rows(loss, chunks, device):
     """As the passes call it: for a gradient of each row that is known, or made of its loss."""
     tensors = problem("layer with a bias", device)
     x, w, b, t, tw, tb = tensors
-    leaf = (x, w, t, b, tw, tb, 0, *loss.options, 2.0, 1, x.dtype)
+    leaf = (x, w, t, b, tw, tb, 0, *loss.options, 2.0, None, None, 1, x.dtype)
     grad_output = torch.rand(ROWS, dtype=x.dtype, device=device)
     needs = (True, True, True)
     expected = loss.leaf("backward")(grad_output, *leaf, *needs)
@@ -286,7 +291,7 @@ def test_with_grad_takes_grad_output(loss, chunks, device):
     """As the passes call it: the gradients for a factor that is known beside the loss."""
     tensors = given(problem("layer with a bias", device))
     x, w, b, t, tw, tb = (v.detach() for v in tensors)
-    leaf = (x, w, t, b, tw, tb, 2, *loss.options, 1.0, 5, x.dtype)
+    leaf = (x, w, t, b, tw, tb, 2, *loss.options, 1.0, None, None, 5, x.dtype)
     three = torch.tensor(3.0, dtype=torch.float64, device=device)
     value, *gradients = loss.leaf("with_grad")(*leaf, True, True, True, three)
     expected = torchs(loss, tensors, 2) / 5
@@ -526,3 +531,175 @@ def test_float16_has_no_unit_gradients(chunks):
     torch.testing.assert_close(
         gradient.double(), expected * 2.0**15, rtol=2e-2, atol=expected.abs().max() * 2.0**8
     )
+
+
+# Soft-caps of the student's logits, of the teacher's, or of both.
+
+CAPS = {
+    "student": {"softcap": 1.5},
+    "teacher": {"target_softcap": 2.0},
+    "both": {"softcap": 1.5, "target_softcap": 4.0},
+}
+caps = pytest.mark.parametrize("softcaps", CAPS.values(), ids=CAPS)
+
+
+@losses
+@teachers
+@caps
+@pytest.mark.parametrize("reduction", REDUCTIONS.values(), ids=REDUCTIONS)
+@dtypes
+def test_accuracy_with_softcaps(dtype, reduction, softcaps, teacher, loss, chunks, device):
+    tensors, options = problem(teacher, device), {"temperature": 1.5, **softcaps}
+    mine, eager = (run(f, loss, tensors, dtype, reduction, **options) for f in (ours, torchs))
+    if dtype == torch.float64:
+        torch.testing.assert_close(mine, eager, rtol=1e-12, atol=1e-12)
+        return
+    on_cpu = [t if t is None else t.cpu() for t in tensors]
+    exact = run(torchs, loss, on_cpu, torch.float64, reduction, **options)
+    for name, *results in zip(("loss", "input", "weight", "bias"), mine, eager, exact):  # noqa: B905
+        assert_accurate(*results, name)
+
+
+@losses
+@caps
+def test_saturated_softcaps(softcaps, loss, chunks, device):
+    """Logits far beyond the cap have gradients of 0, and a class that a mask made impossible has
+    the logit -softcap."""
+    tensors = problem("logits", device, scale=40.0)
+    tensors[3][:, 3:9] = -torch.inf if "target_softcap" in softcaps else -1e4
+    results = [run(f, loss, tensors, torch.float64, 2, **softcaps) for f in (ours, torchs)]
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+@losses
+@caps
+def test_gradcheck_with_softcaps(softcaps, loss, chunks, device):
+    chunks(2)
+    for reduction, teacher in ((0, "logits"), (3, "layer")):
+        tensors = problem(teacher, device, rows=5, hidden=3, classes=4)
+        student, rest = given(tensors)[:3], tensors[3:]
+
+        def function(*student, reduction=reduction, rest=rest):
+            return ours(loss, (*student, *rest), reduction, temperature=1.5, **softcaps)
+
+        assert torch.autograd.gradcheck(function, student)
+        assert torch.autograd.gradgradcheck(function, student)
+
+
+@losses
+@caps
+@pytest.mark.parametrize("teacher", ["logits", "layer"])
+def test_given_tensors_stay_as_they_are(teacher, softcaps, loss, chunks, device):
+    """A cap is computed in place, but of the op's own logits."""
+    tensors = given(problem(teacher, device))
+    copies = [t if t is None else t.detach().clone() for t in tensors]
+    for reduction in (0, 3):
+        first = ours(loss, tensors, reduction, **softcaps)
+        torch.testing.assert_close(first, ours(loss, tensors, reduction, **softcaps))
+        first.sum().backward()
+    for tensor, copy in zip(tensors, copies, strict=True):
+        assert tensor is None or torch.equal(tensor, copy)
+
+
+@losses
+@caps
+def test_dtypes_of_both_sides_with_softcaps(softcaps, loss, chunks, device):
+    tensors = problem("layer", device)
+    for of_student, of_teacher in ((torch.bfloat16, torch.float32), (torch.float32, torch.float64)):
+        student, teacher = given(tensors, of_student)[:3], given(tensors, of_teacher)[3:]
+        for reduction in (0, 3):
+            pair = [f(loss, (*student, *teacher), reduction, **softcaps) for f in (ours, torchs)]
+            tolerance = {"rtol": 1e-5, "atol": 1e-6}
+            if of_student == torch.bfloat16:
+                tolerance = {"rtol": 6e-2, "atol": 6e-3}
+            torch.testing.assert_close(*pair, **tolerance)
+            gradients = [torch.autograd.grad(value.sum(), student) for value in pair]
+            torch.testing.assert_close(*gradients, rtol=1e-1, atol=tolerance["atol"] * 10)
+
+
+@losses
+@caps
+def test_autocast_with_softcaps(softcaps, loss, chunks, device):
+    tensors = given(problem("layer", device), torch.float32)
+    x, w, b, t, tw, _ = tensors
+    with torch.autocast(device, torch.bfloat16):
+        mine = ours(loss, tensors, **softcaps)
+        student = capped(F.linear(x, w, b), softcaps.get("softcap")).float()
+        teacher = capped(F.linear(t, tw), softcaps.get("target_softcap")).float()
+    torch.testing.assert_close(mine, loss.in_torch(student, teacher))
+
+
+@losses
+@caps
+def test_transforms_with_softcaps(softcaps, loss, chunks, device):
+    tensors = problem("layer", device)
+    x, *others = tensors
+
+    def of(function):
+        return lambda x: function(loss, (x, *others), **softcaps)
+
+    for transform in (torch.func.grad, torch.func.jacfwd):
+        torch.testing.assert_close(*(transform(of(f))(x) for f in (ours, torchs)))
+
+
+@losses
+@pytest.mark.parametrize("teacher", ["logits", "layer with a bias"])
+@pytest.mark.parametrize("reduction", [0, 2])
+def test_opcheck_with_softcaps(reduction, teacher, loss, chunks, device):
+    tensors = given(problem(teacher, device, rows=20), torch.float32)
+    x, w, b, t, tw, tb = tensors
+    named = {"linear_bias": b, "target_weight": tw, "target_bias": tb, **loss.option}
+    torch.library.opcheck(loss.op.default, (x, w, t, reduction), {**named, **CAPS["both"]})
+    leaf = (x, w, t, b, tw, tb, reduction, *loss.options, 2.0, 1.5, 4.0, 7, torch.float32)
+    torch.library.opcheck(loss.leaf("forward"), leaf)
+    grad_output = torch.rand(20 if reduction == 0 else (), device=device)
+    torch.library.opcheck(loss.leaf("backward"), (grad_output, *leaf, True, True, True))
+    if reduction == 2:
+        torch.library.opcheck(loss.leaf("with_grad"), (*leaf, True, True, True))
+    else:
+        detached = [v.detach() if isinstance(v, torch.Tensor) else v for v in leaf]
+        rows = (*detached, True, True, True, *known_text(grad_output))
+        torch.library.opcheck(loss.leaf("rows_with_grad"), rows)
+
+
+@pytest.mark.parametrize("reduction", [0, 3])
+@pytest.mark.parametrize(("softcaps", "buffers"), [(CAPS["student"], 3), (CAPS["both"], 3)])
+def test_logits_with_softcaps_are_never_held(softcaps, buffers, reduction):
+    """One chunk more than without: the tanh, for the gradient."""
+    rows, hidden, classes = 4096, 16, 20_000
+    tensors = given(problem("layer", rows=rows, hidden=hidden, classes=classes), torch.float32)
+    loss = LOSSES["forward"]
+    step = lambda: ours(loss, tensors, reduction, **softcaps).sum().backward()  # noqa: E731
+    chunk = chunk_rows(rows, hidden, classes, torch.float32, CPU, buffers=buffers, sums_weight=True)
+    assert chunk * classes * 4 <= largest_allocation(step) < rows * classes * 4 / 2
+
+
+@pytest.mark.parametrize("teacher", ["logits", "layer"])
+@pytest.mark.parametrize("function", ["mean", "by row", "of other rows"])
+@caps
+@losses
+def test_compiled_with_softcaps(loss, softcaps, function, teacher, no_code, chunks):
+    """Also where the logits are put back into the graph."""
+
+    def step(*tensors):
+        each = ours(loss, tensors, 3 if function == "mean" else 0, temperature=1.5, **softcaps)
+        if function == "of other rows":
+            return (each.sum() * each).sum()
+        return each if function == "mean" else each.square().sum()
+
+    tensors = given(problem(teacher))
+    compiled = torch.compile(step, backend="compile_losses")
+    values = [f(*tensors) for f in (compiled, step)]
+    torch.testing.assert_close(*values, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(value, tensors[:3]) for value in values]
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-11)
+
+
+@losses
+def test_errors_of_softcaps(loss):
+    x, w, _, t, tw, _ = given(problem("layer"))
+    for name in ("softcap", "target_softcap"):
+        for wrong in (0.0, -1.0, float("nan")):
+            message = f"{loss.name}: expected {name} to be positive, got {wrong}"
+            with pytest.raises(RuntimeError, match=message):
+                loss.op(x, w, t, target_weight=tw, **{**loss.option, name: wrong})

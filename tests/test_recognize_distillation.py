@@ -327,7 +327,7 @@ DIVERGENCE_ALONE = {
         "both rows of logits need a gradient",
     ),
     "live logits": (
-        lambda h, w, b, t, tw, tb: (lambda s: soft_targets(s, taught(t, tw)) + s.sum())(
+        lambda h, w, b, t, tw, tb: (lambda s: soft_targets(s, taught(t, tw)) + s.square().sum())(
             F.linear(h, w)
         ),
         "the logits have other users",

@@ -238,6 +238,19 @@ def pure_ops():
 # eager
 
 
+@checks("eager.not_compiled")
+def dynamo_stays_out():
+    def inside(x):
+        return x.sin(), torch.compiler.is_compiling()
+
+    graphs = []
+    backend = lambda gm, _: graphs.append(gm) or gm.forward  # noqa: E731
+    result, compiling = torch.compile(eager.not_compiled(inside), backend=backend)(torch.zeros(2))
+    assert not graphs
+    assert not compiling
+    assert not result.any()
+
+
 @checks("eager.is_functorch_wrapped_tensor", "eager.get_unwrapped", "eager.is_legacy_batchedtensor")
 def functorch():
     x = torch.rand(2, 3)

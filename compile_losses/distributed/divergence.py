@@ -178,7 +178,8 @@ def linear_divergence(
 
     Args:
         whole: of the local tensors of student and teacher, a reduction (none or sum) and a dtype.
-        reverse: of Kullback-Leibler's divergence, whose classes may be sharded; None of another's.
+        reverse: of Kullback-Leibler's divergence without soft-caps, whose classes may be sharded;
+            None of another's.
         student: input, weight and bias of a layer.
         teacher: the same, or logits, None and None.
         divisor: of the sum, over all ranks.
@@ -197,8 +198,9 @@ def linear_divergence(
     if layout.classes is not None and reverse is None:
         raise RuntimeError(
             f"{op}: the classes are sharded along dimension {layout.classes} of the mesh, for "
-            "which there is no sharded form. Redistribute the layers and the teacher's logits to "
-            "Replicate(), and shard the rows of input"
+            "which a Jensen-Shannon divergence, or one with a soft-cap, has no sharded form. "
+            "Redistribute the layers and the teacher's logits to Replicate(), and shard the rows "
+            "of input"
         )
     placed = layout.target
     if layout.classes is not None and target_weight is None:

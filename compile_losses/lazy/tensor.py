@@ -12,7 +12,7 @@ from torch import Tensor
 from compile_losses.lazy.head import COPIES, SAME, VIEWS, Head, Step, apply, picked
 from compile_losses.lazy.source import Memory, Source
 from compile_losses.ops.linear.chunk_size import chunk_rows
-from compile_losses.torch_internals.eager import NO_TORCH_FUNCTION
+from compile_losses.torch_internals.eager import NO_TORCH_FUNCTION, not_compiled
 from compile_losses.torch_internals.ops import schema_of, tree_map_only
 from compile_losses.torch_internals.tensors import (
     FakeTensor,
@@ -97,6 +97,7 @@ class LazyLogits(Tensor):
         return self
 
     @classmethod
+    @not_compiled
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

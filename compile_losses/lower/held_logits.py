@@ -209,9 +209,9 @@ class _Divergence(_Losses):
 
     def __init__(self, node: Node, logits: Node) -> None:
         named = named_arguments(node)
-        teacher = _teacher(
-            node, *(named[name] for name in ("target", "target_weight", "target_bias"))
-        )
+        layer = (named[name] for name in ("target", "target_weight", "target_bias"))
+        teacher, _ = _capped(node, _teacher(node, *layer), named["target_softcap"])
+        logits, self.tanh = _capped(node, logits, named["softcap"])
         own = (named["beta"],) if "beta" in named else ()
         pair = Pair(
             name_of(node).removeprefix("linear_"),
@@ -223,7 +223,10 @@ class _Divergence(_Losses):
         self.values = [self.compared.loss]
 
     def gradient(self, backward: Node) -> Node:
-        return self.compared.gradient(backward.args[0], backward)
+        of_student = self.compared.gradient(backward.args[0], backward)
+        if self.tanh is None:
+            return of_student
+        return call(aten.tanh_backward.default, (of_student, self.tanh), backward)
 
 
 class _Compared:

@@ -293,19 +293,20 @@ def _costs(node: Node) -> tuple[Cost, Cost, str]:
     classes = row_bytes // weight.element_size()
     of_teacher, computed = 0, False
     sizes = rows, hidden, classes, weight.dtype, weight.device
-    teacher, teacher_weight = _teacher_of(node)
+    teacher, teacher_weight, teacher_softcap = _teacher_of(node)
     if teacher is not None:
+        computed = teacher_weight is not None or teacher_softcap is not None
         buffers = buffers_of(
             input.dtype,
             (teacher if teacher_weight is None else teacher_weight).meta["val"].dtype,
-            computed=teacher_weight is not None,
+            computed=computed,
             by_row=_is_by_row(node),
             reverse=named.get("reverse", named.get("divergence") == "reverse_kl"),
             gradient=any(needs),
         )
+        buffers += named["softcap"] is not None
         chunk = chunk_rows(*sizes, buffers=buffers, sums_weight=needs[1])
         how = Plan(chunk, held=chunk * row_bytes * buffers)
-        computed = teacher_weight is not None
         of_teacher = rows * classes * teacher.meta["val"].element_size()
     elif needs[1] and not _is_by_row(node):
         how = plan(*sizes, needs_input=needs[0])
@@ -327,8 +328,8 @@ def _costs(node: Node) -> tuple[Cost, Cost, str]:
     return Cost(moved + how.moved, how.held), stock, reason
 
 
-def _teacher_of(node: Node) -> tuple[Node | None, Node | None]:
-    """A teacher's logits, or the input and the weight of the layer that makes them."""
+def _teacher_of(node: Node) -> tuple[Node | None, Node | None, float | None]:
+    """A teacher's logits, or its layer's input and weight, and its soft-cap."""
     named = named_arguments(node)
     name = "target" if name_of(node) in _DIVERGENCES else "teacher"
-    return named.get(name), named.get(f"{name}_weight")
+    return named.get(name), named.get(f"{name}_weight"), named.get(f"{name}_softcap")

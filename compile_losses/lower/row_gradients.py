@@ -22,6 +22,7 @@ on the numbers of each row.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,7 @@ aten = torch.ops.aten
 
 #: If the result has as many numbers, it has the same numbers in the same order.
 _SAME = (*IN_ORDER, aten.detach.default, aten.select.int, aten.slice.Tensor)
+_SPLIT = aten.split_with_sizes.default
 #: If the result has as many numbers as the second argument, it is the second argument.
 _SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 
@@ -100,10 +102,9 @@ def row_gradients(
     (tangent,) = tangents
     late, cone = depends_on(losses), cone_of(given)
     several = next((v.shape[1] for v in values_of(losses) if v.dim() == 2), None)
-    if several is not None and (type(several) is not int or several == 1):
-        # One number of each row in two dimensions could be taken for one in one dimension.
-        return "its picks are one class of each row, or a number of classes that is a symbol"
-    writer = _Writer(losses, tangent, several or 1)
+    if several is not None and type(several) is not int:
+        return "its picks are a number of classes that is a symbol"
+    writer = _Writer(losses, tangent, several)
     inner = [n for n in losses.graph.nodes if n in cone and (n in late or n in backward)]
     inner = [n for n in inner if n not in (losses, tangent) and n not in writer.same]
     for node in inner:
@@ -124,19 +125,21 @@ class _Writer:
         steps: the nodes that work on each row's loss, and what is made of it.
         same: the losses, the steps and views of them, and which of the former holds their numbers.
         numbers: the values of the function: the losses, and the steps once they are written.
-        columns: how many numbers of each row the statistic has that has several, else 1.
+        columns: how many numbers of each row the statistic has that is [rows, K], else 1.
+        has_column: whether it is there and has one.
         widths: how many numbers of each row the values of the function have.
         early: what depends on the tangent but on no loss, to be copied for a tangent of 1.
         known: the other tensors that the steps read, each with the shape in which it is read.
     """
 
-    def __init__(self, losses: Node, tangent: Node, columns: int) -> None:
+    def __init__(self, losses: Node, tangent: Node, columns: int | None) -> None:
         self.losses, self.tangent = losses, tangent
         self.graph: Graph = losses.graph
         self.values = values_of(losses)
         # The first statistic is empty if no class is picked.
         self.rows = self.values[-1].shape[0]
-        self.columns, self.widths = columns, {1, columns}
+        self.columns, self.has_column = columns or 1, columns == 1
+        self.widths = {1, self.columns}
         self.steps: list[Node] = []
         self.numbers = {losses: 0}
         if isinstance(losses.meta["val"], tuple | list):
@@ -157,12 +160,17 @@ class _Writer:
         if any(source in late and source not in self.same for source in node.all_input_nodes):
             return across
         value: Any = node.meta.get("val")
+        if self._is_split(node):
+            self.widths.update(node.args[1])  # type: ignore[arg-type]
+            self.same[node] = node  # only its parts are read
+            return None
         if node.target in (JOIN, SLICE):
             self._widen(node)
         columns = self._columns(value)
         if columns is None:
             return across
         if self._is_of_rows(node, columns):
+            self.known += [(s, tuple(s.meta["val"].shape)) for s in self._known_parts(node)]
             self.steps.append(node)
             self.same[node] = node
             return None
@@ -199,6 +207,8 @@ class _Writer:
         """Whether a node makes another number of numbers of those that each row has."""
         if node.target in (JOIN, SLICE):
             return self._is_along_rows(node)
+        if node.target is operator.getitem:  # a part of a split
+            return True
         source = node.args[0]
         if not isinstance(source, Node) or source not in self.same:
             return False
@@ -213,14 +223,29 @@ class _Writer:
         is_last = dims in ([-1], [len(shape) - 1])
         return is_last and bool(statically_known_true(shape[-1] == before))
 
+    def _is_split(self, node: Node) -> bool:
+        """Whether a node takes the numbers of each row apart."""
+        if node.target is not _SPLIT or node.kwargs or node.args[0] not in self.same:
+            return False
+        source, sizes, *dim = node.args
+        value, last = source.meta["val"], len(source.meta["val"].shape) - 1  # type: ignore[union-attr]
+        if (dim or [0])[0] not in (-1, last) or type(value.shape[last]) is not int:
+            return False
+        whole = self._columns(value) == value.shape[last] != 1
+        return whole and all(type(size) is int for size in sizes)  # type: ignore[union-attr]
+
+    def _known_parts(self, node: Node) -> list[Node]:
+        """Those of the tensors that a node joins that are made of no losses."""
+        return [s for s in node.all_input_nodes if s not in self.same]
+
     def _is_along_rows(self, node: Node) -> bool:
-        """Whether a node joins the numbers of each row, or takes some of them in order."""
+        """Whether a node joins numbers of each row, or takes some of them in order."""
         if node.kwargs or len(node.args) < 2:
             return False
         given, dim, *rest = node.args
         sources: Any = [given] if node.target is SLICE else given
         shape = node.meta["val"].shape
-        if not all(isinstance(s, Node) and s in self.same for s in sources):
+        if not all(isinstance(s, Node) for s in sources):
             return False
         if dim not in (-1, len(shape) - 1) or not all(type(bound) is int for bound in rest):
             return False
@@ -231,13 +256,17 @@ class _Writer:
             return False
         if (shapes[0] if node.target is SLICE else shape)[-1] == 1:
             return False
-        columns = (self._columns(source.meta["val"]) for source in sources)
-        return all(each[-1] == width for each, width in zip(shapes, columns, strict=True))
+        return all(
+            statically_known_true(source.meta["val"].numel() == self.rows * each[-1])
+            and (source not in self.same or each[-1] in self.widths)
+            for source, each in zip(sources, shapes, strict=True)
+        )
 
     def _widen(self, node: Node) -> None:
         """Takes a width in which a node joins, or takes, numbers of each row."""
-        if self.columns > 1 and self._is_along_rows(node):
-            self.widths.add(node.meta["val"].shape[-1])
+        if self._is_along_rows(node):
+            joined = [node, *self._known_parts(node)]
+            self.widths |= {each.meta["val"].shape[-1] for each in joined}
 
     def result(self, grad_outputs: Sequence[Node | None]) -> RowGradients | str:
         """Emits the known tensors, and writes the function."""
@@ -257,6 +286,19 @@ class _Writer:
             steps.append((op, args, named or {}))
             return Operand(first + len(places) + len(steps) - 1)
 
+        if self.has_column:  # one number a row has one dimension
+            numbers |= {
+                item: add(SUM, (Operand(LOG_PROBS), [1])).number
+                for item, place in numbers.items()
+                if place == LOG_PROBS
+            }
+
+        def part(source: Node) -> Operand:
+            value = source.meta["val"]
+            number = places.get((source, tuple(value.shape)))
+            found = Operand(numbers[self.same[source]] if number is None else number)
+            return add(COLUMN, (found, 1)) if self._columns(value) == 1 else found
+
         for node in self.steps:
             value = node.meta["val"]
 
@@ -269,10 +311,14 @@ class _Writer:
                 return add(COLUMN, (found, 1))
 
             if node.target is JOIN:
-                parts: Any = node.args[0]
-                made = add(JOIN, ([operand(part) for part in parts], 1))
+                made = add(JOIN, (list(map(part, node.args[0])), 1))  # type: ignore[arg-type]
             elif node.target is SLICE:
                 made = add(SLICE, (operand(node.args[0]), 1, *node.args[2:]))  # type: ignore[arg-type]
+                if self._columns(value) == 1:
+                    made = add(SUM, (made, [1]))
+            elif node.target is operator.getitem:
+                source, *bounds = _part(node)
+                made = add(SLICE, (operand(source), 1, *bounds))
                 if self._columns(value) == 1:
                     made = add(SUM, (made, [1]))
             elif node.target in (SUM, LARGEST):
@@ -286,11 +332,16 @@ class _Writer:
         def number(gradient: Node | None) -> int | None:
             if gradient is None:
                 return None
+            value = gradient.meta["val"]
             if gradient in self.same:
-                return numbers[self.same[gradient]]
-            return places[gradient, tuple(gradient.meta["val"].shape)]
+                found = numbers[self.same[gradient]]
+            else:
+                found = places[gradient, tuple(value.shape)]
+            is_column = self.has_column and value.dim() == 2
+            return add(COLUMN, (Operand(found), 1)).number if is_column else found
 
-        text = encode(steps, [number(gradient) for gradient in grad_outputs])
+        results = [number(gradient) for gradient in grad_outputs]
+        text = encode(steps, results)
         if text is None:
             return "an op between its losses and their gradients can't be written down"
         copies = self._copied()
@@ -357,6 +408,15 @@ class _Writer:
         with self.values[-1].fake_mode:  # type: ignore[attr-defined]
             node.meta["val"] = op(*values)
         return node
+
+
+def _part(node: Node) -> tuple[Node, int, int]:
+    """What is split, and where a part of it starts and ends."""
+    split: Any
+    split, index = node.args
+    source, sizes, *_ = split.args
+    start = sum(sizes[:index])
+    return source, start, start + sizes[index]
 
 
 def _is_column(source: Node, node: Node) -> bool:

@@ -62,9 +62,9 @@ def check_same_device(op: str, input: Tensor, **others: Tensor | None) -> None:
             )
 
 
-def check_softcap(op: str, softcap: float | None) -> None:
+def check_softcap(op: str, softcap: float | None, name: str = "softcap") -> None:
     if softcap is not None and not softcap > 0:
-        raise RuntimeError(f"{op}: expected softcap to be positive, got {softcap}")
+        raise RuntimeError(f"{op}: expected {name} to be positive, got {softcap}")
 
 
 def check_grad_output(op: str, input: Tensor, grad_output: Tensor | None) -> None:

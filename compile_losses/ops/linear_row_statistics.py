@@ -184,7 +184,7 @@ def check(
     if divergence not in DIVERGENCES:
         expected = ", ".join(DIVERGENCES)
         raise ValueError(f"{NAME}: expected divergence to be one of {expected}, got {divergence}")
-    checks.check_softcap(NAME, teacher_softcap)
+    checks.check_softcap(NAME, teacher_softcap, "teacher_softcap")
     if teacher_softcap is not None and teacher_weight is None:
         raise RuntimeError(f"{NAME}: expected teacher_softcap only with teacher_weight")
     check_temperature(NAME, temperature)

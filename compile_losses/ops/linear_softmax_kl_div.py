@@ -3,9 +3,10 @@ without ever holding the logits.
 
 ``torch.ops.fused.linear_softmax_kl_div(input, linear_weight, target, reduction=3, *,
 linear_bias=None, target_weight=None, target_bias=None, reverse=False, temperature=1.0,
-dtype=None)`` is KL(softmax(teacher / temperature) || softmax(student / temperature)), with
-``reverse`` KL(student || teacher). It is not multiplied by T^2. Student, teacher, arguments,
-reductions and errors are in :mod:`compile_losses.ops.linear.divergence`.
+softcap=None, target_softcap=None, dtype=None)`` is KL(softmax(teacher / temperature) ||
+softmax(student / temperature)), with ``reverse`` KL(student || teacher). It is not multiplied by
+T^2. Student, teacher, arguments, reductions and errors are in
+:mod:`compile_losses.ops.linear.divergence`.
 """
 
 from compile_losses.ops.elementwise import Parameter

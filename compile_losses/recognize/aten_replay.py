@@ -28,6 +28,7 @@ from compile_losses.torch_internals.ops import (
     OpOverload,
     packet_of,
     schema_of,
+    tree_leaves,
     tree_map_only,
 )
 from compile_losses.torch_internals.tensors import FakeTensor, size_hint
@@ -182,7 +183,7 @@ def expanded_source(node: Node) -> Node | None:
 
 def compute(op: OpOverload[..., Any], *args: Any) -> Value | None:
     """A tensor that is in no graph yet, or None if the op refuses its arguments."""
-    first = next(a for a in args if isinstance(a, Value))
+    first = next(a for a in tree_leaves(args) if isinstance(a, Value))
     try:
         with _quietly(first.fake):
             return Value(op(*examples(args)), first.node, op, args, is_new=True)

@@ -95,7 +95,7 @@ def _is_trained(match: Match) -> bool:
 def _check(match: Match, logits: Logits) -> None:
     """Checks that a layer makes logits whose rows the op can compare."""
     if logits.softcap is not None:
-        raise NotAbsorbedError("a soft-cap of its logits, which the op has not")
+        raise NotAbsorbedError("a soft-cap of its logits, which a call of row statistics takes")
     check_no_dtensors(logits)
     dim, rank = match.kwargs.get("dim", -1), logits.input.fake.dim()
     if not logits.class_dim == rank - 1 == dim % rank:

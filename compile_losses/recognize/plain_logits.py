@@ -37,15 +37,16 @@ from compile_losses.recognize.aten_replay import AtenReplay, aten
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
 from compile_losses.recognize.logits import Logits, is_made_of, logits_of
 from compile_losses.recognize.match import Match
+from compile_losses.recognize.row_classes import computed_alike, unshaped
 from compile_losses.recognize.row_statistics import Reading, reading_of
 from compile_losses.recognize.shared_logits import (
+    LEAST_PART,
     ROW_MOVES,
     Kept,
     Rewritten,
     Shared,
     Taking,
     classes_last,
-    computed_alike,
     holds,
     look_for_readers,
     made_of,
@@ -60,8 +61,6 @@ from compile_losses.torch_internals.tensors import size_hint
 _PLACES = {NLL: 0, LOGSUMEXP: 1, ENTROPY: 2, TOTAL: 3, MAXIMUM: 4, ARGMAX: 5}
 #: Parts of the names of functions that sum up.
 _SUMS = ("sum", "dot", "entropy")
-#: A call for all rows of a tensor is not slower if so many of them are read.
-_LEAST_PART = 0.75
 
 
 def take_plain_logits(
@@ -177,7 +176,7 @@ class _Taking(Taking):
         base = replace(first, input=head.input, class_dim=example(head.node).dim() - 1)
         for node in list(readings):
             moves = moves_between(base, every[node]) if node in every else None
-            few = node in every and _rows(every[node]) < _LEAST_PART * _rows(base)
+            few = node in every and _rows(every[node]) < LEAST_PART * _rows(base)
             if moves is None or few:
                 del readings[node]  # it reads the logits by itself, as before
                 continue
@@ -219,7 +218,7 @@ class _Taking(Taking):
         for node, reading in sorted(readings.items(), key=operator.itemgetter(0)):
             if reading.target is None:
                 continue
-            flat, ignored = self._flat(reading.target), reading.ignore_index
+            flat, ignored = unshaped(reading.target, self.replay), reading.ignore_index
             if first is None:
                 first = flat, ignored, self.moves[node]
             same = self.replay.same(flat, first[0]) and ignored == first[1]
@@ -229,8 +228,6 @@ class _Taking(Taking):
 
     def _arguments(self, logits: Logits) -> tuple[tuple[Any, ...], list[str]]:
         target, ignore_index = self._target(logits)
-        if target is not None:
-            target = computed(aten.reshape.default, target, [-1])
         args = (
             _rows_of(self.shared.head.node).argument,
             target and target.argument,

@@ -88,6 +88,7 @@ class Reading:
         divergence: the kind and the teacher of a divergence.
         picks: the classes that are picked of each row, if several are, in a last dimension, which
             the node has as well.
+        over_rows: ``aten.sum.default`` or ``aten.mean.default`` if the node holds that of all rows.
         what: in words.
     """
 
@@ -98,6 +99,7 @@ class Reading:
     call: dict[str, Any] | None = None
     divergence: Divergence | None = None
     picks: Value | None = None
+    over_rows: OpOverload[..., Any] | None = None
     what: str = ""
 
     @property
@@ -109,6 +111,21 @@ class Reading:
     def ignore_index(self) -> int | None:
         """None if no class index is ignored."""
         return None if self.call is None else self.call["ignore_index"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the op's results have the classes that a reader picks.
+
+    Attributes:
+        columns: of the picks, those of each set of classes; empty if the op's target has them.
+        part: the number of the reader's set among these.
+        ignore_index: the class index whose rows have a loss of 0.
+    """
+
+    columns: tuple[int, ...]
+    part: int
+    ignore_index: int
 
 
 def reading_of(node: Node, replay: AtenReplay, logits: Container[Node] = ()) -> Reading | None:
@@ -235,6 +252,8 @@ def _of_value(value: Value, replay: AtenReplay) -> Reading | None:
         return _pick(args[0], dim, target, replay)
     if op in (aten.sum.dim_IntList, aten.mean.dim):
         return _sum(value, replay)
+    if op in (aten.sum.default, aten.mean.default):
+        return _sum_of_all(value)
     if op is aten.argmax.default and len(args) > 1 and isinstance(args[1], int):
         return _largest(args[0], args[1] % args[0].rank, ARGMAX)
     if op is aten.amax.default and len(args) > 1 and len(args[1]) == 1:
@@ -313,6 +332,18 @@ def _sum(value: Value, replay: AtenReplay) -> Reading | None:
     return None
 
 
+def _sum_of_all(value: Value) -> Reading | None:
+    """Of all logits, as some steps log their mean."""
+    logits = value.args[0]
+    classes, factor = logits.fake.shape[-1], 1.0
+    if value.kwargs.get("dtype") is not None or not isinstance(classes, int) or not classes:
+        return None
+    if value.op is aten.mean.default:
+        factor = 1 / classes
+    what = "sum of the logits"
+    return Reading(logits, logits.rank - 1, {TOTAL: factor}, over_rows=value.op, what=what)
+
+
 def _softmax_of(value: Value, replay: AtenReplay, *, logarithm: bool) -> tuple[Value, int] | None:
     """The logits and the dimension of the classes, if a Value is their softmax or log_softmax."""
     value = replay.resolve(value)
@@ -367,7 +398,8 @@ class Readings:
     Args:
         call: applies an op to arguments.
         statistics: the op's results.
-        target: [rows], None if no class is picked.
+        place: where these have the classes that the reader picks; None if it picks none.
+        target: the class of each of the reader's rows, for a cross entropy.
         linear_weight: [classes, hidden].
         weight: of each class, [classes].
     """
@@ -376,13 +408,13 @@ class Readings:
         self,
         call: Callable[..., Any],
         statistics: Any,
+        place: Place | None,
         target: Any,
         linear_weight: Any,
-        ignore_index: int,
         weight: Any = None,
     ) -> None:
-        self.call, self.statistics, self.target = call, statistics, target
-        self.linear_weight, self.ignore_index, self.weight = linear_weight, ignore_index, weight
+        self.call, self.statistics, self.place, self.target = call, statistics, place, target
+        self.linear_weight, self.weight = linear_weight, weight
         self.base_shape: list[Any] = []
         self.moves: Sequence[Move] = ()
 
@@ -402,33 +434,57 @@ class Readings:
             moves: the ops that make the reader's rows of these, with a last dimension of one.
         """
         self.base_shape, self.moves = base_shape, moves
-        result = self._moved(self._sum_of(reading))
+        columns = None if reading.picks is None else reading.picks.fake.shape[-1]
+        result = self._moved(self._sum_of(reading), columns)
         if reading.call is not None:
             result = self._cross_entropy(reading.call, result)
         if reading.divergence is not None:
             result = self._reduced(reading, result)
+        if reading.over_rows is not None:
+            result = self.call(reading.over_rows, result)
         result = self.call(aten.to.dtype, result, dtype)
         return self.call(aten.reshape.default, result, shape)
 
-    def _moved(self, values: Any) -> Any:
-        """The values of the reader's rows, of values of all rows."""
+    def _moved(self, values: Any, columns: int | None = None) -> Any:
+        """The values of the reader's rows, of values of all rows.
+
+        Args:
+            columns: how many numbers there are of each row, if they have a dimension.
+        """
         if not self.moves:
             return values
-        values = self.call(aten.reshape.default, values, [*self.base_shape, 1])
+        values = self.call(aten.reshape.default, values, [*self.base_shape, columns or 1])
         for op, arguments in self.moves:
+            if op is aten.reshape.default:
+                arguments = [[*arguments[0][:-1], columns or 1]]
             values = self.call(op, values, *arguments)
         values = self.call(aten.contiguous.default, values)
-        return self.call(aten.reshape.default, values, [-1])
+        return self.call(aten.reshape.default, values, [-1, *[columns] * (columns is not None)])
 
     def _statistic(self, place: int) -> Any:
         return self.call(operator.getitem, self.statistics, place)
 
+    def _log_probs(self, reading: Reading) -> Any:
+        """Of the classes that the reader picks among the picks."""
+        found = self._statistic(LOG_PROBS)
+        assert self.place is not None
+        if len(self.place.columns) > 1:
+            found = self.call(aten.split_with_sizes.default, found, [*self.place.columns], 1)
+            found = self.call(operator.getitem, found, self.place.part)
+            found = self.call(aten.contiguous.default, found)
+        return found if reading.picks is not None else self.call(aten.reshape.default, found, [-1])
+
     def _sum_of(self, reading: Reading) -> Any:
         total: Any = None
         for place, factor in reading.terms.items():
-            term = self._statistic(place)
-            if reading.picks is not None and place != LOG_PROBS:
-                term = self.call(aten.unsqueeze.default, term, -1)
+            if place == LOG_PROBS and reading.picks is not None:
+                term = self._log_probs(reading)
+            elif place == NLL and self.place is not None and self.place.columns:
+                term, factor = self._log_probs(reading), -factor
+            else:
+                term = self._statistic(place)
+                if reading.picks is not None:
+                    term = self.call(aten.unsqueeze.default, term, -1)
             if factor == -1:
                 term = self.call(aten.neg.default, term)
             elif factor != 1:
@@ -456,9 +512,11 @@ class Readings:
 
     def _cross_entropy(self, given: dict[str, Any], losses: Any) -> Any:
         """Cross entropy from the negative log-likelihood of each row, as torch defines it."""
-        call, dtype = self.call, example(losses).dtype
-        target = self._moved(self.target)
-        kept = call(aten.ne.Scalar, target, self.ignore_index)
+        call, dtype, target, place = self.call, example(losses).dtype, self.target, self.place
+        assert place is not None
+        kept = call(aten.ne.Scalar, target, place.ignore_index)
+        if place.columns:  # an ignored row has the log-probability of a class
+            losses = call(aten.where.ScalarOther, kept, losses, 0.0)
         count = None
         if self.weight is not None:
             picked = call(aten.mul.Tensor, target, kept)

@@ -32,18 +32,35 @@ from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find
 from compile_losses.recognize.linear_divergence import check_no_dtensors, without_gradient
 from compile_losses.recognize.logits import Logits, logits_of
 from compile_losses.recognize.match import Match
+from compile_losses.recognize.moved_nodes import move_before
 from compile_losses.recognize.probabilities import NOTHING_IGNORED
 from compile_losses.recognize.returned_logits import lazy_outputs, readers
+from compile_losses.recognize.row_classes import (
+    Classes,
+    as_rows,
+    computed_alike,
+    flattened,
+    sets_of_classes,
+    side_by_side,
+)
 from compile_losses.recognize.row_statistics import (
     Divergence,
     Move,
+    Place,
     Reading,
     Readings,
     is_join,
     is_max,
     reading_of,
 )
-from compile_losses.recognize.symbolic_tensors import Size, Value, emit, example, fake_mode
+from compile_losses.recognize.symbolic_tensors import (
+    Size,
+    Value,
+    emit,
+    example,
+    fake_mode,
+    sources,
+)
 from compile_losses.recognize.verify import verify as compare
 from compile_losses.recognize.with_head import Options, check_gain, check_rows, rows_of
 from compile_losses.torch_internals.graphs import EXAMPLE
@@ -54,6 +71,8 @@ _OP = "linear_row_statistics_forward"
 _MOST_NODES = 4096
 #: The most nodes from a reader in a loop to the node that joins the loop's results.
 _STEPS_TO_JOIN = 8
+#: A call for all rows is not slower if so many of them are read.
+LEAST_PART = 0.75
 #: Ops that take some of the rows, or change their order or shape.
 ROW_MOVES = (
     aten.permute.default,
@@ -203,8 +222,10 @@ def _is_declined(found: Shared, replay: AtenReplay) -> bool:
 
     A divergence of logits with a soft-cap was declined for the soft-cap, which this op has.
     """
+    if all(reading.over_rows is not None for reading in found.readings.values()):
+        return True  # sums of all logits, if anything
     if len(found.readings) != 1:
-        return not found.readings
+        return False
     (reading,) = found.readings.values()
     if reading.divergence is None:
         return reading.call is not None
@@ -251,6 +272,10 @@ class Taking:
         #: For each reader the ops that make its rows of the op's rows, which have this shape.
         self.moves: dict[Node, list[Move]] = {}
         self.base_shape: list[Any] = []
+        #: The sets of classes that are picks.
+        self.sets: list[Classes] = []
+        #: For each reader of classes where the op's results have them.
+        self.places: dict[Node, Place] = {}
 
     def run(self) -> Rewritten:
         self._join_loops()
@@ -287,19 +312,19 @@ class Taking:
     def _arguments(self, logits: Logits) -> tuple[tuple[Any, ...], list[str]]:
         """The op's arguments, and remarks for the report."""
         target, ignore_index = self._target(logits)
-        picks = self._picks()
+        picks = self._picks(logits)
         divergence, teacher, notes = self._teacher(logits)
         self.buffers = self._buffers(divergence, logits.softcap)
         args = in_order(
             as_rows(logits.input).argument,
             logits.weight.argument,
-            target and computed(aten.reshape.default, target, [-1]).argument,
+            target and target.argument,
             logits.bias and logits.bias.argument,
             ignore_index,
             logits.softcap,
             teacher,
             *divergence,
-            picks=picks and as_rows(picks).argument,
+            picks=picks and picks.argument,
         )
         return args, notes
 
@@ -364,65 +389,51 @@ class Taking:
         readings = self.shared.readings
 
         def rows(node: Node) -> tuple[int, bool]:
-            input, reading = every[node].input.fake, readings[node]
+            reading = readings[node]
             more = (reading.target, reading.divergence, reading.picks)
-            return rows_of(input, input.shape[-1]) or 0, any(part is not None for part in more)
+            return _count(every[node]), any(part is not None for part in more)
 
         chosen = every[max(every, key=rows)]
-        for node, logits in every.items():
-            moves = moves_between(chosen, logits)
-            if moves is None:
+        moves = {node: moves_between(chosen, logits) for node, logits in every.items()}
+        whole = _of_all_rows(chosen) if None in moves.values() else None
+        if whole is not None and _count(chosen) >= LEAST_PART * _count(whole):
+            chosen = whole
+            moves = {node: moves_between(chosen, logits) for node, logits in every.items()}
+        for node, found in moves.items():
+            if found is None:
                 raise NotAbsorbedError(
                     f"{node.name} reads other rows than the rest, or scales them otherwise"
                 )
-            if moves and readings[node].divergence is not None:
+            if found and readings[node].divergence is not None:
                 raise NotAbsorbedError(f"{node.name} has a teacher of some of the rows alone")
-            if moves and readings[node].picks is not None:
-                raise NotAbsorbedError(
-                    f"{node.name} picks several classes of some of the rows alone"
-                )
-            self.moves[node] = moves
+            self.moves[node] = found
         chosen.absorbed = max((one.absorbed for one in every.values()), key=len)
         return chosen
 
     def _target(self, logits: Logits) -> tuple[Value | None, int]:
-        """The class that all readers pick of each row, in any shape, and the ignored index.
+        """The first set of one class of each row, as [rows], and the ignored index."""
+        every = sets_of_classes(self.shared.readings, self.moves, self.replay)
+        first = next((one for one in every if not one.several), None)
+        self.sets = [one for one in every if one is not first]
+        if first is None:
+            return None, NOTHING_IGNORED
+        self.places |= dict.fromkeys(first.readers, Place((), 0, first.ignore_index))
+        return first.of_all(*self._rows(logits)), first.ignore_index
 
-        If the readers pick classes of some of the rows alone, the other rows have class 0.
-        """
-        target: Value | None = None
-        moved: list[Move] = []
-        ignored: set[int] = set()
-        for node, reading in self.shared.readings.items():
-            if reading.target is None:
-                continue
-            if reading.target.fake.dtype != torch.int64:
-                raise NotAbsorbedError(f"{node.name} has class indices that are not int64")
-            flat = self._flat(reading.target)
-            if target is None:
-                target, moved = flat, self.moves[node]
-            elif not self.replay.same(target, flat) or not computed_alike(moved, self.moves[node]):
-                raise NotAbsorbedError(f"{node.name} picks other classes than the rest")
-            if reading.ignore_index not in (None, NOTHING_IGNORED):
-                ignored.add(reading.ignore_index)
-        if len(ignored) > 1:
-            raise NotAbsorbedError("its losses ignore different class indices")
-        if target is not None and moved:
-            target = _spread(target, moved, logits)
-        return target, ignored.pop() if ignored else NOTHING_IGNORED
+    def _picks(self, logits: Logits) -> Value | None:
+        """All other sets side by side, as [rows, K]."""
+        columns = tuple(one.count for one in self.sets)
+        for part, one in enumerate(self.sets):
+            self.places |= dict.fromkeys(one.readers, Place(columns, part, one.ignore_index))
+        return side_by_side(self.sets, *self._rows(logits))
 
-    def _picks(self) -> Value | None:
-        """The classes that all readers of several classes pick of each row."""
-        picks: Value | None = None
-        for node, reading in self.shared.readings.items():
-            if reading.picks is None:
-                continue
-            if not isinstance(reading.picks.fake.shape[-1], int):
-                raise NotAbsorbedError(f"{node.name} picks as many classes as a symbol says")
-            if picks is not None and not self.replay.same(picks, reading.picks):
-                raise NotAbsorbedError(f"{node.name} picks other classes than the rest")
-            picks = reading.picks
-        return picks
+    def _rows(self, logits: Logits) -> tuple[Value, list[Any]]:
+        """The op's input, and the shape of its rows, which only a set of some rows needs."""
+        base, _ = _flat_rows(logits.input)
+        shape = []
+        if any(self.moves.values()):
+            shape = _sizes_of(base.fake.shape[:-1], list(sources((base,))))
+        return as_rows(logits.input), shape
 
     def _teacher(self, logits: Logits) -> tuple[tuple[Any, ...], tuple[Any, Any, Any], list[str]]:
         """The divergence that is read, its teacher's arguments, and remarks for the report."""
@@ -510,13 +521,6 @@ class Taking:
             gradient=any(example(node).requires_grad for node in self._records()),
         )
 
-    def _flat(self, value: Value) -> Value:
-        """Class indices before they were brought into another shape."""
-        value = self.replay.resolve(value)
-        while value.op in (*RESHAPES, aten.squeeze.dim, aten.unsqueeze.default):
-            value = self.replay.resolve(value.args[0])
-        return value
-
     def _needed(self, args: tuple[Any, ...]) -> list[Node]:
         """The nodes that the op and its readers are computed from, none of them the logits."""
         needed = self._read(args)
@@ -547,7 +551,10 @@ class Taking:
             known = all(node < place for node in needed)
             if known and not any(user < place for user in users) and records_gradients(place):
                 return place
-        raise NotAbsorbedError("what is read of its rows is used before all of it is known")
+        first, *_ = self._places(needed)
+        if not records_gradients(first) or not move_before(needed, first, self.replay):
+            raise NotAbsorbedError("what is read of its rows is used before all of it is known")
+        return first
 
     def _places(self, needed: list[Node]) -> list[Node]:
         """Where the op may stand, in the order in which these places are tried."""
@@ -591,21 +598,28 @@ class Taking:
             arguments: list[list[Any]],
             sizes: list[Any],
         ) -> Tensor:
-            made = Readings(_run, statistics, target, linear_weight, ignored, weight)
+            made = Readings(_run, statistics, place, target, linear_weight, weight)
             moves = list(zip(ops, arguments, strict=True))
             result: Tensor = made.of(reading, dtype, sizes, base_shape, moves)
             return result if has_gradient else result.detach()
 
-        ignored = self._argument(args, "ignore_index")
+        place = self.places.get(reader)
         ops = [op for op, _ in self.moves[reader]]
         arguments = [arguments for _, arguments in self.moves[reader]]
-        target, linear_weight = (self._argument(args, n) for n in ("target", "linear_weight"))
+        target, linear_weight = self._own_target(reader), self._argument(args, "linear_weight")
         given = (target, linear_weight, reading.weight, example(reader).dtype)
         steps: Any = [(read, (*given, self.base_shape, arguments, sizes))]
         inside = sorted(interior, reverse=True)
         if not has_gradient:
             inside, detached = [], [*inside, *detached]
         return Match(reader, self.op, args, {}, inside, steps=steps, detached=detached)
+
+    def _own_target(self, reader: Node) -> Node | Value | None:
+        """The class of each row that a cross entropy reads, [rows]."""
+        reading = self.shared.readings[reader]
+        if reading.call is None or reading.target is None:
+            return None
+        return flattened(reading.target, self.replay).argument
 
     def _replace(
         self,
@@ -617,11 +631,7 @@ class Taking:
         more: list[str],
     ) -> Rewritten:
         readings, graph, meta = self.shared.readings, place.graph, place.meta
-        before, of_teacher, ignored = (
-            place.prev,
-            self._way_of_teacher,
-            self._argument(args, "ignore_index"),
-        )
+        before, of_teacher = place.prev, self._way_of_teacher
         records = any(example(node).requires_grad for node in self._records())
         mode = fake_mode(example(self.shared.head.node))
         assert mode is not None
@@ -636,11 +646,12 @@ class Taking:
             with graph.inserting_before(place):
                 given = [emit(graph, argument, meta) for argument in args]
                 node = call(getattr(torch.ops.fused, self.op).default, *given)
-                target = self._argument(given, "target")
                 linear_weight = self._argument(given, "linear_weight")
                 results = {}
                 for reader, reading in readings.items():
-                    made = Readings(call, node, target, linear_weight, ignored, reading.weight)
+                    where, target = self.places.get(reader), self._own_target(reader)
+                    target = emit(graph, target, meta)
+                    made = Readings(call, node, where, target, linear_weight, reading.weight)
                     shape = [emit(graph, size, meta) for size in sizes[reader]]
                     value, base = example(reader), [emit(graph, s, meta) for s in self.base_shape]
                     moves = self.moves[reader]
@@ -664,30 +675,6 @@ class Taking:
         notes += [f"computes of each row: {', '.join(whats)}", *more]
         notes += ["the logits are returned lazily"] * bool(returned)
         return Rewritten(node, list(readings), notes, returned)
-
-
-def as_rows(value: Value) -> Value:
-    """A tensor as [rows, last dimension]."""
-    return computed(aten.reshape.default, value, [-1, value.fake.shape[-1]])
-
-
-def _spread(target: Value, moves: list[Move], logits: Logits) -> Value:
-    """Class indices of some rows of the logits, as indices of all rows.
-
-    Args:
-        moves: the ops that make the rows with a target of all rows.
-    """
-    base, _ = _flat_rows(logits.input)
-    rows = computed(aten.select.int, as_rows(logits.input), 1, 0)
-    nothing = computed(aten.zeros_like.default, rows)
-    nothing = computed(aten.to.dtype, nothing, torch.int64)
-    ones = computed(aten.add.Tensor, nothing, 1)
-    numbers = computed(aten.sub.Tensor, computed(aten.cumsum.default, ones, 0), 1)
-    places = computed(aten.reshape.default, numbers, [*_sizes_of(base.fake.shape[:-1], []), 1])
-    for op, arguments in moves:
-        places = computed(op, places, *arguments)
-    places, target = (computed(aten.reshape.default, each, [-1]) for each in (places, target))
-    return computed(aten.scatter.src, nothing, 0, places, target)
 
 
 def made_of(node: Node, inputs: set[Node]) -> set[Node]:
@@ -782,6 +769,27 @@ def _permuted_back(value: Value, order: list[int]) -> tuple[Value, list[float]] 
     return inner, factors
 
 
+def _count(logits: Logits) -> int:
+    """How many rows there are."""
+    input = logits.input.fake
+    return rows_of(input, input.shape[-1]) or 0
+
+
+def _of_all_rows(logits: Logits) -> Logits | None:
+    """Logits like some, but of all rows of the layer; None if the rows are not views of these."""
+    value, factors = logits.input, list[int | float]()
+    while not value.whole and (value.op in ROW_MOVES or value.op is aten.mul.Tensor):
+        if value.op is aten.mul.Tensor:
+            factors.append(value.args[1])
+        value = value.args[0]
+    input = logits.head.input
+    if not computed_alike(value, input) or not all(isinstance(f, int | float) for f in factors):
+        return None
+    for factor in reversed(factors):
+        input = computed(aten.mul.Tensor, input, factor)
+    return replace(logits, input=input, class_dim=input.fake.dim() - 1)
+
+
 def moves_between(one: Logits, other: Logits) -> list[Move] | None:
     """The ops that make the rows of ``other`` of those of ``one``; empty if they are the same.
 
@@ -812,22 +820,3 @@ def moves_between(one: Logits, other: Logits) -> list[Move] | None:
             return None
         value = inner
     return moves[::-1] if factors == of_other else None
-
-
-def computed_alike(one: Any, other: Any) -> bool:
-    """Whether two arguments are computed in the same way from the same nodes."""
-    if isinstance(one, Value) and isinstance(other, Value):
-        if one is other:
-            return True
-        if one.whole or other.whole:
-            return one.whole and other.whole and one.node is other.node
-        return (
-            one.op is other.op
-            and one.kwargs == other.kwargs
-            and computed_alike(one.args, other.args)
-        )
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(computed_alike, one, other))
-    if isinstance(one, torch.SymInt) or isinstance(other, torch.SymInt):
-        return statically_known_true(one == other)
-    return type(one) is type(other) and one == other

@@ -32,6 +32,10 @@ retains_graph = torch._C._autograd._get_current_graph_task_keep_graph
 #: The active modes that see torch's functions. One that was missed would not see a loss.
 function_modes = torch.overrides._get_current_function_mode_stack
 
+#: Keeps Dynamo out of a function, without loading Dynamo. Without it Dynamo would compile the
+#: dispatch of a lazy tensor that is read in eager mode behind a graph break, as a function.
+not_compiled = torch._compile._disable_dynamo
+
 #: The way out of all active dispatch modes. Without it verification would compute with fakes.
 no_modes = _python_dispatch._disable_current_modes
 

@@ -275,6 +275,30 @@ def test_a_mixture_of_sharded_classes_is_refused():
         )
 
 
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("reduction", ["none", "batchmean"])
+def test_softcaps_of_sharded_rows(reduction, divergence):
+    function, options = DIVERGENCES[divergence]
+
+    def loss(h, w, t):
+        caps = {"softcap": 1.5, "target_softcap": 2.0}
+        return function(h, w, t, reduction, **caps, **options)
+
+    tensors = [rand(7, 6), rand(5, 6, seed=3), rand(7, 5, seed=4)]
+    check(loss, tensors, ["0", "R", "0"], (0, 1))
+
+
+@pytest.mark.parametrize("cap", ["softcap", "target_softcap"])
+def test_softcaps_of_sharded_classes_are_refused(cap):
+    with pytest.raises(RuntimeError, match="linear_softmax_kl_div: the classes are sharded"):
+        compile_losses.linear_softmax_kl_div(
+            dtensor(*HIDDEN, placements=EVERYWHERE),
+            dtensor(*LAYER),
+            dtensor(*TEACHER, placements=[Shard(1)]),
+            **{cap: 3.0},
+        )
+
+
 def test_dtypes():
     hidden, layer = dtensor(*HIDDEN), dtensor(*LAYER, placements=[Replicate()])
     teacher = dtensor(*TEACHER)

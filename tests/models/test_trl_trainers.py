@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 
 import compile_losses
 from tests import ROOT
@@ -138,3 +139,21 @@ def test_step(build, model, options, tokenizer):
         report = compile_losses.explain(step)
         assert "unrecognised" in report.summary
         assert all(site.status == "unrecognised" and site.reason for site in report.sites)
+
+
+@pytest.mark.parametrize("build", [orpo, cpo], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("options_of_ours", [{}, {"prefer_memory": True}], ids=str)
+def test_two_sets_of_classes(build, options_of_ours, model, options, tokenizer, chunks):
+    """The likelihoods of all answers and the loss of the chosen ones are of one head.
+
+    Both trainers log the means of their logits behind a graph break.
+    """
+    trainer = build(model, options, tokenizer)
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+
+    def step():
+        return trainer.compute_loss(trainer.model, batch)
+
+    given = {"lazy_logits": True, **options_of_ours}
+    compiled = torch.compile(step, backend="compile_losses", options=given)
+    check_step(trainer.model, step, ["linear_row_statistics"], compiled=compiled)

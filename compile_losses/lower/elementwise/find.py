@@ -100,7 +100,8 @@ def linear_part(tangent: Node, backward: set[Node], *, of_rows: bool = False) ->
 
     Args:
         of_rows: whether zeros may be put around elements, as the gradient of a slice is made,
-            elements summed up, as that of what is broadcast, or some taken, as that of a part.
+            elements summed up, as that of what is broadcast, some taken, as that of a part, or
+            joined, as those of all parts.
     """
     linear: dict[Node, None] = {tangent: None}
     for node in tangent.graph.nodes:
@@ -173,8 +174,8 @@ def _is_linear(node: Node, linear: dict[Node, None], backward: set[Node]) -> boo
 
 
 def _is_moved(node: Node, linear: dict[Node, None], backward: set[Node]) -> bool:
-    """Whether a node is linear in a tangent, but puts zeros around elements, sums them up or takes
-    some of them."""
+    """Whether a node is linear in a tangent, but puts zeros around elements, sums them up, takes
+    some of them or joins them."""
     dependent = [source for source in node.all_input_nodes if source in backward]
     if any(source not in linear for source in dependent):
         return False
@@ -185,6 +186,9 @@ def _is_moved(node: Node, linear: dict[Node, None], backward: set[Node]) -> bool
         return dependent == [node.args[0]]
     if node.target in (aten.slice_scatter.default, aten.select_scatter.default):
         return dependent == [node.args[1]] and _is_zero(node.args[0])
+    if node.target is aten.cat.default:
+        parts: Any = node.args[0]
+        return all(part in dependent or _is_zero(part) for part in parts)
     return False
 
 

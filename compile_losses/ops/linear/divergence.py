@@ -3,7 +3,9 @@
 ``fused::linear_X`` is public: checks, autocast and type promotion, then the ops of
 :mod:`compile_losses.ops.linear.leaf_ops`. It equals ``fused::X`` of ``linear(input, linear_weight,
 linear_bias)``, the student's logits, and of the teacher's: ``target`` itself, or
-``linear(target, target_weight, target_bias)``. Logits that are not given are never held: they are
+``linear(target, target_weight, target_bias)``. With a ``softcap`` the student's logits z become
+``softcap * tanh(z / softcap)``, and with a ``target_softcap`` the teacher's do, before they are
+divided by the temperature. Logits that are not given are never held: they are
 computed a chunk of rows at a time. The rows of DTensors may be sharded, or for Kullback-Leibler's
 divergence the classes of both sides.
 
@@ -22,10 +24,10 @@ logits again. The teacher has no gradient.
 autocast changes nothing; otherwise arguments are cast as autocast casts those of ``linear``.
 
 Raises:
-    RuntimeError: shapes, dtypes or devices that don't go together; a temperature that is not
-        positive; a teacher that requires a gradient where gradients are recorded; plain tensors
-        among DTensors; classes of the teacher that are sharded otherwise than the student's, and
-        sharded classes of Jensen-Shannon's divergence.
+    RuntimeError: shapes, dtypes or devices that don't go together; a temperature or a soft-cap that
+        is not positive; a teacher that requires a gradient where gradients are recorded; plain
+        tensors among DTensors; classes of the teacher that are sharded otherwise than the
+        student's, and sharded classes of Jensen-Shannon's divergence or of logits with a soft-cap.
     ValueError: unknown reduction.
     NotImplementedError: tensors that are not floating point.
 """
@@ -58,6 +60,7 @@ from compile_losses.ops.linear.row_divergences import (
     TeacherLogits,
 )
 from compile_losses.ops.linear.row_function import RowFunction
+from compile_losses.ops.row_statistics import capped
 from compile_losses.ops.softmax_divergence import check_temperature
 from compile_losses.ops.transforms import needs_torch
 from compile_losses.torch_internals.ops import schema_of
@@ -84,6 +87,8 @@ class _Arguments:
     reduction: int
     own: Any
     temperature: float
+    softcap: float | None
+    target_softcap: float | None
     divisor: int
     dtype: torch.dtype
 
@@ -97,6 +102,8 @@ class _Arguments:
         student = (self.input, self.linear_weight, self.linear_bias)
         check_layers(name, student, (self.target, self.target_weight, self.target_bias))
         check_temperature(name, self.temperature)
+        checks.check_softcap(name, self.softcap)
+        checks.check_softcap(name, self.target_softcap, "target_softcap")
 
 
 Layer: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
@@ -174,8 +181,8 @@ def declare(
     public = library.define(
         f"{name}(Tensor input, Tensor linear_weight, Tensor target, int reduction=3, *, "
         "Tensor? linear_bias=None, Tensor? target_weight=None, Tensor? target_bias=None, "
-        f"{parameter.declaration_with_default}, float temperature=1.0, ScalarType? dtype=None) "
-        "-> Tensor"
+        f"{parameter.declaration_with_default}, float temperature=1.0, float? softcap=None, "
+        "float? target_softcap=None, ScalarType? dtype=None) -> Tensor"
     )
     (default,) = (a.default_value for a in schema_of(public).arguments if a.name == parameter.name)
 
@@ -200,13 +207,16 @@ def declare(
         reverse, options = pair(given.own)
         losses = RowDivergences(
             Pair(divergence, reverse, (*options, given.temperature)),
-            TeacherLogits(given.target, given.target_weight, given.target_bias),
+            TeacherLogits(
+                given.target, given.target_weight, given.target_bias, given.target_softcap
+            ),
             given.reduction,
             given.divisor,
             given.input.dtype,
             given.accumulation,
             given.dtype,
             grad_output,
+            given.softcap,
         )
         return Problem(given.input, given.linear_weight, given.linear_bias, losses)
 
@@ -217,6 +227,7 @@ def declare(
         teacher = given.target
         if given.target_weight is not None:
             teacher = F.linear(teacher, given.target_weight, given.target_bias)
+        student, teacher = capped(student, given.softcap), capped(teacher, given.target_softcap)
         reverse, options = pair(given.own)
         dtype = given.dtype
         rows = (teacher, student) if reverse else (student, teacher)
@@ -228,7 +239,8 @@ def declare(
         name,
         "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, "
         "Tensor? target_weight, Tensor? target_bias, int reduction, "
-        f"{parameter.declaration}, float temperature, SymInt divisor, ScalarType dtype",
+        f"{parameter.declaration}, float temperature, float? softcap, float? target_softcap, "
+        "SymInt divisor, ScalarType dtype",
         problem=problem,
         check=check_leaf,
         reference=in_torch,
@@ -244,6 +256,8 @@ def declare(
         target_weight: Tensor | None = None,
         target_bias: Tensor | None = None,
         temperature: float = 1.0,
+        softcap: float | None = None,
+        target_softcap: float | None = None,
         dtype: torch.dtype | None = None,
         **own: Any,
     ) -> Tensor:
@@ -262,7 +276,7 @@ def declare(
         tensors = (linear_weight, linear_bias, target_weight, target_bias)
         _Arguments(
             input, linear_weight, target, linear_bias, target_weight, target_bias, each, value,
-            temperature, 1, result,
+            temperature, softcap, target_softcap, 1, result,
         ).check(name)  # fmt: skip
         check(name, value)
         if torch.is_grad_enabled():
@@ -287,18 +301,21 @@ def declare(
                 return public_kernel(
                     input, linear_weight, target, reduction, linear_bias=linear_bias,
                     target_weight=target_weight, target_bias=target_bias, temperature=temperature,
-                    dtype=dtype, **own,
+                    softcap=softcap, target_softcap=target_softcap, dtype=dtype, **own,
                 )  # fmt: skip
 
             of_student = (input, linear_weight, linear_bias)
             of_teacher = (target, target_weight, target_bias)
-            # The mixture of Jensen-Shannon's needs statistics of whole rows: a second read.
-            reverse = pair(value)[0] if divergence == "softmax_kl_div" else None
+            # The mixture of Jensen-Shannon's needs statistics of whole rows: a second read. The op
+            # of a shard of the classes has no soft-caps.
+            is_capped = softcap is not None or target_softcap is not None
+            has_form = divergence == "softmax_kl_div" and not is_capped
+            reverse = pair(value)[0] if has_form else None
             return linear_divergence(
                 name, whole, reverse, mesh, of_student, of_teacher, each, temperature, divisor,
                 result,
             )  # fmt: skip
-        options = (each, value, temperature, divisor, result)
+        options = (each, value, temperature, softcap, target_softcap, divisor, result)
         if needs_torch(input, target, *tensors):
             with autocast_off(input):
                 return in_torch(

@@ -24,7 +24,7 @@ class TeacherLogits:
     Args:
         target: [rows, classes], or with a weight the layer's input, [rows, hidden].
         weight: [classes, hidden].
-        softcap: if given, the layer's output z becomes ``softcap * tanh(z / softcap)``.
+        softcap: if given, the logits z become ``softcap * tanh(z / softcap)``.
     """
 
     def __init__(
@@ -44,17 +44,21 @@ class TeacherLogits:
 
     @property
     def computed(self) -> bool:
-        """Whether the logits are the output of a linear layer."""
-        return self.weight is not None
+        """Whether the logits are not given as they are, so that a chunk of them is held."""
+        return self.weight is not None or self.softcap is not None
 
     def __call__(self, rows: slice) -> Tensor:
         target = self.target[rows]
-        if self.weight is None:
+        if not self.computed:
             return target
         if self.buffer is None:  # the first chunk is the largest
-            self.buffer = target.new_empty((len(target), len(self.weight)))
+            classes = target.shape[1] if self.weight is None else len(self.weight)
+            self.buffer = target.new_empty((len(target), classes))
         logits = self.buffer[: len(target)]
-        write_logits(target, self.weight, self.bias, logits)
+        if self.weight is None:
+            logits.copy_(target)
+        else:
+            write_logits(target, self.weight, self.bias, logits)
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits
@@ -175,8 +179,9 @@ def buffers(
 class RowDivergences:
     """The divergence of each row of a student's logits from its teacher's.
 
-    A reduced loss is the sum of the rows, divided by divisor. Its gradient is for the number
-    grad_output, or for 1. By row, grad_output is a function; without it there is no gradient.
+    With a softcap the student's logits z become ``softcap * tanh(z / softcap)``. A reduced loss is
+    the sum of the rows, divided by divisor. Its gradient is for the number grad_output, or for 1.
+    By row, grad_output is a function; without it there is no gradient.
     """
 
     def __init__(
@@ -189,8 +194,9 @@ class RowDivergences:
         dtype: torch.dtype,  # that sums are made in
         result: torch.dtype,  # of the loss
         grad_output: Tensor | RowFunction | None,
+        softcap: float | None = None,
     ) -> None:
-        self.pair, self.teacher, self.divisor = pair, teacher, divisor
+        self.pair, self.teacher, self.divisor, self.softcap = pair, teacher, divisor, softcap
         self.by_row, self.logits, self.dtype, self.result = reduction == NONE, logits, dtype, result
         nothing = teacher.target.new_zeros((), dtype=dtype)
         self.sums = [nothing]
@@ -203,7 +209,7 @@ class RowDivergences:
 
     def buffers(self, *, gradient: bool) -> int:
         """How many tensors of a chunk's size there are at a time, the logits included."""
-        return buffers(
+        count = buffers(
             self.logits,
             self.teacher.dtype,
             computed=self.teacher.computed,
@@ -211,9 +217,12 @@ class RowDivergences:
             reverse=self.pair.reverse,
             gradient=gradient,
         )
+        return count + (gradient and self.softcap is not None)  # the tanh
 
     def add(self, rows: slice, logits: Tensor) -> None:
         """Computes the losses of some rows."""
+        if self.softcap is not None:
+            logits = logits.div_(self.softcap).tanh_().mul_(self.softcap)
         losses, _ = self.pair.forward(logits, self.teacher(rows), NONE, self.dtype)
         if self.by_row:
             self.each.append(losses.to(self.result))
@@ -222,6 +231,15 @@ class RowDivergences:
 
     def gradient(self, rows: slice, logits: Tensor) -> Tensor:
         """The same, and the gradient of the logits, which may lie over them."""
+        if self.softcap is None:
+            return self._gradient(rows, logits)
+        tanh = logits.div_(self.softcap).tanh_()
+        of_logits = self._gradient(rows, tanh * self.softcap)
+        torch.ops.aten.tanh_backward.grad_input(of_logits, tanh, grad_input=of_logits)
+        return of_logits
+
+    def _gradient(self, rows: slice, logits: Tensor) -> Tensor:
+        """The losses and the gradient of logits after the soft-cap."""
         teacher = self.teacher(rows)
         if not self.by_row:
             loss, of_logits = self.pair.with_gradient(logits, teacher, self.dtype, self.factor)
