@@ -7,8 +7,9 @@ from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-import compile_losses  # noqa: F401  declares the ops
+import compile_losses
 
 fused = torch.ops.fused
 VALUES = (0.5, -0.25, -torch.inf, torch.inf, torch.nan)
@@ -96,3 +97,95 @@ def test_gradcheck_beside_infinities(entropy, device):
     leaves = [tensor.to(device).requires_grad_() for tensor in (x, t)]
     assert torch.autograd.gradcheck(loss, leaves)
     assert torch.autograd.gradgradcheck(loss, leaves)
+
+
+# Sums that are written over their first term.
+
+
+def read_before(s, t):
+    terms = F.softmax(t, -1) * F.log_softmax(s, -1)
+    largest = terms.detach().amax()
+    terms -= 1
+    return -terms.sum(-1).mean() + largest
+
+
+def view_written(s, t):
+    terms = F.softmax(t, -1) * F.log_softmax(s, -1)
+    rows = terms[:2]
+    rows -= 1
+    return -terms.sum(-1).mean()
+
+
+def argument_written(s, t):
+    t -= t.mean()
+    return -(F.softmax(t, -1) * F.log_softmax(s, -1)).sum(-1).mean()
+
+
+def written_twice(s, t):
+    q, log_q, log_p = F.softmax(t, -1), F.log_softmax(t, -1), F.log_softmax(s, -1)
+    terms = q * log_p * -0.5
+    terms -= q * log_p * 0.5
+    terms += q * log_q
+    return terms.sum(-1).mean()
+
+
+def wider_term(s, t):
+    """The result has the dtype of the first term."""
+    q, log_q, log_p = F.softmax(t, -1), F.log_softmax(t, -1), F.log_softmax(s, -1)
+    terms = (q * -log_p).bfloat16()
+    terms += q * log_q
+    return terms.sum(-1).mean()
+
+
+def difference(s, t):
+    """The first term would be an argument of the op."""
+    d = s * 1.0
+    d -= t
+    return (d * d).mean()
+
+
+def difference_that_is_read(s, t):
+    d = s * 1.0
+    d -= t
+    return (d * d).mean() + d.detach().abs().amax()
+
+
+def changed_after_the_sum(s, t):
+    q, log_p = F.softmax(t, -1), F.log_softmax(s, -1)
+    terms = q * log_p
+    terms -= q * F.log_softmax(t, -1)
+    terms.mul_(2)
+    return -terms.sum(-1).mean()
+
+
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [
+        (difference, None),
+        (difference_that_is_read, None),
+        (changed_after_the_sum, None),
+        (read_before, None),
+        (view_written, None),
+        (argument_written, "cross_entropy"),
+        (written_twice, "softmax_kl_div"),
+        (wider_term, None),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_sums_over_their_first_term(function, op):
+    def leaves():
+        return torch.linspace(-2, 2, 60).view(6, 10).sin().requires_grad_(), torch.eye(6, 10)
+
+    report = compile_losses.explain(function, *leaves())
+    rewritten = [site.op for site in report.losses if site.status == "rewritten"]
+    assert rewritten == ([] if op is None else [op]), str(report)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        function, backend="compile_losses", options={"inner_backend": "aot_eager"}
+    )
+    results = []
+    for each in (compiled, function):
+        s, t = leaves()
+        loss = each(s, t)
+        results.append((loss.detach(), *torch.autograd.grad(loss, s), t))
+    torch.testing.assert_close(*results)

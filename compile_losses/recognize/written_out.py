@@ -61,8 +61,9 @@ _ROWS = {
     *("reshape", "log", "exp", "unsqueeze", "kl_div", "xlogy", "flatten", "transpose", "permute"),
     *("stack", "cat", "concat", "concatenate", "logaddexp", "lerp", "broadcast_tensors"),
 }
-#: Functions that keep a part of the rows and are no loss themselves.
-_MASKS = {"masked_fill"}
+#: Functions that keep a part of the rows, or write over a sum's first term, and are no loss
+#: themselves.
+_WITHIN = {"masked_fill", "iadd", "isub"}
 _WITHOUT_NAN = {"nanmean", "nansum"}
 _BINARY = "binary_cross_entropy_with_logits"
 _LEARNED_WEIGHT = "a weight requires a gradient, which the op does not compute"
@@ -88,7 +89,7 @@ class Recognizer:
         for node in graph.nodes:
             name = _name(node)
             if name in _SOFTMAXES or (
-                name in _ROWS | _MASKS
+                name in _ROWS | _WITHIN
                 and any(n in self._from_softmax for n in node.all_input_nodes)
             ):
                 self._from_softmax.add(node)

@@ -61,6 +61,17 @@ def reverse(student, teacher):
     return of_tokens(reverse_terms(student, teacher, inf_mask))
 
 
+def reverse_in_place(student, teacher):
+    """MiniLLM's and torchtune's reverse divergence."""
+    inf_mask = torch.isinf(student) | torch.isinf(teacher)
+    student_prob = F.softmax(student, dim=-1, dtype=torch.float32)
+    teacher_logprob = F.log_softmax(teacher, dim=-1, dtype=torch.float32)
+    student_logprob = F.log_softmax(student, dim=-1, dtype=torch.float32)
+    prod_probs = torch.masked_fill(student_prob * teacher_logprob, inf_mask, 0)
+    prod_probs -= torch.masked_fill(student_prob * student_logprob, inf_mask, 0)
+    return of_tokens(prod_probs)
+
+
 def finite_gradients(student, teacher):
     mask = student.isinf().logical_or(teacher.isinf())
     return -reverse_terms(student, teacher, mask).sum(-1).mean()
@@ -97,6 +108,7 @@ def rows_without_a_softmax(student, teacher):
 MATCHES = [
     Spelling("forward", forward, distillation),
     Spelling("reverse", reverse, given_distillation),
+    Spelling("reverse in place", reverse_in_place, distillation),
     Spelling("reverse, finite", finite_gradients, distillation),
     Spelling("subtracted entropy", subtracted_entropy, given_distillation),
     Spelling("temperature", of_temperature, distillation),
