@@ -300,7 +300,7 @@ def _costs(node: Node) -> tuple[Cost, Cost, str]:
             (teacher if teacher_weight is None else teacher_weight).meta["val"].dtype,
             computed=teacher_weight is not None,
             by_row=_is_by_row(node),
-            reverse=named.get("reverse", named.get("divergence") == "reverse_kl"),
+            reverse=named.get("reverse", False),  # of no account by row
             gradient=any(needs),
         )
         chunk = chunk_rows(*sizes, buffers=buffers, sums_weight=needs[1])
