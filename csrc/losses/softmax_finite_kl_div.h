@@ -92,29 +92,39 @@ struct SoftmaxFiniteKlDiv {
 
   // The logarithm of input's sum less w times that of target's. One logarithm of a quotient; the
   // difference of two logarithms would cancel.
-  FUSED_HOST_DEVICE double log_sums(const RowPairStatistics<acc_t>& row) const {
-    const double mass = static_cast<double>(row.mass);
-    return math::log(static_cast<double>(row.exponentials) / (entropy != 0 ? mass : 1.0));
+  template <typename value_t>
+  FUSED_HOST_DEVICE value_t log_sums(const RowPairStatistics<acc_t>& row) const {
+    const value_t mass = entropy != 0 ? static_cast<value_t>(row.mass) : value_t(1);
+    return math::log(static_cast<value_t>(row.exponentials) / mass);
   }
 
   // Without mass in K, log_sums, which may be infinite or nan, is no part of the loss.
-  FUSED_HOST_DEVICE double value(const RowPairStatistics<acc_t>& row) const {
-    const double mass = static_cast<double>(row.pivot), terms = static_cast<double>(row.cross);
-    return mass > 0 ? terms + mass * log_sums(row) : terms;
+  template <typename value_t>
+  static FUSED_HOST_DEVICE value_t value_of(const RowPairStatistics<acc_t>& row, value_t log_sums) {
+    const value_t mass = static_cast<value_t>(row.pivot), terms = static_cast<value_t>(row.cross);
+    return mass > 0 ? terms + mass * log_sums : terms;
   }
 
-  // The gradients of one row. scale: grad_output over the reduction's divisor.
+  FUSED_HOST_DEVICE double value(const RowPairStatistics<acc_t>& row) const {
+    return value_of(row, log_sums<double>(row));
+  }
+
+  // The gradients of one row. scale: grad_output over the reduction's divisor. `inside` is added to
+  // the distance of classes in K, `outside` takes its place for the others. If K has all the mass,
+  // an error of log_sums cancels in `inside`.
   struct Gradient {
     SecondPass classes;
-    acc_t shift, subtracted, p_scale, scale;
+    acc_t inside, outside, p_scale, scale;
 
     FUSED_HOST_DEVICE Gradient(const SoftmaxFiniteKlDiv& loss, const RowPairStatistics<acc_t>& row,
                                acc_t scale)
         : classes(loss, row),
-          shift(static_cast<acc_t>(loss.log_sums(row)) + loss.entropy),
-          subtracted(static_cast<acc_t>(loss.value(row)) + loss.entropy * row.pivot),
           p_scale(row.pivot / row.exponentials + nothing(row)),
-          scale(scale * loss.inverse_temperature) {}
+          scale(scale * loss.inverse_temperature) {
+      const acc_t log_sums = loss.template log_sums<acc_t>(row), value = value_of(row, log_sums);
+      inside = (log_sums - value) + loss.entropy * (1 - row.pivot);
+      outside = -value - loss.entropy * row.pivot;
+    }
 
     FUSED_HOST_DEVICE acc_t input(acc_t x, acc_t t, acc_t /*weight*/) const {
       const acc_t q = math::fast_exp(classes.log_target(t)) * classes.q_scale;
@@ -125,8 +135,7 @@ struct SoftmaxFiniteKlDiv {
     FUSED_HOST_DEVICE acc_t target(acc_t x, acc_t t, acc_t /*weight*/) const {
       const acc_t v = classes.log_target(t);
       const acc_t q = math::fast_exp(v) * classes.q_scale;
-      const acc_t own = classes.counts(x, t) ? classes.distance(x, v) + shift : acc_t(0);
-      return scale * q * (own - subtracted);
+      return scale * q * (classes.counts(x, t) ? classes.distance(x, v) + inside : outside);
     }
   };
 };
