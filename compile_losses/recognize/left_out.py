@@ -27,6 +27,7 @@ _TESTS = {aten.isinf, aten.isnan, aten.isfinite, aten.isposinf, aten.isneginf}
 _OR = {aten.logical_or, aten.bitwise_or}
 _LOGICAL = _OR | {aten.logical_not, aten.logical_and, aten.bitwise_not, aten.bitwise_and}
 _SUMS = {aten.add, aten.sub, aten.neg, aten.mul}
+_COPIES = {aten.alias, aten.detach, aten.clone}
 _DEEPEST = 4
 
 
@@ -132,10 +133,8 @@ def _tested(mask: Value, replay: AtenReplay, depth: int) -> frozenset[Hashable] 
 
 
 def _untransformed(value: Value, replay: AtenReplay) -> Hashable:
-    """The key of a tensor before casts that make it wider and factors that make it no larger.
-
-    It is infinite where the tensor is.
-    """
+    """The key of a tensor before copies, casts that make it wider and factors that make it no
+    larger. It is infinite where the tensor is."""
     while True:
         value = replay.resolve(value)
         if value.op is None or not value.args or not isinstance(value.args[0], Value):
@@ -148,6 +147,8 @@ def _untransformed(value: Value, replay: AtenReplay) -> Hashable:
 
 def _keeps_infinities(value: Value, inner: Value) -> bool:
     packet = packet_of(value.op)
+    if packet in _COPIES:
+        return True
     if packet is aten._to_copy:
         old, new = inner.fake.dtype, value.fake.dtype
         return inner.fake.is_floating_point() and promote_types(old, new) == new

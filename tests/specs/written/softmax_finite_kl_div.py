@@ -91,7 +91,7 @@ def of_temperature(student, teacher):
 
 def each_row(student, teacher):
     masked = student.masked_fill(teacher > 1, -torch.inf)
-    return -forward_terms(masked, teacher, masked.isinf()).sum(-1)
+    return -forward_terms(masked, teacher, masked.detach().isinf()).sum(-1)
 
 
 def rows_without_a_softmax(student, teacher):
