@@ -513,3 +513,25 @@ def test_sums_over_their_first_term(function, op):
         loss = each(s, t)
         results.append((loss.detach(), *torch.autograd.grad(loss, s), t))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.usefixtures("no_code", "chunks")
+def test_bias_that_is_added_in_place():
+    """It is the layer's, unless something else reads the layer's output."""
+
+    def loss(h, w, t, tw, labels):
+        logits = F.linear(h, w)
+        logits += t.mean((0, 1)).mean() * w.detach().sum(1)
+        return hard(logits, labels)
+
+    def read_before(h, w, t, tw, labels):
+        logits = F.linear(h, w)
+        largest = logits.detach().amax()
+        logits += w.detach().sum(1)
+        return hard(logits, labels) + largest
+
+    inputs = problem()
+    for function, op in (loss, "linear_cross_entropy"), (read_before, "cross_entropy"):
+        check(function, inputs)
+        found = [site.op for site in compile_losses.explain(function, *inputs).losses]
+        assert found == [op]
