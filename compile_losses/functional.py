@@ -4,9 +4,9 @@ Each function has the signature, results, gradients, warnings and classes of exc
 function of the same name, and can be imported instead of it. Torch rounds some partial results to a
 16-bit type; these functions do not.
 
-Torch has no functions for ``softmax_kl_div`` and ``softmax_js_div``. They are the ops with named
-reductions, as ``linear_softmax_kl_div`` and ``linear_softmax_js_div`` of
-:mod:`compile_losses.linear` are. Torch has no functions for ``selective_log_softmax`` and
+Torch has no functions for ``softmax_kl_div``, ``softmax_js_div`` and ``softmax_finite_kl_div``.
+They are the ops with named reductions, as ``linear_softmax_kl_div`` and ``linear_softmax_js_div``
+of :mod:`compile_losses.linear` are. Torch has no functions for ``selective_log_softmax`` and
 ``softmax_entropy`` either. They read the logits once and store no log-probabilities.
 
 A call goes on to torch's own function if an operand is not a dense tensor of a floating dtype on
@@ -77,6 +77,7 @@ __all__ = [
     "selective_log_softmax",
     "smooth_l1_loss",
     "softmax_entropy",
+    "softmax_finite_kl_div",
     "softmax_js_div",
     "softmax_kl_div",
 ]
@@ -328,6 +329,36 @@ def softmax_js_div(
     """
     enum = reduction_of_divergence(reduction)
     return fused.softmax_js_div(input, target, enum, beta=beta, temperature=temperature, dim=dim)
+
+
+def softmax_finite_kl_div(
+    input: Tensor,
+    target: Tensor,
+    reduction: str = "batchmean",
+    *,
+    entropy: bool = True,
+    temperature: float = 1.0,
+    dim: int = -1,
+) -> Tensor:
+    """Kullback-Leibler divergence of two softmaxes without the terms of infinite logits (Gu et al.,
+    MiniLLM, 2024), for distillation with masked classes: ``q (log q - log p)``, added up over the
+    classes whose logits are not infinite, for p = softmax(input / temperature) and q =
+    softmax(target / temperature).
+
+    Gradients have no nan where a logit is -inf. A row that has no softmax, since it holds a nan or
+    +inf, or only -inf, has nan.
+
+    Args:
+        entropy: whether the terms have ``q log q``. Without it the result is the cross entropy of p
+            with the probabilities q, and only infinite logits of input are left out, as in
+            torchtune's forward divergence.
+
+    Other arguments and errors are the same as of :func:`softmax_kl_div`.
+    """
+    enum = reduction_of_divergence(reduction)
+    return fused.softmax_finite_kl_div(
+        input, target, enum, entropy=entropy, temperature=temperature, dim=dim
+    )
 
 
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:

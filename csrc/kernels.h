@@ -40,6 +40,9 @@ void softmax_kl_div_backward(const RowPairArgs& args, void* stream);
 // parameters: beta, temperature
 void softmax_js_div_forward(const RowPairArgs& args, void* stream);
 void softmax_js_div_backward(const RowPairArgs& args, void* stream);
+// parameters: 1 for the divergence and 0 for the cross entropy, temperature
+void softmax_finite_kl_div_forward(const RowPairArgs& args, void* stream);
+void softmax_finite_kl_div_backward(const RowPairArgs& args, void* stream);
 
 // Statistics of rows of logits, and their gradient. Both functions check the targets.
 void row_statistics_forward(const RowStatisticsArgs& args, void* stream);
@@ -54,6 +57,9 @@ void softmax_kl_div_row_statistics_backward(const RowStatisticsArgs& args, const
                                             bool reverse, void* stream);
 void softmax_js_div_row_statistics_backward(const RowStatisticsArgs& args, const RowPairArgs& pair,
                                             bool reverse, void* stream);
+void softmax_finite_kl_div_row_statistics_backward(const RowStatisticsArgs& args,
+                                                   const RowPairArgs& pair, bool reverse,
+                                                   void* stream);
 
 // data[i] *= factor, for dense data. If factor is 1, data is neither read nor written.
 void scale_(void* data, DType dtype, int64_t numel, const void* factor, DType factor_dtype,

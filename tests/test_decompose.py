@@ -142,13 +142,21 @@ def test_decomposed_batchmean_is_the_op(shapes, scales_once, graphs, no_code):
 
 
 @pytest.mark.parametrize("reduction", [0, 1, 3])
-@pytest.mark.parametrize("options", [{}, {"beta": 0.1}], ids=["kl", "js"])
-def test_decomposed_softmax_divergence_is_the_op(options, reduction, graphs, no_code):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("softmax_kl_div", {}),
+        ("softmax_js_div", {"beta": 0.1}),
+        ("softmax_finite_kl_div", {}),
+        ("softmax_finite_kl_div", {"entropy": False}),
+    ],
+)
+def test_decomposed_softmax_divergence_is_the_op(name, options, reduction, graphs, no_code):
     """Both gradients, and classes that are impossible in one row or in both."""
-    op = torch.ops.fused.softmax_js_div if options else torch.ops.fused.softmax_kl_div
+    op = getattr(torch.ops.fused, name)
     possible = torch.rand(2, 6, 12) > 0.1
     possible[:, 2, 3] = False
-    if not options:
+    if name == "softmax_kl_div":
         possible[0] = True  # or its divergence were infinite
 
     def function(a, b):

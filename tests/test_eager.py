@@ -26,6 +26,7 @@ CASES = {
     "nll_loss": (torch.randn(2, 4).log_softmax(-1), torch.tensor([3, 1])),
     "softmax_kl_div": (torch.randn(2, 4), torch.randn(2, 4)),
     "softmax_js_div": (torch.randn(2, 4), torch.randn(2, 4)),
+    "softmax_finite_kl_div": (torch.randn(2, 4), torch.randn(2, 4)),
 }
 losses = pytest.mark.parametrize("name", CASES)
 

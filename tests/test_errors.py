@@ -228,7 +228,9 @@ def test_nll_loss_arguments(device):
         torch.testing.assert_close(fused.cross_entropy(x[0], one), F.cross_entropy(x[0], one))
 
 
-@pytest.mark.parametrize("op", [fused.softmax_kl_div, fused.softmax_js_div], ids=str)
+@pytest.mark.parametrize(
+    "op", [fused.softmax_kl_div, fused.softmax_js_div, fused.softmax_finite_kl_div], ids=str
+)
 def test_softmax_divergence_arguments(op, device):
     x = torch.rand(3, 4, device=device)
     with pytest.raises(RuntimeError, match=r"target to have input's shape \[3, 4\], got \[3, 1\]"):
@@ -237,11 +239,11 @@ def test_softmax_divergence_arguments(op, device):
         op(x, x, temperature=0.0)
     with pytest.raises(RuntimeError, match="temperature to be positive, got nan"):
         op(x, x, temperature=float("nan"))
-    own = [0.5] if op is fused.softmax_js_div else []
+    own = {fused.softmax_js_div: [0.5], fused.softmax_finite_kl_div: [True]}.get(op, [])
     forward = getattr(fused, f"{op.__name__}_forward")  # which compiled graphs call
     with pytest.raises(RuntimeError, match="temperature to be positive, got -1"):
         forward(x, x, 1, *own, -1.0, -1, torch.float32)
-    for beta in (-1.0, 0.0, 1.0, float("nan")) if own else ():
+    for beta in (-1.0, 0.0, 1.0, float("nan")) if own == [0.5] else ():
         with pytest.raises(RuntimeError, match="beta to be between 0 and 1"):
             forward(x, x, 1, beta, 1.0, -1, torch.float32)
     with pytest.raises(IndexError, match=r"dim .*\[3, 4\], got 2"):
@@ -419,6 +421,7 @@ def test_leaf_ops_check_for_themselves():
         "cross_entropy_probabilities": ((None,), (1, 0.0)),
         "softmax_kl_div": ((), (1, 1.0, -1)),
         "softmax_js_div": ((), (1, 0.5, 1.0, -1)),
+        "softmax_finite_kl_div": ((), (1, True, 1.0, -1)),
     }
     for name, (weight, options) in row_pairs.items():
         forward, backward, with_grad = (

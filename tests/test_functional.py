@@ -12,6 +12,7 @@ from compile_losses.ops.checks import REDUCTIONS
 DIVERGENCES = {
     "softmax_kl_div": {"temperature": 2.0, "dim": 0},
     "softmax_js_div": {"beta": 0.1, "temperature": 0.5},
+    "softmax_finite_kl_div": {"entropy": False, "temperature": 0.5},
 }
 
 

@@ -461,7 +461,12 @@ def test_cross_entropy_of_many_long_rows(dtype, rows, cols, layout):
     torch.testing.assert_close(again, ours, rtol=0, atol=0, equal_nan=True)
 
 
-ROW_PAIRS = ["cross_entropy_probabilities", "softmax_kl_div", "softmax_js_div"]
+ROW_PAIRS = [
+    "cross_entropy_probabilities",
+    "softmax_kl_div",
+    "softmax_js_div",
+    "softmax_finite_kl_div",
+]
 
 
 @pytest.mark.gpu

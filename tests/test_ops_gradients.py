@@ -39,6 +39,8 @@ def test_gradcheck(spec, device):
         ("softmax_kl_div", {"dim": 0}),
         ("softmax_js_div", {"beta": 0.1, "temperature": 2.5, "reduction": 3}),
         ("softmax_js_div", {"beta": 0.9, "dim": 0, "reduction": 0}),
+        ("softmax_finite_kl_div", {"entropy": False, "temperature": 2.5, "reduction": 3}),
+        ("softmax_finite_kl_div", {"dim": 0, "reduction": 0}),
     ],
 )
 def test_gradcheck_options(name, options, device):

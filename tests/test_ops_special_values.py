@@ -179,7 +179,7 @@ def test_kl_div_special_values(value, dtype, device):
             assert_accurate(ours[same_kind], eager[same_kind], exact[same_kind], str(options))
 
 
-@pytest.mark.parametrize("op", ["softmax_kl_div", "softmax_js_div"])
+@pytest.mark.parametrize("op", ["softmax_kl_div", "softmax_js_div", "softmax_finite_kl_div"])
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_softmax_divergence_at_infinite_temperature(op, layout, device):
     """Both softmaxes are uniform then, whatever the logits."""

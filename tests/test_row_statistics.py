@@ -656,6 +656,9 @@ DIVERGENCES = {
     "reverse kl": ("softmax_kl_div", True, (1.0,)),
     "js": ("softmax_js_div", False, (0.3, 1.5)),
     "js, reversed": ("softmax_js_div", True, (0.3, 1.0)),
+    "finite kl": ("softmax_finite_kl_div", False, (True, 1.5)),
+    "finite kl, reversed": ("softmax_finite_kl_div", True, (True, 1.0)),
+    "finite cross entropy": ("softmax_finite_kl_div", False, (False, 2.0)),
 }
 #: Layouts of the logits and of the teacher's, which may reach a boundary of 16 bytes elsewhere.
 PAIRS = {

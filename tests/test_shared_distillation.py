@@ -405,14 +405,18 @@ def test_inductor():
 
 # The ops.
 
-KINDS = ("kl", "reverse_kl", "js", "cross_entropy")
+FINITE = ("finite_kl", "finite_reverse_kl", "finite_cross_entropy")
+KINDS = ("kl", "reverse_kl", "js", "cross_entropy", *FINITE)
 
 
 def arguments(kind, device, dtype=torch.float64, *, layer=True, with_target=True, softcap=None):
     h, w, t, tw, labels = problem(dtype, device=device)
     bias = torch.linspace(-1, 1, CLASSES, dtype=dtype, device=device).requires_grad_()
     t, tw = t.flatten(0, 1), tw.detach()
-    teacher = (t, tw, bias.detach().flip(0)) if layer else (t @ tw.t(), None, None)
+    of_teacher = bias.detach().flip(0)
+    if kind in FINITE and softcap is None:  # after which no logit is infinite
+        of_teacher[3:9] = -torch.inf
+    teacher = (t, tw, of_teacher) if layer else (t @ tw.t() + of_teacher, None, None)
     given = (
         h.detach().flatten(0, 1).requires_grad_(),
         w,
@@ -430,7 +434,9 @@ def torchs(given):
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     teacher = teacher if of_teacher is None else of_teacher * torch.tanh(teacher / of_teacher)
     log_p, log_q = (F.log_softmax(x / temperature, -1) for x in (logits, teacher))
-    if kind == "reverse_kl":
+    if kind in FINITE:
+        log_p, log_q = (x[:, teacher.isfinite().all(0)] for x in (log_p, log_q))
+    if kind.endswith("reverse_kl"):
         log_p, log_q = log_q, log_p
     divergence = F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
     if kind == "js":
@@ -439,7 +445,7 @@ def torchs(given):
             F.kl_div(log_m, x, reduction="none", log_target=True).sum(-1) for x in (log_q, log_p)
         )
         divergence = beta * of_teacher + (1 - beta) * of_student
-    if kind == "cross_entropy":
+    if kind.endswith("cross_entropy"):
         divergence = -(log_q.exp() * log_p).sum(-1)
     probabilities = logits.softmax(-1)
     entropy = torch.logsumexp(logits, -1) - (probabilities * logits).sum(-1)
@@ -505,7 +511,8 @@ def test_gradcheck(kind, device):
     [
         ({5: None, 6: None, 7: None}, RuntimeError, "a teacher and a divergence or neither, got"),
         ({10: None}, RuntimeError, "a teacher and a divergence or neither, got torch.float64"),
-        ({10: "hellinger"}, ValueError, "kl, cross_entropy, reverse_kl, js, got hellinger"),
+        ({10: "hellinger"}, ValueError, "kl, cross_entropy, reverse_kl, js, "
+         "finite_kl, finite_cross_entropy, finite_reverse_kl, got hellinger"),
         ({10: "cross_entropy"}, RuntimeError, "a temperature of 1 with cross_entropy, got 1.7"),
         ({13: -3.0}, RuntimeError, "softcap to be positive, got -3.0"),
         ({5: torch.zeros(72, 37).double(), 6: None, 7: None, 13: 3.0}, RuntimeError,

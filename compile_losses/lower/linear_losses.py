@@ -301,7 +301,7 @@ def _costs(node: Node) -> tuple[Cost, Cost, str]:
             (teacher if teacher_weight is None else teacher_weight).meta["val"].dtype,
             computed=computed,
             by_row=_is_by_row(node),
-            reverse=named.get("reverse", named.get("divergence") == "reverse_kl"),
+            reverse=named.get("reverse", False),  # of no account by row
             gradient=any(needs),
         )
         buffers += named["softcap"] is not None

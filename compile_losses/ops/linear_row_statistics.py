@@ -33,6 +33,8 @@ the teacher's it is, by row:
 - ``cross_entropy``: that of p with the probabilities q, KL(q || p) and the entropy of q; of a
   temperature of 1 alone.
 - ``js``: ``beta KL(q || m) + (1 - beta) KL(p || m)``, m = ``(1 - beta) p + beta q``.
+- ``finite_kl``, ``finite_reverse_kl``, ``finite_cross_entropy``: the first three without the terms
+  of infinite logits (:mod:`compile_losses.ops.softmax_finite_kl_div`), of any temperature.
 
 The teacher has no gradient. Without a divergence that statistic is empty, and so are the
 log-probabilities without picks.
@@ -56,7 +58,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import library
-from compile_losses.ops import checks, row_picks, row_statistics, softmax_js_div, softmax_kl_div
+from compile_losses.ops import (
+    checks,
+    row_picks,
+    row_statistics,
+    softmax_finite_kl_div,
+    softmax_js_div,
+    softmax_kl_div,
+)
 from compile_losses.ops.checks import accumulation_type, describe
 from compile_losses.ops.linear.arguments import check_linear
 from compile_losses.ops.linear.divergence import check_layers
@@ -93,12 +102,16 @@ TEACHER = ("teacher", "teacher_weight", "teacher_bias")
 #: Which of the arguments have gradients, and which are the picks.
 _LAYER, _PICKS = (0, 1, 3), 4
 
-#: The ops that compute a divergence, and whether their first row is the teacher's.
-DIVERGENCES = {
-    "kl": ("softmax_kl_div", False),
-    "cross_entropy": ("softmax_kl_div", False),
-    "reverse_kl": ("softmax_kl_div", True),
-    "js": ("softmax_js_div", False),
+#: The ops that compute a divergence, whether their first row is the teacher's, and their own
+#: options but beta.
+DIVERGENCES: dict[str, tuple[str, bool, tuple[Any, ...]]] = {
+    "kl": ("softmax_kl_div", False, ()),
+    "cross_entropy": ("softmax_kl_div", False, ()),
+    "reverse_kl": ("softmax_kl_div", True, ()),
+    "js": ("softmax_js_div", False, ()),
+    "finite_kl": ("softmax_finite_kl_div", False, (True,)),
+    "finite_cross_entropy": ("softmax_finite_kl_div", False, (False,)),
+    "finite_reverse_kl": ("softmax_finite_kl_div", True, (True,)),
 }
 _STATISTICS = ", ".join(["Tensor"] * COUNT)
 
@@ -202,8 +215,8 @@ def pair_of(divergence: str | None, beta: float, temperature: float) -> Pair | N
     """The op that computes a divergence, with its options."""
     if divergence is None:
         return None
-    name, reverse = DIVERGENCES[divergence]
-    return Pair(name, reverse, (*[beta] * (divergence == "js"), temperature))
+    name, reverse, own = DIVERGENCES[divergence]
+    return Pair(name, reverse, (*own, *[beta] * (divergence == "js"), temperature))
 
 
 def _problem(arguments: tuple[Any, ...], row_function: RowFunction | None = None) -> Problem:
@@ -333,6 +346,7 @@ def reference(
 _REFERENCES: dict[str, Callable[..., Tensor]] = {
     "softmax_kl_div": softmax_kl_div.reference,
     "softmax_js_div": softmax_js_div.reference,
+    "softmax_finite_kl_div": softmax_finite_kl_div.reference,
 }
 
 

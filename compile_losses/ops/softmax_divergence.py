@@ -13,7 +13,8 @@ Input and target are logits of one shape, of any strides and floating dtypes. Re
 ``kl_div``'s: 3 (batchmean, the sum over ``input.size(0)``), 1 (mean: over all classes of all rows),
 2 (sum); with 0 (none) the loss of each row, the shape without ``dim``. Both arguments are
 differentiable. Probabilities are never stored, and one that underflows to 0 has no nan in its
-gradient. DTensors may be sharded along any dimension, but Jensen-Shannon's not along ``dim``.
+gradient. DTensors may be sharded along any dimension, but along ``dim`` only for
+``softmax_kl_div``.
 
 Raises:
     RuntimeError: input and target differ in shape or device; temperature is not positive; DTensors

@@ -20,6 +20,7 @@ from compile_losses.recognize.table import bind
 from compile_losses.recognize.verify import verify as compare
 from compile_losses.recognize.verify import verify_by_default
 from compile_losses.recognize.with_head import (
+    HELD,
     Options,
     Take,
     prefer_memory_by_default,
@@ -212,9 +213,8 @@ class _Rewriting:
         for found in take_shared_logits(graph, replay, options, verify=self.verify):
             marks = {site_of(reader) for reader in found.readers} - {None}
             if isinstance(found, Kept):
-                note = f"and so do what else reads its logits: {found.reason}"
                 self.sites = [
-                    replace(s, reason=f"{s.reason}; {note}") if s.mark in marks else s
+                    replace(s, reason=_with_readers(s, found.reason)) if s.mark in marks else s
                     for s in self.sites
                 ]
                 if found.picking is not None:
@@ -304,6 +304,14 @@ def _site(found: Match | Decline, reason: str | None, mark: int) -> Site:
     absorbed = [f"absorbed {' and '.join(found.absorbed)}"] if found.absorbed else []
     notes = "; ".join([*absorbed, *found.notes])
     return Site(found.op, "rewritten", notes, file, line, mark=mark)
+
+
+def _with_readers(site: Site, reason: str) -> str:
+    """The reason of a site whose logits stay with all that reads them."""
+    note = f"and so do what else reads its logits: {reason}"
+    if site.status == "rewritten" and HELD not in site.reason:
+        note = f"{HELD}: {reason}"  # its loss has no op together with the layer
+    return "; ".join(filter(None, (site.reason, note)))
 
 
 def _failed(node: Node, failure: Failure) -> Site:

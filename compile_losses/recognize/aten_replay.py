@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from compile_losses.distributed import are_dtensors
+from compile_losses.recognize.memory import function_of
 from compile_losses.recognize.symbolic_tensors import Value, example, examples, fake_mode, whole
 from compile_losses.recognize.unrolled import JOINS, rejoined
 from compile_losses.torch_internals.eager import TorchDispatchMode
@@ -225,8 +226,7 @@ def _call(node: Node, args: Any, kwargs: Any) -> Any:
     if node.op == "call_method":
         receiver, *rest = args
         return getattr(receiver, str(node.target))(*rest, **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
+    return function_of(node)(*args, **kwargs)
 
 
 def same_sizes(left: Any, right: Any) -> bool:

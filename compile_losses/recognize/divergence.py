@@ -24,6 +24,7 @@ from compile_losses.recognize.polynomial import (
     exp,
     log_softmax,
     softmax_of,
+    softmax_pairs,
     unrounded,
 )
 from compile_losses.recognize.softmax_algebra import SoftmaxAlgebra
@@ -41,16 +42,12 @@ def softmax_divergences(
     for found in polynomial.atoms():
         if found[0] == "log_mixture":
             yield from _of_mixture(form, polynomial, found, algebra)
-    rows = [found[1:] for found in polynomial.atoms() if found[0] == "lse"]
-    for x, dim in rows:
-        for z, other_dim in rows:
-            if x == z or dim != other_dim:
-                continue
-            log_p, log_q = log_softmax(x, dim), log_softmax(z, dim)
-            scale = polynomial.ratio(exp(log_q) * (log_q - log_p))
-            if scale is not None:
-                scaled = replace(form, constant=form.constant * scale)
-                yield from _of_rows("softmax_kl_div", scaled, x, z, dim, {}, algebra)
+    for x, z, dim in softmax_pairs(polynomial):
+        log_p, log_q = log_softmax(x, dim), log_softmax(z, dim)
+        scale = polynomial.ratio(exp(log_q) * (log_q - log_p))
+        if scale is not None:
+            scaled = replace(form, constant=form.constant * scale)
+            yield from of_rows("softmax_kl_div", scaled, x, z, dim, {}, algebra)
 
 
 def _of_mixture(
@@ -78,7 +75,7 @@ def _of_mixture(
         x, z, beta = z, x, parts[0][2]
     options = {} if beta == 0.5 else {"beta": beta}
     scaled = replace(form, constant=form.constant * unrounded(scale))
-    yield from _of_rows("softmax_js_div", scaled, x, z, dim, options, algebra)
+    yield from of_rows("softmax_js_div", scaled, x, z, dim, options, algebra)
 
 
 def _differentiable(key: Hashable, form: NormalForm, algebra: SoftmaxAlgebra) -> bool:
@@ -86,7 +83,7 @@ def _differentiable(key: Hashable, form: NormalForm, algebra: SoftmaxAlgebra) ->
     return value is not None and bool(getattr(example(value.node), "requires_grad", False))
 
 
-def _of_rows(
+def of_rows(
     op: str,
     form: NormalForm,
     input: Hashable,

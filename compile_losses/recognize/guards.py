@@ -117,13 +117,14 @@ def gradient_cut(match: Match) -> str | None:
     changes that mode, the root is under no_grad as well, and so is the op.
     """
     for node in match.interior:
-        if not isinstance(example(node), Tensor):
+        value = example(node)
+        if not isinstance(value, Tensor) or value.dtype == torch.bool:  # which no gradient passes
             continue
         expanded = expanded_source(node)
         read = node.all_input_nodes if expanded is None else [expanded]
         sources = tree_leaves([example(source) for source in read])
         needed = any(isinstance(s, Tensor) and s.requires_grad for s in sources)
-        if needed == example(node).requires_grad:
+        if needed == value.requires_grad:
             continue
         if not needed or changes_grad_mode(node, match.root):
             return f"{node.name} is computed without gradients"

@@ -34,6 +34,8 @@ from compile_losses.torch_internals.tensors import FakeTensor, shard_of, storage
 
 aten = torch.ops.aten
 
+#: Python's statements that may write a sum over its first term, and the functions of the sums.
+_SUMS = {operator.iadd: operator.add, operator.isub: operator.sub}
 #: Python's statements and operators that write to their first operand.
 _OPERATORS = {operator.setitem, operator.delitem} | {
     getattr(operator, f"i{name}")
@@ -64,6 +66,8 @@ class Memory:
     def __init__(self, graph: Graph, outer: Memory | None = None, at: Node | None = None):
         #: For each piece of memory, the nodes that write to it, in order.
         self.writers: dict[int | None, list[Node]] = {}
+        #: Those of them that are sums over their first term.
+        self.sums = {node for node in graph.nodes if is_sum_over_term(node)}
         for node in graph.nodes:
             for written in {storage_of(value) for value in _written_by(node)} - {None}:
                 self.writers.setdefault(written, []).append(node)
@@ -119,6 +123,8 @@ class Memory:
         for writer in self.writers.get(storage, ()):
             if writer < first:
                 continue
+            if writer in self.sums and first < writer:
+                continue  # of a term that was made for this sum, and is no argument
             if not root < writer:
                 return f"is changed in place by {writer.name} while the loss is computed"
             if is_trained:
@@ -145,6 +151,39 @@ def look_at(graph: Graph, outer: Graph | None = None, at: Node | None = None) ->
     """
     _found[graph] = Memory(graph, None if outer is None else memory_of(outer), at)
     return _found[graph]
+
+
+def is_sum_over_term(node: Node) -> bool:
+    """Whether a node is ``a += b`` or ``a -= b`` for a new tensor a that nothing else reads.
+
+    The result is that of ``a + b`` or ``a - b``.
+    """
+    if node.op != "call_function" or node.target not in _SUMS or len(node.args) != 2:
+        return False
+    term = node.args[0]
+    if not isinstance(term, Node) or len(term.users) != 1 or term in node.args[1:]:
+        return False
+    if is_sum_over_term(term):
+        return True
+    module = getattr(term.target, "__module__", None) or "torch"
+    if term.op != "call_method" and (
+        term.op != "call_function"
+        or isinstance(term.target, HigherOrderOperator)
+        or not module.startswith(_TRANSPARENT)
+    ):
+        return False
+    storage = storage_of(example(term))
+    return storage is not None and all(
+        storage_of(source) != storage
+        for argument in term.all_input_nodes
+        for source in tree_leaves(example(argument))
+    )
+
+
+def function_of(node: Node) -> Any:
+    """The function that a node calls; of a sum over its first term, the one that writes nothing."""
+    target: Any = node.target
+    return _SUMS[target] if is_sum_over_term(node) else target
 
 
 def storage_of(value: Any) -> int | None:

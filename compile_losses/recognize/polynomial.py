@@ -207,6 +207,17 @@ def log_softmax(key: Hashable, dim: int) -> Polynomial:
     return atom(("leaf", key)) - atom(("lse", key, dim))
 
 
+def softmax_pairs(polynomial: Polynomial) -> Iterator[tuple[Hashable, Hashable, int]]:
+    """Two tensors along one dimension, of which a polynomial has the log_softmax of the first and
+    the softmax of the second; in every way."""
+    atoms = polynomial.atoms()
+    softmaxes = [softmax for found in atoms if (softmax := softmax_of((found, 1))) is not None]
+    for x, dim in (found[1:] for found in atoms if found[0] == "lse"):
+        for z, other_dim in softmaxes:
+            if x != z and dim == other_dim:
+                yield x, z, dim
+
+
 def row_dim(found: Atom) -> int | None:
     """The class dimension of an atom that is one number for each row."""
     if found[0] in ("lse", "sumexp"):

@@ -42,6 +42,11 @@ BODIES = [
         "sum over classes of b q (log q - log m) + (1 - b) p (log p - log m), with p = softmax(x), "
         "q = softmax(z) and m = (1 - b) p + b q",
     ),
+    (
+        "softmax_finite_kl_div",
+        "sum over classes of softmax(z) (log_softmax(z) - log_softmax(x)) where neither x nor z is "
+        "infinite; sum over classes of -softmax(z) log_softmax(x) where x is not infinite",
+    ),
     ("kl_div", "q (log q - log p), with either argument as it is or as a logarithm"),
 ]
 

@@ -48,10 +48,20 @@ from compile_losses.torch_internals.ops import OpOverload, named_arguments, pack
 Move: TypeAlias = tuple[OpOverload[..., Any], list[Any]]
 
 _CROSS_ENTROPY = torch.ops.fused.cross_entropy.default
-#: Their kinds. Target and reduction have the same places in the arguments of both.
+#: Their kinds if the student's logits are the op's input. Input, target and reduction have the same
+#: places in the arguments of all.
 _DIVERGENCES = {
     torch.ops.fused.softmax_kl_div.default: "kl",
     torch.ops.fused.softmax_js_div.default: "js",
+    torch.ops.fused.softmax_finite_kl_div.default: "finite_kl",
+}
+#: The kinds if they are its target.
+_REVERSED = {"kl": "reverse_kl", "js": "js", "finite_kl": "finite_reverse_kl"}
+_WHATS = {
+    "js": "Jensen-Shannon divergence",
+    "finite_cross_entropy": "cross entropy with a teacher's probabilities, of finite logits",
+    "finite_kl": "Kullback-Leibler divergence of finite logits",
+    "finite_reverse_kl": "Kullback-Leibler divergence of finite logits",
 }
 #: A reduction of a divergence: a cross entropy's mean, which is over the rows.
 MEAN_OF_ROWS = -1
@@ -194,11 +204,15 @@ def _divergence(node: Node, logits: Container[Node]) -> Reading | None:
     if example(node).requires_grad and not trained:
         return None
     kind, beta = _DIVERGENCES[node.target], call.get("beta", 0.5)  # type: ignore[index]
+    if not call.get("entropy", True):
+        kind = "finite_cross_entropy"
     if place == 1:  # a mixture has both rows, and a divergence is of the second one from the first
-        kind, beta = ("js", 1 - beta) if kind == "js" else ("reverse_kl", beta)
+        if kind not in _REVERSED:
+            return None
+        kind, beta = _REVERSED[kind], 1 - beta
     found = Divergence(kind, beta, call["temperature"], whole(teacher), call["reduction"])
     dim = call["dim"] % example(student).dim()
-    what = "Jensen-Shannon divergence" if kind == "js" else "Kullback-Leibler divergence"
+    what = _WHATS.get(kind, "Kullback-Leibler divergence")
     return Reading(whole(student), dim, {DIVERGENCE: 1.0}, divergence=found, what=what)
 
 

@@ -25,7 +25,7 @@ from compile_losses.lazy import LazyOutput
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.row_divergences import buffers
 from compile_losses.ops.linear.row_statistics import DIFFERENTIABLE
-from compile_losses.ops.linear_row_statistics import in_order
+from compile_losses.ops.linear_row_statistics import DIVERGENCES, in_order
 from compile_losses.recognize.aten_replay import RESHAPES, AtenReplay, aten, same_sizes
 from compile_losses.recognize.guards import changes_grad_mode, mutated, refusal
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
@@ -220,7 +220,8 @@ def look_for_readers(head: Head, replay: AtenReplay) -> tuple[Shared, Node | Non
 def _is_declined(found: Shared, replay: AtenReplay) -> bool:
     """Whether there is no reader, or one loss that was declined together with its layer before.
 
-    A divergence of logits with a soft-cap was declined for the soft-cap, which this op has.
+    A divergence of logits with a soft-cap was declined for the soft-cap, which this op has. Some
+    divergences have no op together with their layer but this one.
     """
     if all(reading.over_rows is not None for reading in found.readings.values()):
         return True  # sums of all logits, if anything
@@ -229,7 +230,7 @@ def _is_declined(found: Shared, replay: AtenReplay) -> bool:
     (reading,) = found.readings.values()
     if reading.divergence is None:
         return reading.call is not None
-    if reading.divergence.kind == "cross_entropy":
+    if reading.divergence.kind not in ("kl", "reverse_kl", "js"):
         return False
     try:
         logits = logits_of(reading.logits.argument, replay)
@@ -517,7 +518,7 @@ class Taking:
             teacher.dtype,
             computed=of_teacher is not None,
             by_row=True,
-            reverse=divergence[0] == "reverse_kl",
+            reverse=DIVERGENCES[divergence[0]][1],
             gradient=any(example(node).requires_grad for node in self._records()),
         )
 

@@ -22,6 +22,8 @@ from compile_losses.recognize.returned_logits import Lazily, lazy_outputs
 from compile_losses.switches import is_set
 from compile_losses.torch_internals.tensors import shard_of, size_hint
 
+#: What a reason begins with if a loss could not be taken along with its layer.
+HELD = "without its linear layer"
 #: Chunks of more than this part of the logits save too little for their launches, unless memory is
 #: preferred. It is more than half: of two chunks of rows a label shifted away leaves one row less.
 LARGEST_CHUNK = 0.51
@@ -77,7 +79,7 @@ def through_linear(match: Match, replay: AtenReplay, take: Take, options: Option
             return found
     except NotAbsorbedError as error:
         reason = str(error)
-    match.notes.append(f"without its linear layer: {reason}")
+    match.notes.append(f"{HELD}: {reason}")
     return match
 
 

@@ -17,7 +17,13 @@ from compile_losses.recognize.aten_replay import AtenReplay, aten, compute
 from compile_losses.recognize.difference import find_difference
 from compile_losses.recognize.divergence import softmax_divergences
 from compile_losses.recognize.joined_calls import joined_calls
-from compile_losses.recognize.left_out import INFINITE, NAN, without_infinities, without_nan
+from compile_losses.recognize.left_out import (
+    INFINITE,
+    NAN,
+    finite_divergences,
+    without_infinities,
+    without_nan,
+)
 from compile_losses.recognize.logistic import find_logistic
 from compile_losses.recognize.match import Decline, Match
 from compile_losses.recognize.normal_form import (
@@ -55,8 +61,9 @@ _ROWS = {
     *("reshape", "log", "exp", "unsqueeze", "kl_div", "xlogy", "flatten", "transpose", "permute"),
     *("stack", "cat", "concat", "concatenate", "logaddexp", "lerp", "broadcast_tensors"),
 }
-#: Functions that keep a part of the rows and are no loss themselves.
-_MASKS = {"masked_fill"}
+#: Functions that keep a part of the rows, or write over a sum's first term, and are no loss
+#: themselves.
+_WITHIN = {"masked_fill", "iadd", "isub"}
 _WITHOUT_NAN = {"nanmean", "nansum"}
 _BINARY = "binary_cross_entropy_with_logits"
 _LEARNED_WEIGHT = "a weight requires a gradient, which the op does not compute"
@@ -82,7 +89,7 @@ class Recognizer:
         for node in graph.nodes:
             name = _name(node)
             if name in _SOFTMAXES or (
-                name in _ROWS | _MASKS
+                name in _ROWS | _WITHIN
                 and any(n in self._from_softmax for n in node.all_input_nodes)
             ):
                 self._from_softmax.add(node)
@@ -135,10 +142,8 @@ class Recognizer:
         for written in written_probabilities(form, self.algebra):
             if _declared(written.op):
                 yield from self._probabilities(node, written)
-        masked = without_infinities(form, self.replay) if node in self._from_softmax else None
-        if masked is not None:
-            for written in written_probabilities(masked, self.algebra):
-                yield Decline(node, written.op, INFINITE)
+        if node in self._from_softmax:
+            yield from self._without_infinities(node, form)
         for one, other in added_forms(form, self.replay):
             total = self.algebra.of(one.body) * one.constant
             total = total + self.algebra.of(other.body) * other.constant
@@ -146,6 +151,17 @@ class Recognizer:
                 yield from self._probabilities(node, written)
         if whole and not form.weights and form.body.whole:
             yield from self._calls(node, form)
+
+    def _without_infinities(self, node: Node, form: NormalForm) -> Iterator[Match | Decline]:
+        """The divergences that are left of a form without the terms of infinite logits."""
+        found = without_infinities(form, self.replay)
+        if found is None:
+            return
+        finite = list(finite_divergences(found, self.algebra))
+        for written in finite:
+            yield from self._probabilities(node, written)
+        for written in written_probabilities(found.form, self.algebra) if not finite else ():
+            yield Decline(node, written.op, INFINITE)
 
     def _without_nan(self, node: Node) -> Iterator[Decline]:
         value = example(node)

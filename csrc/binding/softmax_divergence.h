@@ -15,8 +15,9 @@ inline void check_temperature(const char* name, double temperature) {
 
 using SharedKernel = void (*)(const RowStatisticsArgs&, const RowPairArgs&, bool, void*);
 
-// kName: the loss's name as a static array, for messages. Numbers: double for each parameter of the
-// loss, in the order of the schema and of the kernel. kCheck: throws for bad values of them.
+// kName: the loss's name as a static array, for messages. Numbers: double or bool for each
+// parameter of the loss, in the order of the schema and of the kernel. kCheck: throws for bad
+// values of them.
 template <const char* kName, RowPairKernel kForward, RowPairKernel kBackward, SharedKernel kShared,
           auto kCheck, typename... Numbers>
 struct SoftmaxDivergence {

@@ -25,6 +25,7 @@ _OTHERS = (
     "linear_softmax_kl_div",
     "selective_log_softmax",
     "softmax_entropy",
+    "softmax_finite_kl_div",
     "softmax_js_div",
     "softmax_kl_div",
 )

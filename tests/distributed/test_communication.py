@@ -160,6 +160,10 @@ REFUSED = {
         lambda x: fused.softmax_js_div(x, x, dim=1),
         "Redistribute the arguments",
     ),
+    "finite logits of sharded classes": (
+        lambda x: fused.softmax_finite_kl_div(x, x, dim=1),
+        "Redistribute the arguments",
+    ),
     "nll_loss of sharded classes": (
         lambda x: F.nll_loss(x, dtensor(8).abs().long()),
         "Give cross_entropy the logits",

@@ -239,8 +239,10 @@ def test_class_probabilities(layouts, reduction):
     [
         lambda a, b, reduction: fused.softmax_kl_div(a, b, reduction, temperature=2.0),
         lambda a, b, reduction: fused.softmax_js_div(a, b, reduction, beta=0.3, temperature=2.0),
+        lambda a, b, reduction: fused.softmax_finite_kl_div(a, b, reduction, temperature=2.0),
+        lambda a, b, reduction: fused.softmax_finite_kl_div(a, b, reduction, entropy=False),
     ],
-    ids=["kl", "js"],
+    ids=["kl", "js", "finite kl", "finite cross entropy"],
 )
 def test_softmax_divergence(loss, layouts, reduction):
     tensors = [rand(5, 6, 4), rand(5, 6, 4, seed=1)]
