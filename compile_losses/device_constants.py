@@ -48,6 +48,8 @@ class DeviceConstants:
             elements and, if there are few rows, at most ``longest_row``.
         many_rows: so many rows keep a device busy, whatever their length.
         merges_loops: whether Inductor merges the dimensions of a loop before it compares loops.
+        most_functions: if a loss and its gradient take more calls, Inductor stores results between
+            them in loops of their own; of account where it merges loops.
     """
 
     least_rows: int = 1024
@@ -74,6 +76,7 @@ class DeviceConstants:
     shortest_row: int = 256
     many_rows: int = 512
     merges_loops: bool = False
+    most_functions: int = 60
 
 
 _CPU = DeviceConstants(

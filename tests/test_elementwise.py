@@ -162,6 +162,17 @@ class TestLoopsOfRows:
             check(charbonnier, inputs, 3.0, compiled)
         assert all("different ones" in decision.reason for decision in decisions)
 
+    def test_many_functions_stay(self, decisions, no_code):
+        def function(x, t):
+            y = x - t
+            for _ in range(30):
+                y = y * 0.5 + 0.1
+            return (y * y + 1e-3).sqrt().mean()
+
+        check(function, pair(32, 48), 3.0)
+        (decision,) = decisions
+        assert "so many functions" in decision.reason
+
     def test_operands_behind_the_sum_stay(self, decisions, no_code):
         """The noise is drawn after the sum, and random numbers keep their order."""
 

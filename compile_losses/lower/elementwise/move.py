@@ -70,7 +70,7 @@ def _decide(part: Part, gradients: Sequence[Node], loss: Node, overwrites: bool)
     nodes = [loss] if isinstance(sums, str) else [loss, *(found.node for found in sums)]
     rows: Rows | str | None = refusal(moved, nodes, overwrites) or refusal_to_share(moved, part)
     if rows is None:
-        rows = sums if isinstance(sums, str) else rows_to_keep(sums, values, moved.operands)
+        rows = sums if isinstance(sums, str) else rows_to_keep(sums, moved)
     if isinstance(sums, str) or isinstance(rows, str):
         site, trace = site_of(nodes[-1]), _trace(reversed(nodes))
         return Decision(site, "elementwise", "gradient in backward", str(rows), trace=trace)

@@ -15,7 +15,8 @@ A row of more than 8192 elements is cut in two kernels again where there are few
 
 On a CPU Inductor merges the dimensions of a loop before it compares loops, so the loop over a
 gradient's elements is not the sum's. A number that is read for each row, of ``fused::row_ones``,
-keeps the rows' loop. There, too, Inductor fuses a sum only with what comes before it.
+keeps the rows' loop. There, too, Inductor fuses a sum only with what comes before it. If a loss and
+its gradient take many functions, Inductor stores the results of some in loops over all elements.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from torch.fx import Node
 
 from compile_losses.device_constants import constants_of
 from compile_losses.lower.cost import hint_of
+from compile_losses.lower.elementwise.find import Part
 from compile_losses.lower.node_order import move_before
+from compile_losses.lower.node_relations import is_generated, is_view
 from compile_losses.torch_internals.graphs import EAGER_VALUES
 
 aten = torch.ops.aten
@@ -151,28 +154,43 @@ class Rows:
     shape: tuple[int, ...]
 
 
-def rows_to_keep(
-    sums: Sequence[Sum], gradients: Iterable[Tensor], operands: list[Node]
-) -> Rows | str | None:
+def rows_to_keep(sums: Sequence[Sum], gradients: Part) -> Rows | str | None:
     """The rows that gradients must read a number of, or why they can't; None where they need not.
 
-    Args:
-        gradients: their values.
-        operands: what the gradients are computed by; moved to before the sum where that is needed.
+    What the gradients are computed by is moved to before the sum where that is needed.
     """
-    if not constants_of(sums[0].node.meta["val"].device).merges_loops:
+    constants = constants_of(sums[0].node.meta["val"].device)
+    if not constants.merges_loops:
         return None
     order = {node: i for i, node in enumerate(sums[0].node.graph.nodes)}
     found = min(sums, key=lambda each: order[each.node])
     value: Tensor = found.node.all_input_nodes[0].meta["val"]
     shape = found.shape or tuple(value.shape)
-    if not _is_static(value) or any(each.shape != shape for each in gradients):
+    values = [gradient.meta["val"] for gradient in gradients.gradients]
+    if not _is_static(value) or any(each.shape != shape for each in values):
         return "Inductor's loops over the gradient and over the rows of the sum are different ones"
-    if not move_before(operands, found.node):
+    functions = _functions([*found.node.all_input_nodes, *gradients.operands])
+    if functions + len(gradients.nodes) > constants.most_functions:
+        return (
+            "it and its gradient take so many functions that Inductor stores results between them"
+        )
+    if not move_before(gradients.operands, found.node):
         return "what it is computed from comes after the sum"
     dims: Any = found.row or found.node.args[1]
     summed = {d % len(shape) for d in dims}
     return Rows(found.node, tuple(1 if d in summed else size for d, size in enumerate(shape)))
+
+
+def _functions(nodes: Iterable[Node]) -> int:
+    """How many calls compute nodes that Inductor may put in one loop."""
+    seen: set[Node] = set()
+    work = list(nodes)
+    while work:
+        node = work.pop()
+        if node not in seen and (is_generated(node) or is_view(node)):
+            seen.add(node)
+            work += node.all_input_nodes
+    return len(seen)
 
 
 def sum_in_rows(sums: Iterable[Sum], loss: Node) -> Node:
