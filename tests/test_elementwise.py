@@ -130,8 +130,10 @@ class TestLoopsOfRows:
     def test_losses(self, name, dtype, graphs, no_code):
         check(LOSSES[name][0], inputs_of(name, (32, 48), dtype), 3.0)
         (joint,) = graphs["joint"]
-        assert joint.count(MOVED) == sum(kind.isupper() for kind in LOSSES[name][1])
-        assert joint.count(ONES) == 1
+        many = name == "asymmetric" and dtype == torch.bfloat16
+        gradients = 0 if many else sum(kind.isupper() for kind in LOSSES[name][1])
+        assert joint.count(MOVED) == gradients
+        assert joint.count(ONES) == (not many)
 
     @pytest.mark.parametrize(
         ("function", "name"),
