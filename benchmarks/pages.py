@@ -260,8 +260,16 @@ def distillation() -> str:
 
 
 def elementwise() -> str:
+    return _elementwise("elementwise-nvidia-h100.csv")
+
+
+def elementwise_cpu() -> str:
+    return _elementwise("elementwise-cpu.csv")
+
+
+def _elementwise(file: str) -> str:
     """Geometric means over the losses of each dtype and size."""
-    rows = rows_of("elementwise-nvidia-h100.csv")
+    rows = rows_of(file)
     lines = []
     for shape, dtype in sorted(
         {(row["shape"], row["dtype"]) for row in rows},
@@ -309,6 +317,7 @@ TABLES: dict[str, Callable[[], str]] = {
         returned,
         distillation,
         elementwise,
+        elementwise_cpu,
         steps,
         steps_h100,
     )

@@ -84,6 +84,7 @@ _CPU = DeviceConstants(
     small_simple_bytes=2 << 20,
     statistics_bytes=1 << 20,
     statistics_classes=1024,
+    least_gradient_bytes=8 << 20,
     merges_loops=True,
 )
 #: Measured on an H200; also for GPUs that nobody measured.
