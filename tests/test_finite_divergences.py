@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 
 import compile_losses
-from tests.accuracy import assert_accurate
 from tests.linear_problems import largest_allocation
 from tests.test_row_gradients import IN_THE_FORWARD, LOGITS
 from tests.test_shared_distillation import BOTH, STUDENT, hard, problem, taught
 from tests.test_shared_logits import check as check_outcome
+from tests.test_shared_logits import check_accuracy, sites_of
 from tests.test_shared_logits import outcome as outcome_of
-from tests.test_shared_logits import sites_of
 
 fused = torch.ops.fused
 VALUES = (0.5, -0.25, -torch.inf, torch.inf, torch.nan)
@@ -290,14 +289,7 @@ class TestHeads:
     @pytest.mark.parametrize("name", ["forward_of_padding", "reverse_beside_labels"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_accuracy(self, name, dtype):
-        function, inputs = FORMS[name], problem(dtype)
-        wide = [t.detach().double() if t.is_floating_point() else t for t in inputs]
-        wide[:2] = [t.requires_grad_() for t in wide[:2]]
-        ours = outcome(torch.compile(function, backend="compile_losses"), inputs)
-        for result, eager, exact in zip(
-            ours, outcome(function, inputs), outcome(function, wide), strict=True
-        ):
-            assert_accurate(result, eager, exact)
+        check_accuracy(FORMS[name], problem(dtype), trained=2)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_softmaxes_in_float32(self, dtype):

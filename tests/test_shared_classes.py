@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 
 import compile_losses
-from tests.accuracy import assert_accurate
 from tests.linear_problems import largest_allocation
 from tests.test_row_gradients import AGAIN, BATCH, CLASSES, IN_THE_FORWARD, LOGITS, TOKENS, problem
-from tests.test_shared_logits import check, entropy_of, outcome, sites_of
+from tests.test_shared_logits import check, check_accuracy, entropy_of, outcome, sites_of
 
 pytestmark = pytest.mark.usefixtures("no_code", "chunks", "kernels_for_small_losses")
 
@@ -320,14 +319,7 @@ def test_verified_preferences(name):
 @pytest.mark.parametrize("name", ["two_sets", "policy_and_chosen", "orpo", "several_classes"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_accuracy(name, dtype):
-    function, inputs = {**BY_ROW, **PREFERENCES}[name], problem(dtype)
-    wide = [t.double() if t.is_floating_point() else t for t in inputs]
-    wide = [t.detach().requires_grad_(i.requires_grad) for t, i in zip(wide, inputs, strict=True)]
-    ours = outcome(torch.compile(function, backend="compile_losses"), inputs)
-    for result, eager, exact in zip(
-        ours, outcome(function, inputs), outcome(function, wide), strict=True
-    ):
-        assert_accurate(result, eager, exact)
+    check_accuracy({**BY_ROW, **PREFERENCES}[name], problem(dtype))
 
 
 @pytest.mark.parametrize("function", [policy_and_chosen, policy_and_next, orpo_of_pairs])

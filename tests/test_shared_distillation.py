@@ -13,10 +13,9 @@ from torch.library import opcheck
 import compile_losses
 from compile_losses.ops.linear.row_function import Operand, encode
 from compile_losses.ops.linear_row_statistics import in_order
-from tests.accuracy import assert_accurate
 from tests.linear_problems import largest_allocation
 from tests.test_row_gradients import IN_THE_FORWARD, LOGITS, SCALED
-from tests.test_shared_logits import OP, sites_of
+from tests.test_shared_logits import OP, check_accuracy, sites_of
 from tests.test_shared_logits import check as check_outcome
 from tests.test_shared_logits import outcome as outcome_of
 
@@ -193,14 +192,7 @@ class TestRecognition:
     @pytest.mark.parametrize("name", ["hard_and_soft", "minitron", "jensen_shannon", "soft_caps"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_accuracy(self, name, dtype):
-        function, inputs = FORMS[name], problem(dtype)
-        wide = [t.detach().double() if t.is_floating_point() else t for t in inputs]
-        wide[:2] = [t.requires_grad_() for t in wide[:2]]
-        ours = outcome(torch.compile(function, backend="compile_losses"), inputs)
-        for result, eager, exact in zip(
-            ours, outcome(function, inputs), outcome(function, wide), strict=True
-        ):
-            assert_accurate(result, eager, exact)
+        check_accuracy(FORMS[name], problem(dtype), trained=2)
 
     def test_the_reason_why_a_teacher_is_held(self):
         (site,) = sites_of(of_given_logits, problem())

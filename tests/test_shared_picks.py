@@ -10,10 +10,9 @@ import torch.nn.functional as F
 
 import compile_losses
 from compile_losses.linear import linear_top_k_kl_div
-from tests.accuracy import assert_accurate
 from tests.linear_problems import largest_allocation
 from tests.test_row_gradients import AGAIN, BATCH, CLASSES, IN_THE_FORWARD, LOGITS, TOKENS, problem
-from tests.test_shared_logits import check, entropy_of, outcome, sites_of
+from tests.test_shared_logits import check, check_accuracy, entropy_of, outcome, sites_of
 
 pytestmark = pytest.mark.usefixtures("no_code", "chunks", "kernels_for_small_losses")
 
@@ -218,14 +217,7 @@ def test_function_of_this_package():
 @pytest.mark.parametrize("name", ["cross_entropy_of_picks", "with_hard_labels", "renormalised"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_accuracy(name, dtype):
-    function, inputs = BY_ROW[name], sparse_problem(dtype)
-    wide = [t.double() if t.is_floating_point() else t for t in inputs]
-    wide = [t.detach().requires_grad_(i.requires_grad) for t, i in zip(wide, inputs, strict=True)]
-    ours = outcome(torch.compile(function, backend="compile_losses"), inputs)
-    for result, eager, exact in zip(
-        ours, outcome(function, inputs), outcome(function, wide), strict=True
-    ):
-        assert_accurate(result, eager, exact)
+    check_accuracy(BY_ROW[name], sparse_problem(dtype))
 
 
 def of_other_rows(h, w, labels, mask, teacher, index):

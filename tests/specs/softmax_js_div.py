@@ -81,10 +81,7 @@ SPEC = Spec(
     torch_loss=torch_loss,
     exact_loss=exact_loss,
     samples=samples,
-    operands=lambda rows=4, cols=5, dtype=torch.float64: (
-        torch.randn(rows, cols, dtype=dtype),
-        torch.randn(rows, cols, dtype=dtype),
-    ),
+    operands=softmaxes.operands,
     matches=MATCHES,
     near_misses=NEAR_MISSES,
     broadcasts=False,

@@ -106,3 +106,7 @@ def samples(device: str, dtype: torch.dtype, **options: Any) -> Iterator[Sample]
             yield sample("float32 target", x, t.float())
             yield sample("float32 input", x.float(), t)
         yield sample("no rows", logits(0, 37), logits(0, 37))
+
+
+def operands(rows=4, cols=5, dtype=torch.float64):
+    return torch.randn(rows, cols, dtype=dtype), torch.randn(rows, cols, dtype=dtype)
