@@ -10,8 +10,8 @@ from torch.fx import Node
 
 from compile_losses.lower.cost import MATMULS, hint_of
 from compile_losses.lower.fused_calls import fused_call
-from compile_losses.lower.node_order import is_movable
 from compile_losses.lower.node_relations import depends_on, graph_outputs, storage_of
+from compile_losses.node_order import is_movable
 from compile_losses.ops.checks import CASTS
 from compile_losses.torch_internals.inductor import config, donated_inputs
 from compile_losses.torch_internals.ops import tree_leaves

@@ -32,7 +32,6 @@ from torch.fx.node import map_arg
 
 from compile_losses.lower.fused_calls import Loss, fused_call, fused_op
 from compile_losses.lower.known_factors import emit, factor_of
-from compile_losses.lower.node_order import move_before
 from compile_losses.lower.node_relations import (
     depends_on_tangents,
     graph_outputs,
@@ -41,6 +40,7 @@ from compile_losses.lower.node_relations import (
     readers_of,
     storage_of,
 )
+from compile_losses.node_order import move_before
 from compile_losses.ops.checks import REDUCTIONS, same_shape
 from compile_losses.torch_internals.graphs import EAGER_VALUES, RECOMPUTE
 from compile_losses.torch_internals.inductor import (

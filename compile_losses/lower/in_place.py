@@ -37,8 +37,8 @@ from compile_losses.lower.fused_calls import (
     is_elementwise,
 )
 from compile_losses.lower.gradient_in_forward import SAVED
-from compile_losses.lower.node_order import later_sources
 from compile_losses.lower.node_relations import is_fused_into_readers
+from compile_losses.node_order import later_sources
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.graphs import EAGER_VALUES

@@ -36,10 +36,10 @@ from compile_losses.lower.held_logits import (
     take_logits_back,
 )
 from compile_losses.lower.known_factors import emit, factor_of
-from compile_losses.lower.node_order import move_before
 from compile_losses.lower.node_relations import depends_on, depends_on_tangents
 from compile_losses.lower.row_gradients import RowGradients, row_gradients, values_of
 from compile_losses.lower.shared_with_forward import save
+from compile_losses.node_order import move_before
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, plan
 from compile_losses.ops.linear.row_divergences import buffers as buffers_of

@@ -35,8 +35,8 @@ from torch.fx.node import map_arg
 
 from compile_losses.lower.elementwise.find import IN_ORDER, cone_of, linear_part
 from compile_losses.lower.known_factors import has_one_element, is_one_number
-from compile_losses.lower.node_order import move_before
 from compile_losses.lower.node_relations import depends_on
+from compile_losses.node_order import move_before
 from compile_losses.ops.checks import same_shape
 from compile_losses.ops.linear.row_function import (
     COLUMN,

@@ -6,10 +6,14 @@ losses read besides may be made only after that, and there it must be known.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.fx import Node
 
+from compile_losses import node_order
+from compile_losses.node_order import later_sources
 from compile_losses.recognize.aten_replay import AtenReplay
 from compile_losses.recognize.memory import memory_of
 from compile_losses.recognize.symbolic_tensors import Value, example
@@ -21,29 +25,12 @@ _FACTORIES = (torch.arange, torch.full, torch.ones, torch.tensor, torch.zeros)
 
 def move_before(nodes: list[Node], place: Node, replay: AtenReplay) -> bool:
     """Moves what ``nodes`` are made of to before a place; False where that can't be done."""
-    late = _late(nodes, place)
-    last = late[-1] if late else place
+    *_, last = later_sources(nodes, place) or [place]
     memory = memory_of(place.graph)
     writers = [writer for each in memory.writers.values() for writer in each]
     if memory.unexplained or any(place < w and w < last for w in writers):
         return False
-    if place in late or not all(_is_fixed(node, replay) for node in late):
-        return False
-    for node in late:
-        place.prepend(node)
-    return True
-
-
-def _late(nodes: list[Node], place: Node) -> list[Node]:
-    """Nodes and what they are made of, as far as that does not come before a place; in order."""
-    found: set[Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found and not node < place:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return sorted(found)
+    return node_order.move_before(nodes, place, partial(_is_fixed, replay=replay))
 
 
 def _is_fixed(node: Node, replay: AtenReplay) -> bool:

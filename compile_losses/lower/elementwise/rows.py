@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ from torch.fx import Node
 from compile_losses.device_constants import constants_of
 from compile_losses.lower.cost import hint_of
 from compile_losses.lower.elementwise.find import Part
-from compile_losses.lower.node_order import move_before
 from compile_losses.lower.node_relations import is_generated, is_view
+from compile_losses.node_order import move_before
 from compile_losses.torch_internals.graphs import EAGER_VALUES
 
 aten = torch.ops.aten
@@ -162,8 +163,7 @@ def rows_to_keep(sums: Sequence[Sum], gradients: Part) -> Rows | str | None:
     constants = constants_of(sums[0].node.meta["val"].device)
     if not constants.merges_loops:
         return None
-    order = {node: i for i, node in enumerate(sums[0].node.graph.nodes)}
-    found = min(sums, key=lambda each: order[each.node])
+    found = min(sums, key=attrgetter("node"))  # the first in the graph
     value: Tensor = found.node.all_input_nodes[0].meta["val"]
     shape = found.shape or tuple(value.shape)
     values = [gradient.meta["val"] for gradient in gradients.gradients]
