@@ -95,12 +95,12 @@ class Row:
 
     def __str__(self) -> str:
         return (
-            f"{self.shape:<22}{self.contender:<24}{self.ms:>9}{self.ratio:>8}{self.range:>13}"
+            f"{self.shape:<30}{self.contender:<24}{self.ms:>9}{self.ratio:>8}{self.range:>13}"
             f"{self.peak_mib:>10}  {self.reason}"
         )
 
 
-HEADER = f"{'shape':<22}{'contender':<24}{'ms':>9}{'ratio':>8}{'range':>13}{'MiB':>10}"
+HEADER = f"{'shape':<30}{'contender':<24}{'ms':>9}{'ratio':>8}{'range':>13}{'MiB':>10}"
 
 
 class Results:
@@ -113,8 +113,8 @@ class Results:
 
     def add(self, rows: Iterable[Row], *, write: bool = True) -> None:
         """The rows of contenders that were tried; one that does not run here has no line."""
-        self.added += rows
-        self.rows |= {row.key: row for row in self.added if not row.reason.startswith("not run")}
+        self.added += [row for row in rows if not row.reason.startswith("not run")]
+        self.rows |= {row.key: row for row in self.added}
         if write:
             report.write(self.path, Row, self.rows.values())
 

@@ -11,7 +11,7 @@ import compile_losses
 import compile_losses.functional as F
 from compile_losses.ops.softmax_kl_div import reference
 from compile_losses.ops.vocabulary_parallel_divergence import merged
-from tests.accuracy import assert_accurate
+from tests.accuracy import RATIO, assert_accurate
 from tests.constants import set_constants
 from tests.distributed.test_communication import GATHER, collectives, dtensor
 from tests.distributed.test_exact import check, rand
@@ -196,9 +196,14 @@ def test_accuracy(dtype, reverse, device, monkeypatch):
     ours = of_shards(*tensors, grad, reverse=reverse)
     eager = of_torch(*tensors, grad, reverse=reverse)
     exact = of_torch(*(t.double() for t in tensors), grad.double(), reverse=reverse)
+    # Torch's results in float64 are the reference: there its errors in float32 count.
+    rounded = [t.float() for t in (*tensors, grad)]
+    low = of_torch(*rounded, reverse=reverse)
+    near = of_torch(*(t.double() for t in rounded), reverse=reverse)
     for i, triple in enumerate(zip(ours, eager, exact, strict=True)):
         assert triple[0].dtype == (dtype if i else wide)
-        assert_accurate(*triple, f"result {i}")
+        like = RATIO * (low[i] - near[i]).abs().max().item() if dtype == torch.float64 else 0.0
+        assert_accurate(*triple, f"result {i}", like)
 
 
 @pytest.mark.parametrize("bounds", [(10, 20), (37, 37)], ids=str)
