@@ -20,6 +20,16 @@ dtensor_log_probs         ``F.log_softmax`` of the logits of all classes, gather
 megatron_log_probs        Megatron-LM's and verl's scheme in torch's ops: four all-reduces, and the
                           softmax saved
 
+Contenders of ``divergence``, the Kullback-Leibler divergence from a teacher's layer of twice the
+features, sharded alike, at a temperature of 2:
+
+ours_divergence            ``compile_losses.linear_softmax_kl_div`` of DTensors: no logits are held
+ours_divergence_compiled   the same in a step compiled with ``backend="compile_losses"``
+ours_divergence_of_logits  two ``F.linear``, then ``softmax_kl_div``
+dtensor_divergence         ``F.kl_div`` of the logits of all classes, gathered as DTensors
+megatron_divergence        Megatron-LM's scheme in torch's ops: five all-reduces, and both softmaxes
+                           saved
+
 Every contender is first compared with float64 on every rank, over a few rows. The right ones are
 timed in turns; a sample is the step of the slowest rank. Peak memory is the largest of all ranks:
 above the memory in use before the step, less the gradients of hidden and of the rank's part of the
@@ -31,6 +41,7 @@ Rank 0 writes ``benchmarks/results/vocabulary-parallel-DEVICE.csv`` and a plot b
     torchrun --nproc-per-node 2 -m benchmarks.vocabulary_parallel --shape 8192x4096x128256
     torchrun --nproc-per-node 4 -m benchmarks.vocabulary_parallel --append
     torchrun --nproc-per-node 2 -m benchmarks.vocabulary_parallel --loss log_probs --append
+    torchrun --nproc-per-node 2 -m benchmarks.vocabulary_parallel --loss divergence --append
     torchrun --nproc-per-node 2 -m benchmarks.vocabulary_parallel --shape 64x16x1000 --check
 """
 
@@ -57,11 +68,13 @@ import compile_losses.functional as fused
 from benchmarks import linear_steps, plots, report
 from benchmarks.clock import Call, Clock, make_clock, time_in_turns
 from benchmarks.contenders import version_of
-from benchmarks.linear_steps import Loss, Row, Shape
+from benchmarks.linear_steps import Row, Shape
 from benchmarks.options import DTYPES, provenance
 from benchmarks.ranks import FailedError, Ranks
 
+Step = Callable[..., Any]  # of the tensors of its loss, see LOSSES
 SHAPES = (Shape(8192, 4096, 128_256),)
+TEMPERATURE = 2.0
 CHECKED_ROWS = 64  # in the check the whole weight is on every rank, in float64
 
 
@@ -106,6 +119,42 @@ def _stock_policy(logits: Any, target: Any) -> Tensor:
     logarithms = F.log_softmax(logits, -1)
     log_probs = logarithms.gather(-1, target.unsqueeze(-1)).squeeze(-1)
     return policy(log_probs, -(logarithms.exp() * logarithms).sum(-1))
+
+
+def _softened(logits: Any) -> Any:
+    """The logits over the temperature; what torch computes of bfloat16 is in float32."""
+    return (logits.float() if logits.dtype == torch.bfloat16 else logits) / TEMPERATURE
+
+
+def ours_divergence(
+    hidden: DTensor, weight: DTensor, taught: DTensor, teacher: DTensor
+) -> Tensor:
+    return compile_losses.linear_softmax_kl_div(
+        hidden, weight, taught, target_weight=teacher, temperature=TEMPERATURE
+    )
+
+
+def ours_divergence_of_logits(
+    hidden: DTensor, weight: DTensor, taught: DTensor, teacher: DTensor
+) -> Tensor:
+    logits, target = F.linear(hidden, weight), F.linear(taught, teacher)
+    return fused.softmax_kl_div(logits, target, "batchmean", temperature=TEMPERATURE)
+
+
+def stock_divergence(hidden: Any, weight: Any, taught: Any, teacher: Any) -> Tensor:
+    return _stock_divergence(F.linear(hidden, weight), F.linear(taught, teacher))
+
+
+def gathered_divergence(
+    hidden: DTensor, weight: DTensor, taught: DTensor, teacher: DTensor
+) -> Tensor:
+    pair: list[Any] = [F.linear(hidden, weight), F.linear(taught, teacher)]
+    return _stock_divergence(*(logits.redistribute(placements=[Replicate()]) for logits in pair))
+
+
+def _stock_divergence(logits: Any, target: Any) -> Tensor:
+    logarithms, wanted = (F.log_softmax(_softened(each), -1) for each in (logits, target))
+    return F.kl_div(logarithms, wanted, reduction="batchmean", log_target=True)
 
 
 def _megatron_softmax(
@@ -174,6 +223,34 @@ class MegatronLogProbs(torch.autograd.Function):
         return gradient.to(logits.dtype), None, None, None
 
 
+class MegatronDivergence(torch.autograd.Function):
+    """The mean divergence from the target's softmax to that of a rank's own logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, group: Any) -> Tensor:
+        logarithms = []
+        for each in (logits, target):
+            wide = _softened(each)
+            largest = wide.amax(-1, keepdim=True)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            wide = wide - largest
+            total = wide.exp().sum(-1, keepdim=True)
+            dist.all_reduce(total, group=group)
+            logarithms.append(wide.sub_(total.log_()))
+        probs, wanted = (each.exp() for each in logarithms)
+        loss = (wanted * (logarithms[1] - logarithms[0])).sum() / len(logits)
+        dist.all_reduce(loss, group=group)
+        ctx.save_for_backward(probs, wanted)
+        ctx.dtype = logits.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        probs, wanted = ctx.saved_tensors
+        factor = grad_output / (len(probs) * TEMPERATURE)
+        return probs.sub_(wanted).mul_(factor).to(ctx.dtype), None, None
+
+
 def _own_logits(hidden: DTensor, weight: DTensor, target: DTensor) -> tuple[Any, ...]:
     """A rank's own logits, and the other arguments of Megatron's functions."""
     mesh = weight.device_mesh
@@ -193,25 +270,43 @@ def megatron_log_probs(hidden: DTensor, weight: DTensor, target: DTensor) -> Ten
     return policy(*MegatronLogProbs.apply(*_own_logits(hidden, weight, target)))
 
 
-#: The losses, on one device.
-LOSSES: dict[str, Loss] = {"cross_entropy": stock, "log_probs": stock_log_probs}
+def megatron_divergence(
+    hidden: DTensor, weight: DTensor, taught: DTensor, teacher: DTensor
+) -> Tensor:
+    # The gradient of a replicated tensor is a part of the whole gradient.
+    own = F.linear(hidden.to_local(grad_placements=[Partial()]), weight.to_local())
+    target = F.linear(taught.to_local(), teacher.to_local())
+    return MegatronDivergence.apply(own, target, weight.device_mesh.get_group())
+
+
+#: The losses, on one device: of hidden, weight and the labels or, of a divergence, the teacher's
+#: hidden and weight.
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "cross_entropy": stock,
+    "log_probs": stock_log_probs,
+    "divergence": stock_divergence,
+}
 
 
 @dataclass(frozen=True)
 class Contender:
-    build: Callable[[], Loss]
+    build: Callable[[], Step]
     package: str
     context: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the step runs
     loss: str = "cross_entropy"
 
 
-def _compiled(function: Loss) -> Loss:
+def _compiled(function: Step) -> Step:
     # The check has fewer rows than the timed step, which would be compiled for any number of rows.
     return torch.compile(function, backend="compile_losses", dynamic=False)
 
 
-def _of_log_probs(build: Callable[[], Loss], package: str) -> Contender:
+def _of_log_probs(build: Callable[[], Step], package: str) -> Contender:
     return Contender(build, package, loss="log_probs")
+
+
+def _of_divergence(build: Callable[[], Step], package: str) -> Contender:
+    return Contender(build, package, loss="divergence")
 
 
 CONTENDERS: dict[str, Contender] = {
@@ -225,66 +320,105 @@ CONTENDERS: dict[str, Contender] = {
     "ours_log_probs_of_logits": _of_log_probs(lambda: ours_log_probs_of_logits, "compile_losses"),
     "dtensor_log_probs": _of_log_probs(lambda: gathered_log_probs, "torch"),
     "megatron_log_probs": _of_log_probs(lambda: megatron_log_probs, "torch"),
+    "ours_divergence": _of_divergence(lambda: ours_divergence, "compile_losses"),
+    "ours_divergence_compiled": _of_divergence(
+        lambda: _compiled(ours_divergence), "compile_losses"
+    ),
+    "ours_divergence_of_logits": _of_divergence(
+        lambda: ours_divergence_of_logits, "compile_losses"
+    ),
+    "dtensor_divergence": _of_divergence(lambda: gathered_divergence, "torch"),
+    "megatron_divergence": _of_divergence(lambda: megatron_divergence, "torch"),
 }
 
 
 class Problem:
-    """A step's tensors, the same on every rank; also the results of these losses in float64."""
+    """A step's tensors, the same on every rank; also the results of its losses in float64.
+
+    ``layers`` has the student's hidden states and weight and, if a loss is a divergence, the
+    teacher's. Of weights a rank has its own part.
+    """
 
     def __init__(
-        self, shape: Shape, dtype: torch.dtype, ranks: Ranks, losses: Collection[str] = ()
+        self, shape: Shape, dtype: torch.dtype, ranks: Ranks, losses: Collection[str], exact: bool
     ) -> None:
-        exact = bool(losses)
         self.shape, self.ranks, device = shape, ranks, ranks.device
         generator = torch.Generator(device).manual_seed(0)
         size, first = Shard.local_shard_size_and_offset(shape.classes, ranks.count, ranks.rank)
-        plain = torch.randn(
-            shape.rows, shape.hidden, dtype=dtype, device=device, generator=generator
+
+        def layer(features: int) -> tuple[Tensor, Tensor]:
+            plain = torch.randn(
+                shape.rows, features, dtype=dtype, device=device, generator=generator
+            )
+            # Drawn in parts, so that no rank holds the whole weight unless it is to be checked.
+            parts = []
+            for begin in range(0, shape.classes, 1024):
+                part = torch.randn(1024, features, device=device, generator=generator)
+                part = part[: shape.classes - begin].div_(features**0.5).to(dtype)
+                low, high = max(first - begin, 0), max(first + size - begin, 0)
+                parts.append(part if exact else part[low:high])
+            return plain, torch.cat(parts)
+
+        layers = [layer(shape.hidden)]
+        self.labels = torch.randint(
+            shape.classes, (shape.rows,), device=device, generator=generator
         )
-        scale = shape.hidden**-0.5
-        # Drawn in parts, so that no rank holds the whole weight unless it is to be checked.
-        parts = []
-        for begin in range(0, shape.classes, 1024):
-            part = torch.randn(1024, shape.hidden, device=device, generator=generator) * scale
-            part = part[: shape.classes - begin].to(dtype)
-            low, high = max(first - begin, 0), max(first + size - begin, 0)
-            parts.append(part if exact else part[low:high])
-        head = torch.cat(parts)
-        target = torch.randint(shape.classes, (shape.rows,), device=device, generator=generator)
+        if "divergence" in losses:
+            layers.append(layer(2 * shape.hidden))
         own = slice(first, first + size) if exact else slice(None)
-        self.shards = (plain, head[own], target)
+        self.layers = [(plain, weight[own]) for plain, weight in layers]
         self.exact: dict[str, tuple[Tensor, ...]] = {}
         self.allowed: dict[str, list[float]] = {}
-        for name in losses:
-            self.exact[name] = _gradients(name, plain.double(), head.double(), target, own)
-            eager = _gradients(name, plain, head, target, own)
+        for name in losses if exact else ():
+            wide = [(plain.double(), weight.double()) for plain, weight in layers]
+            self.exact[name] = self._gradients(name, wide, own)
+            eager = self._gradients(name, layers, own)
             self.allowed[name] = linear_steps.allowed_errors(self._errors(name, eager), dtype)
         self.place()
 
+    def _arguments(self, loss: str, layers: list[Any], labels: Any) -> tuple[Any, ...]:
+        return (*layers[0], *layers[1]) if loss == "divergence" else (*layers[0], labels)
+
+    def _gradients(
+        self, name: str, layers: list[tuple[Tensor, Tensor]], own: slice
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """On one device: the loss, hidden's gradient and a rank's part of the weight's gradient."""
+        hidden, weight = (tensor.detach().requires_grad_() for tensor in layers[0])
+        student = [(hidden, weight), *layers[1:]]
+        loss = LOSSES[name](*self._arguments(name, student, self.labels))
+        of_hidden, of_weight = torch.autograd.grad(loss, (hidden, weight))
+        return loss.detach(), of_hidden, of_weight[own].clone()
+
     def place(self) -> None:
         """Makes DTensors on the ranks' mesh, which changes after a failure."""
-        mesh, shape = self.ranks.mesh, self.shape
-        plain, own, target = self.shards
-        self.hidden = DTensor.from_local(plain, mesh, [Replicate()]).requires_grad_()
-        self.weight = DTensor.from_local(
-            own,
-            mesh,
-            [Shard(0)],
-            shape=torch.Size((shape.classes, shape.hidden)),
-            stride=(shape.hidden, 1),
-        ).requires_grad_()
-        self.target = DTensor.from_local(target, mesh, [Replicate()])
+        mesh, classes = self.ranks.mesh, self.shape.classes
+
+        def placed(plain: Tensor, own: Tensor) -> tuple[DTensor, DTensor]:
+            features = own.shape[1]
+            weight = DTensor.from_local(
+                own,
+                mesh,
+                [Shard(0)],
+                shape=torch.Size((classes, features)),
+                stride=(features, 1),
+            )
+            return DTensor.from_local(plain, mesh, [Replicate()]), weight
+
+        self.placed = [placed(*layer) for layer in self.layers]
+        self.hidden, self.weight = (tensor.requires_grad_() for tensor in self.placed[0])
+        self.target = DTensor.from_local(self.labels, mesh, [Replicate()])
 
     def clear(self) -> None:
         self.hidden.grad = self.weight.grad = None
 
-    def step(self, name: str, loss: Loss) -> Any:
-        with CONTENDERS[name].context():
-            value = loss(self.hidden, self.weight, self.target)
+    def step(self, name: str, loss: Step) -> Any:
+        contender = CONTENDERS[name]
+        with contender.context():
+            value = loss(*self._arguments(contender.loss, self.placed, self.target))
             value.backward()
         return value.detach()
 
-    def next_call(self, name: str, loss: Loss) -> Call:
+    def next_call(self, name: str, loss: Step) -> Call:
         self.clear()
         return partial(self.step, name, loss)
 
@@ -300,16 +434,6 @@ class Problem:
         return [linear_steps.relative_error(*pair) for pair in pairs]
 
 
-def _gradients(
-    name: str, hidden: Tensor, head: Tensor, target: Tensor, own: slice
-) -> tuple[Tensor, Tensor, Tensor]:
-    """On one device: the loss, hidden's gradient and a rank's part of the weight's gradient."""
-    factors = [tensor.detach().requires_grad_() for tensor in (hidden, head)]
-    loss = LOSSES[name](*factors, target)
-    of_hidden, of_head = torch.autograd.grad(loss, factors)
-    return loss.detach(), of_hidden, of_head[own].clone()
-
-
 def measure(
     shape: Shape,
     names: list[str],
@@ -321,8 +445,8 @@ def measure(
     """Figures of the contenders, in their order; without a clock they are only checked."""
     dtype = DTYPES[common["dtype"]]
     losses = dict.fromkeys(CONTENDERS[name].loss for name in names)
-    few = Problem(replace(shape, rows=CHECKED_ROWS), dtype, ranks, losses)
-    problem = few if clock is None else Problem(shape, dtype, ranks)
+    few = Problem(replace(shape, rows=CHECKED_ROWS), dtype, ranks, losses, exact=True)
+    problem = few if clock is None else Problem(shape, dtype, ranks, losses, exact=False)
     ready: dict[str, Callable[[], Call]] = {}
     rows: dict[str, Row] = {}
     for name in names:
@@ -345,7 +469,7 @@ def measure(
     del few
     if clock is None:
         return list(rows.values())
-    gradients = problem.shards[:2]
+    gradients = problem.layers[0]
     times = time_in_turns(list(ready.values()), clock, budget_s, ranks.largest)
     for name, samples in zip(ready, times, strict=True):
         peak = ranks.largest(linear_steps.peak_beside(ready[name], gradients, clock))

@@ -17,6 +17,10 @@ LOG_PROBS = (
     *("ours_log_probs", "ours_log_probs_compiled", "ours_log_probs_of_logits"),
     *("dtensor_log_probs", "megatron_log_probs"),
 )
+DIVERGENCES = (
+    *("ours_divergence", "ours_divergence_compiled", "ours_divergence_of_logits"),
+    *("dtensor_divergence", "megatron_divergence"),
+)
 SHAPE = "96x16x1001"
 
 
@@ -37,7 +41,7 @@ def rows(tmp_path_factory):
     return {row.contender: row for row in report.read(path, linear_steps.Row)}
 
 
-@pytest.mark.parametrize("name", [*OURS, "loss_parallel", "megatron", *LOG_PROBS])
+@pytest.mark.parametrize("name", [*OURS, "loss_parallel", "megatron", *LOG_PROBS, *DIVERGENCES])
 def test_figures(name, rows):
     row = rows[name]
     assert row.reason == ""
