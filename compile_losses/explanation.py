@@ -108,8 +108,7 @@ def explain_call(
                 if is_rewritten:
                     failure = f"no plan: {first_line(f'{type(error).__name__}: {error}')}"
         report.errors += [*found.errors, *filter(None, [failure])]
-        sites = [_planned(site, decisions) for site in found.sites]
-        for site in _with_elementwise(sites, decisions):
+        for site in planned(found.sites, decisions):
             if failure and site.status == "rewritten":
                 site = replace(site, details=(failure,))
             if report.graphs > 0 and OUTSIDE in site.reason:
@@ -139,6 +138,11 @@ def explain_call(
         reason for reason, count in counters["graph_break"].items() if count > breaks.get(reason, 0)
     ]
     return report
+
+
+def planned(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[Site]:
+    """The sites of a graph with the decisions of the passes about its losses."""
+    return _with_elementwise([_planned(site, decisions) for site in sites], decisions)
 
 
 def _planned(site: Site, decisions: Sequence[Decision]) -> Site:

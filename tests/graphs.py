@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import compile_fx
 from torch._inductor.virtualized import V
 
-from compile_losses import backend, inductor_passes
+from compile_losses import backend, explanation, inductor_passes
+from compile_losses.lower.decision import Decision
+from compile_losses.sites import Site
 
 
 class Head(nn.Module):
@@ -100,9 +103,46 @@ def interpret(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Inductor's passes without its code, which takes most of the time of a small test."""
     inner = partial(compile_fx.compile_fx, inner_compile=interpret)
-    with monkeypatch.context() as patch:
-        patch.setattr(compile_fx, "compile_fx", inner)
+    with monkeypatch.context() as patched:
+        patched.setattr(compile_fx, "compile_fx", inner)
         yield
+
+
+class Compiled:
+    """A compiled function that can tell what ``explain`` would tell of it.
+
+    Attributes:
+        options: as for the backend.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        torch._dynamo.reset()
+        self.options = options
+        self._compiled = torch.compile(function, backend=self._compile)
+        self._graphs: list[tuple[list[Site], list[Decision]]] = []
+
+    def _compile(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        decisions: list[Decision] = []  # those about a backward come when it is first called
+        kinds = {
+            slot: partial(kind, decisions=decisions)
+            for slot, kind in inductor_passes.LOWERING.items()
+        }
+        with patch.dict(inductor_passes.LOWERING, kinds):
+            compiled = backend.compile_losses(gm, inputs, options=self.options)
+        self._graphs.append((gm.meta["compile_losses"].sites, decisions))
+        return compiled
+
+    def __call__(self, *args: Any) -> Any:
+        return self._compiled(*args)
+
+    @property
+    def sites(self) -> list[Site]:
+        """The losses in what was compiled so far."""
+        return [
+            site
+            for found, decisions in self._graphs
+            for site in explanation.planned(found, decisions)
+        ]
 
 
 def step(model, function, inputs, factor=1.0):

@@ -240,24 +240,21 @@ class TestHeads:
     @pytest.mark.parametrize("name", FORMS)
     def test_gradients_in_the_forward(self, name):
         inputs = problem()
-        check(FORMS[name], inputs)
-        (site,) = sites_of(FORMS[name], inputs)
+        (site,) = check(FORMS[name], inputs)
         assert site.plan[0] == IN_THE_FORWARD
         assert site.reason.startswith(BOTH)
         assert "finite logits" in site.reason
 
     @pytest.mark.parametrize("name", FORMS)
     def test_verified(self, name):
-        check(FORMS[name], problem(), verify=True)
-        (site,) = sites_of(FORMS[name], problem(), verify=True)
+        (site,) = check(FORMS[name], problem(), verify=True)
         assert "not verified" not in site.notes
 
     @pytest.mark.parametrize("name", CHUNKED)
     def test_chunks_of_tokens(self, name):
         """Each is a head of its own."""
         inputs = problem()
-        check(CHUNKED[name], inputs)
-        sites = sites_of(CHUNKED[name], inputs)
+        sites = check(CHUNKED[name], inputs)
         assert [site.plan[0] for site in sites] == [IN_THE_FORWARD] * 2
 
     def test_infinities_of_the_reverse_divergence(self):
@@ -317,8 +314,7 @@ class TestHeads:
             return (each - each.mean()).square().mean()
 
         inputs = problem()
-        check(step, inputs)
-        (site,) = sites_of(step, inputs)
+        (site,) = check(step, inputs)
         assert site.plan[0] == LOGITS
 
     def test_no_logits_are_held(self):
@@ -345,8 +341,7 @@ class TestHeads:
             student, teacher = F.linear(h, w), taught(t, tw)
             return forward_terms(student, teacher).mean() + hard(teacher, labels)
 
-        check(loss, problem())
-        (site,) = sites_of(loss, problem())
+        (site,) = check(loss, problem())
         assert site.reason.startswith(STUDENT)
         assert "the teacher's logits are held: they have other readers" in site.reason
 
@@ -394,8 +389,7 @@ NEAR_MISSES = (
 def test_near_misses(function):
     """Their heads stay, and results are torch's."""
     inputs = problem()
-    check(function, inputs)
-    assert sites_of(function, inputs) == []
+    assert check(function, inputs) == []
 
 
 @pytest.mark.usefixtures("no_code", "chunks")

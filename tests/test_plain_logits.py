@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import compile_losses
-from compile_losses.explanation import explain_call
 from tests.accuracy import assert_accurate
 from tests.constants import set_constants
+from tests.graphs import Compiled
 from tests.test_shared_logits import (
     entropy_in_chunks,
     entropy_of,
@@ -223,9 +223,11 @@ def outcome(function, *inputs):
 
 
 def check(function, inputs, **options):
-    compiled = torch.compile(function, backend="compile_losses", options=options)
+    """Compares a compiled function with torch's; returns its sites by their ops."""
+    compiled = Compiled(function, **options)
     ours, torchs = outcome(compiled, *inputs), outcome(function, *inputs)
     torch.testing.assert_close(ours, torchs, rtol=1e-9, atol=1e-11)
+    return {site.op: site for site in compiled.sites}
 
 
 def sites_of(function, inputs):
@@ -235,8 +237,7 @@ def sites_of(function, inputs):
 @pytest.mark.parametrize("name", TAKEN)
 def test_one_call(name):
     inputs = problem()
-    check(TAKEN[name], inputs)
-    site = sites_of(TAKEN[name], inputs)[OP]
+    site = check(TAKEN[name], inputs)[OP]
     assert site.status == "rewritten"
     assert site.plan[0] == "kernel"
 
@@ -244,17 +245,14 @@ def test_one_call(name):
 @pytest.mark.parametrize("name", TAKEN)
 def test_verified(name):
     inputs = problem()
-    check(TAKEN[name], inputs, verify=True)
-    report = explain_call(TAKEN[name], inputs, options={"verify": True})
-    (site,) = (site for site in report.losses if site.op == OP)
+    site = check(TAKEN[name], inputs, verify=True)[OP]
     assert "not verified" not in site.notes
 
 
 @pytest.mark.parametrize("name", LEFT)
 def test_near_misses(name):
     inputs = problem()
-    check(LEFT[name], inputs)
-    assert OP not in sites_of(LEFT[name], inputs)
+    assert OP not in check(LEFT[name], inputs)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -287,11 +285,9 @@ def test_of_a_layer_whose_output_is_returned():
 
     h, w = (torch.randn(*s, 8, dtype=torch.float64) for s in ((BATCH, TOKENS), (CLASSES,)))
     inputs = h.requires_grad_(), w.requires_grad_(), torch.randint(CLASSES, (BATCH, TOKENS))
-    check(function, inputs)
-    assert OP not in sites_of(function, inputs)
+    assert OP not in check(function, inputs)
     with torch.no_grad():
-        check(function, inputs)
-        assert OP in sites_of(function, inputs)
+        assert OP in check(function, inputs)
 
 
 def test_the_gradient_lies_over_logits_that_nothing_else_needs():
@@ -302,8 +298,7 @@ def test_the_gradient_lies_over_logits_that_nothing_else_needs():
 
     h, w = (torch.randn(*s, 8, dtype=torch.float64) for s in ((BATCH, TOKENS), (CLASSES,)))
     inputs = h.requires_grad_(), w.requires_grad_(), torch.randint(CLASSES, (BATCH, TOKENS))
-    check(function, inputs)
-    assert sites_of(function, inputs)[OP].plan == ("kernel", "gradient in place")
+    assert check(function, inputs)[OP].plan == ("kernel", "gradient in place")
 
 
 @pytest.mark.parametrize(
@@ -338,8 +333,7 @@ def test_inference():
 def test_rows_that_do_not_lie_evenly():
     x = torch.randn(BATCH, TOKENS + 1, CLASSES, dtype=torch.float64)[:, :-1].requires_grad_()
     t = torch.randint(CLASSES, (BATCH, TOKENS))
-    check(without_loops, (x, t))
-    sites = sites_of(without_loops, (x, t))
+    sites = check(without_loops, (x, t))
     assert OP not in sites
     assert "read apart: the logits would have to be copied" in sites["cross_entropy"].reason
 
@@ -394,8 +388,7 @@ def test_numbers_have_no_classes(name, of_a_layer):
 
     shapes = [(5,), (5,)] if of_a_layer else [()]
     inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
-    check(function, inputs)
-    assert sites_of(function, inputs) == {}
+    assert check(function, inputs) == {}
 
 
 def test_switched_off(monkeypatch):

@@ -215,24 +215,21 @@ BY_ROW = {
 @pytest.mark.parametrize("name", BY_ROW)
 def test_gradients_in_the_forward(name):
     inputs = problem()
-    check(BY_ROW[name], inputs, tolerance=1e-12)
-    (site,) = sites_of(BY_ROW[name], inputs)
+    (site,) = check(BY_ROW[name], inputs, tolerance=1e-12)
     assert site.plan[0] == IN_THE_FORWARD
 
 
 @pytest.mark.parametrize("name", BY_ROW)
 def test_verified(name):
     inputs = problem()
-    check(BY_ROW[name], inputs, verify=True, tolerance=1e-12)
-    (site,) = sites_of(BY_ROW[name], inputs, verify=True)
+    (site,) = check(BY_ROW[name], inputs, verify=True, tolerance=1e-12)
     assert "not verified" not in site.notes
 
 
 @pytest.mark.parametrize("name", BY_ROW)
 def test_frozen_heads(name):
     inputs = problem(frozen=True)
-    check(BY_ROW[name], inputs, tolerance=1e-12)
-    (site,) = sites_of(BY_ROW[name], inputs)
+    (site,) = check(BY_ROW[name], inputs, tolerance=1e-12)
     assert site.plan[0] == IN_THE_FORWARD
 
 
@@ -304,8 +301,7 @@ PREFERENCES = {
 def test_preferences(options, plan, frozen, name):
     """The gradient of a row depends on its whole sequence, so that no forward can compute it."""
     function, inputs = PREFERENCES[name], problem(frozen=frozen)
-    check(function, inputs, tolerance=1e-12, **options)
-    (site,) = sites_of(function, inputs, **options)
+    (site,) = check(function, inputs, tolerance=1e-12, **options)
     assert site.plan[0] == plan
 
 
@@ -370,8 +366,7 @@ def test_masked_classes():
         logits = F.linear(h, w, bias)
         return cross_entropy(logits, labels) + cross_entropy(logits[1:], others[1:])
 
-    check(step, [h, w], tolerance=1e-12)
-    (site,) = sites_of(step, [h, w])
+    (site,) = check(step, [h, w], tolerance=1e-12)
     assert site.plan[0] == IN_THE_FORWARD
 
 
@@ -483,8 +478,7 @@ NEAR_MISSES = (
 @pytest.mark.parametrize("function", NEAR_MISSES, ids=lambda f: f.__name__)
 def test_near_misses(function):
     inputs = problem()
-    check(function, inputs, tolerance=1e-12)
-    assert not any(site.status == "rewritten" for site in sites_of(function, inputs))
+    assert not any(site.status == "rewritten" for site in check(function, inputs, tolerance=1e-12))
 
 
 def drawn(h, w, labels, mask, advantages, old):
@@ -585,6 +579,5 @@ def test_drawn_functions(seed):
 
     inputs = problem(frozen=seed % 4 == 3)
     for options in ({}, {"prefer_memory": True}):
-        check(step, inputs, **options)
-    (site,) = sites_of(step, inputs)
-    assert site.status == "rewritten"
+        (site,) = check(step, inputs, **options)
+        assert site.status == "rewritten"

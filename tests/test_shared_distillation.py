@@ -171,22 +171,19 @@ class TestRecognition:
     @pytest.mark.parametrize("name", FORMS)
     def test_gradients_in_the_forward(self, name):
         inputs = problem()
-        check(FORMS[name], inputs)
-        (site,) = sites_of(FORMS[name], inputs)
+        (site,) = check(FORMS[name], inputs)
         assert site.plan[0] == IN_THE_FORWARD
         assert site.reason.startswith(STUDENT if name == "of_given_logits" else BOTH)
 
     @pytest.mark.parametrize("name", FORMS)
     def test_verified(self, name):
-        check(FORMS[name], problem(), verify=True)
-        (site,) = sites_of(FORMS[name], problem(), verify=True)
+        (site,) = check(FORMS[name], problem(), verify=True)
         assert "not verified" not in site.notes
 
     @pytest.mark.parametrize("name", ["hard_and_soft", "minitron"])
     def test_frozen_heads(self, name):
         inputs = problem(frozen=True)
-        check(FORMS[name], inputs)
-        (site,) = sites_of(FORMS[name], inputs)
+        (site,) = check(FORMS[name], inputs)
         assert site.plan[0] in (IN_THE_FORWARD, SCALED)
 
     @pytest.mark.parametrize("name", ["hard_and_soft", "minitron", "jensen_shannon", "soft_caps"])
@@ -221,8 +218,7 @@ class TestRecognition:
             return (each - each.mean()).square().mean() + hard(student, labels) + entropy.mean()
 
         inputs = problem()
-        check(step, inputs)
-        (site,) = sites_of(step, inputs)
+        (site,) = check(step, inputs)
         assert site.plan[0] == LOGITS
 
     def test_soft_caps_of_other_rows(self):
@@ -233,8 +229,7 @@ class TestRecognition:
             return (each - each.mean()).square().mean() + hard(student, labels)
 
         inputs = problem()
-        check(step, inputs)
-        (site,) = sites_of(step, inputs)
+        (site,) = check(step, inputs)
         assert site.plan[0] == LOGITS
 
     def test_soft_targets_of_other_rows(self):
@@ -246,8 +241,7 @@ class TestRecognition:
             return (each - each.mean()).square().mean() + each.mean()
 
         inputs = problem()
-        check(step, inputs)
-        (site,) = sites_of(step, inputs)
+        (site,) = check(step, inputs)
         assert site.plan[0] == LOGITS
         assert BOTH in site.reason
 
@@ -262,8 +256,7 @@ class TestRecognition:
                 ).entropy()
             return soft(student, taught(t, tw)), entropy.mean()
 
-        check(step, problem())
-        assert len(sites_of(step, problem())) == 1
+        assert len(check(step, problem())) == 1
 
     def test_no_logits_are_held(self):
         """Of 8000 classes a chunk of 16 rows at a time of student and teacher, and the gradient of

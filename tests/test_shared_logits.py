@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import compile_losses
 from compile_losses.explanation import explain_call
 from tests.accuracy import assert_accurate
+from tests.graphs import Compiled
 from tests.linear_problems import largest_allocation
 from tests.test_row_gradients import AGAIN, CLASSES, IN_THE_FORWARD, LOGITS, SCALED, problem
 
@@ -242,10 +243,11 @@ def sites_of(function, inputs, **options):
 
 
 def check(function, inputs, *, trained=None, tolerance=1e-11, **options):
-    torch._dynamo.reset()
-    compiled = torch.compile(function, backend="compile_losses", options=options)
+    """Compares a compiled step with torch's; returns its sites of a head."""
+    compiled = Compiled(function, **options)
     expected, found = (outcome(f, inputs, trained) for f in (function, compiled))
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    return [site for site in compiled.sites if site.op == OP]
 
 
 def check_accuracy(function, inputs, trained=None):
@@ -261,25 +263,32 @@ def check_accuracy(function, inputs, trained=None):
 @pytest.mark.parametrize("name", BY_ROW)
 def test_gradients_in_the_forward(name):
     inputs = problem()
-    check(BY_ROW[name], inputs)
-    (site,) = sites_of(BY_ROW[name], inputs)
+    (site,) = check(BY_ROW[name], inputs)
     assert site.plan[0] == IN_THE_FORWARD
     assert site.reason.startswith("absorbed a linear layer")
+
+
+@pytest.mark.parametrize("name", ["grpo_in_loops", "two_cross_entropies", "token_accuracy"])
+def test_explain_tells_of_the_compiled_step(name):
+    inputs = problem()
+
+    def told(sites):
+        return [(s.op, s.status, s.reason, s.plan, s.details, s.notes) for s in sites]
+
+    assert told(check(BY_ROW[name], inputs)) == told(sites_of(BY_ROW[name], inputs))
 
 
 @pytest.mark.parametrize("name", BY_ROW)
 def test_verified(name):
     inputs = problem()
-    check(BY_ROW[name], inputs, verify=True)
-    (site,) = sites_of(BY_ROW[name], inputs, verify=True)
+    (site,) = check(BY_ROW[name], inputs, verify=True)
     assert "not verified" not in site.notes
 
 
 @pytest.mark.parametrize("name", BY_ROW)
 def test_frozen_heads(name):
     inputs = problem(frozen=True)
-    check(BY_ROW[name], inputs)
-    (site,) = sites_of(BY_ROW[name], inputs)
+    (site,) = check(BY_ROW[name], inputs)
     assert site.plan[0] in (IN_THE_FORWARD, SCALED)
 
 
@@ -310,8 +319,7 @@ def of_other_rows(h, w, labels, mask, advantages, old):
 @pytest.mark.parametrize(("options", "plan"), [({}, LOGITS), ({"prefer_memory": True}, AGAIN)])
 def test_gradients_of_other_rows(options, plan, function):
     inputs = problem()
-    check(function, inputs, **options)
-    (site,) = sites_of(function, inputs, **options)
+    (site,) = check(function, inputs, **options)
     assert site.plan[0] == plan
 
 
@@ -491,8 +499,7 @@ NEAR_MISSES = (
 @pytest.mark.parametrize("function", NEAR_MISSES, ids=lambda f: f.__name__)
 def test_near_misses(function):
     inputs = problem()
-    check(function, inputs)
-    assert sites_of(function, inputs) == []
+    assert check(function, inputs) == []
 
 
 def test_a_scaled_layer():
@@ -551,5 +558,4 @@ def test_drawn_functions(seed):
         return (total * mask).sum() / mask.sum() + 0.1 * entropy_of(logits).mean()
 
     inputs = problem()
-    check(step, inputs)
-    assert len(sites_of(step, inputs)) == 1
+    assert len(check(step, inputs)) == 1

@@ -179,8 +179,7 @@ BY_ROW = {
 @pytest.mark.parametrize("name", BY_ROW)
 def test_gradients_in_the_forward(name):
     inputs = sparse_problem()
-    check(BY_ROW[name], inputs)
-    (site,) = sites_of(BY_ROW[name], inputs)
+    (site,) = check(BY_ROW[name], inputs)
     assert "several classes" in site.reason
     assert site.plan[0] == IN_THE_FORWARD
 
@@ -188,16 +187,14 @@ def test_gradients_in_the_forward(name):
 @pytest.mark.parametrize("name", BY_ROW)
 def test_verified(name):
     inputs = sparse_problem()
-    check(BY_ROW[name], inputs, verify=True)
-    (site,) = sites_of(BY_ROW[name], inputs, verify=True)
+    (site,) = check(BY_ROW[name], inputs, verify=True)
     assert "not verified" not in site.notes
 
 
 @pytest.mark.parametrize("name", BY_ROW)
 def test_frozen_heads(name):
     inputs = sparse_problem(frozen=True)
-    check(BY_ROW[name], inputs)
-    (site,) = sites_of(BY_ROW[name], inputs)
+    (site,) = check(BY_ROW[name], inputs)
     assert site.plan[0] == IN_THE_FORWARD
 
 
@@ -245,8 +242,7 @@ def of_two_parts(h, w, labels, mask, teacher, index):
 @pytest.mark.parametrize(("options", "plan"), [({}, LOGITS), ({"prefer_memory": True}, AGAIN)])
 def test_gradients_in_the_backward(options, plan, frozen, function):
     inputs = sparse_problem(frozen=frozen)
-    check(function, inputs, **options)
-    (site,) = sites_of(function, inputs, **options)
+    (site,) = check(function, inputs, **options)
     assert site.plan[0] == plan
 
 
@@ -333,8 +329,7 @@ def test_teacher_in_the_graph():
         student = F.log_softmax(F.linear(h, w), -1).gather(-1, index)
         return masked_mean((teacher.exp() * (teacher - student)).sum(-1), mask)
 
-    check(step, [h, w])
-    (site,) = [s for s in sites_of(step, [h, w]) if s.status == "rewritten"]
+    (site,) = [s for s in check(step, [h, w]) if s.status == "rewritten"]
     assert "several classes" in site.reason
 
 
@@ -446,8 +441,7 @@ NEAR_MISSES = (
 @pytest.mark.parametrize("function", NEAR_MISSES, ids=lambda f: f.__name__)
 def test_near_misses(function):
     inputs = sparse_problem()
-    check(function, inputs)
-    assert not any(site.status == "rewritten" for site in sites_of(function, inputs))
+    assert not any(site.status == "rewritten" for site in check(function, inputs))
 
 
 def test_a_dense_teacher():
@@ -510,6 +504,5 @@ def test_drawn_functions(seed):
 
     # As many classes as tokens, batches or neither: shapes that could be taken for each other.
     inputs = sparse_problem(count=draw.choice((BATCH, COUNT, TOKENS)))
-    check(step, inputs)
-    (site,) = sites_of(step, inputs)
+    (site,) = check(step, inputs)
     assert site.status == "rewritten"
