@@ -11,7 +11,7 @@ import csv
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from benchmarks.report import ROOT
 
@@ -140,8 +140,10 @@ def front() -> str:
     return f"{table}\nMemory is what is held above inputs. {sources}.\n"
 
 
-def _cases(name: str, contenders: Sequence[str]) -> str:
-    rows = rows_of(name)
+def _cases(
+    name: str, contenders: Sequence[str], passes: Collection[str] = ("fwd", "fwd_bwd")
+) -> str:
+    rows = [row for row in rows_of(name) if row["pass"] in passes]
     found: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
     for row in rows:
         key = row["case"], row["shape"], row["dtype"], row["pass"]
@@ -161,6 +163,11 @@ def _cases(name: str, contenders: Sequence[str]) -> str:
 
 def cases_gpu() -> str:
     return _cases("nvidia-h200.csv", tuple(_CONTENDERS))
+
+
+def cases_h100() -> str:
+    names = [name for name in _CONTENDERS if name not in ("eager", "ours_eager", "ours_kernel")]
+    return _cases("nvidia-h100.csv", names, ("fwd_bwd",))
 
 
 def cases_cpu() -> str:
@@ -310,6 +317,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         front,
         cases_gpu,
+        cases_h100,
         cases_cpu,
         linear,
         linear_h100,

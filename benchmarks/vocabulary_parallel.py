@@ -126,9 +126,7 @@ def _softened(logits: Any) -> Any:
     return (logits.float() if logits.dtype == torch.bfloat16 else logits) / TEMPERATURE
 
 
-def ours_divergence(
-    hidden: DTensor, weight: DTensor, taught: DTensor, teacher: DTensor
-) -> Tensor:
+def ours_divergence(hidden: DTensor, weight: DTensor, taught: DTensor, teacher: DTensor) -> Tensor:
     return compile_losses.linear_softmax_kl_div(
         hidden, weight, taught, target_weight=teacher, temperature=TEMPERATURE
     )
