@@ -153,7 +153,8 @@ def _draw(rows: list[linear_steps.Row], path: Path) -> None:
             if row.shape.startswith(name)
         ]
         if lines:
-            print(f"wrote {plots.plot_steps(lines, path.with_name(f'{path.stem}-{name}.png'))}")
+            file = path.with_name(f"{path.stem}-{name}.png")
+            print(f"wrote {plots.plot_steps(lines, file, plots.ABOVE_INPUTS)}")
 
 
 def _shapes(arguments: argparse.Namespace) -> list[Shape]:

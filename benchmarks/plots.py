@@ -27,7 +27,9 @@ OURS, OTHERS = "#d1495b", "#8d99ae"
 OTHER_LINES = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown")
 MOST_BARS = 8  # sizes; with more, lines
 LINES = {"ours_kernel": "-", "ours_compiled": "--", "ours_eager": ":"}
-FIGURES = {"ms": "ms a step", "peak_mib": "MiB above inputs and gradients"}  # of a step
+#: Of a step of a linear layer. Other benchmarks count the gradients as memory of the step.
+BESIDE_GRADIENTS = "MiB above inputs and gradients"
+ABOVE_INPUTS = "MiB above inputs"
 
 
 def draw(file: Path) -> None:
@@ -183,29 +185,36 @@ def _horizontal(
     axes.tick_params(labelsize=8)
 
 
-def plot_steps(rows: list[linear_steps.Row], path: Path) -> Path:
-    """Writes ``path``: time and peak memory of every contender; needs matplotlib."""
+def plot_steps(rows: list[linear_steps.Row], path: Path, memory: str = BESIDE_GRADIENTS) -> Path:
+    """Writes ``path``: time and peak memory of every contender; needs matplotlib.
+
+    Args:
+        memory: what the column of memory holds.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    figures = {"ms": "ms a step", "peak_mib": memory}
     problems = list(dict.fromkeys(row.problem for row in rows))
     size = _only_size(problems)
     count = len(problems) if size is None else 1
     figure, grid = pyplot.subplots(
         count,
-        len(FIGURES),
+        len(figures),
         figsize=(11, 1.1 + 2.3 * count if size is None else 4.5),
         squeeze=False,
         layout="constrained",
     )
     for axes_row, problem in zip(grid, problems, strict=size is None):
-        for axes, column in zip(axes_row, FIGURES, strict=True):
+        for axes, (column, label) in zip(axes_row, figures.items(), strict=True):
             if size is None:
                 _step_bars(axes, [row for row in rows if row.problem == problem], column)
+                axes.set_xlabel(label, fontsize=8)
             else:
                 _step_lines(axes, rows, column, size)
+                axes.set_ylabel(label)
     ranks = ", ".join(dict.fromkeys(_described(row)[1] for row in rows))
     figure.suptitle(f"{ranks}: {_source(rows)}", fontsize=10)
     figure.savefig(path, dpi=150)
@@ -234,7 +243,6 @@ def _step_bars(axes: Axes, rows: list[linear_steps.Row], column: str) -> None:
     labels = [figure or row.reason[:40] for figure, row in zip(figures, rows, strict=True)]
     _horizontal(axes, [row.contender for row in rows], figures, labels)
     axes.set_title(", ".join((rows[0].shape, *_described(rows[0]))), fontsize=9)
-    axes.set_xlabel(FIGURES[column], fontsize=8)
 
 
 def _step_lines(axes: Axes, rows: list[linear_steps.Row], column: str, size: int) -> None:
@@ -250,5 +258,4 @@ def _step_lines(axes: Axes, rows: list[linear_steps.Row], column: str, size: int
     axes.set_xscale("log", base=2)
     axes.set_title(_described(rows[0])[0], fontsize=9)
     axes.set_xlabel(fields(linear_steps.Shape)[size].name)
-    axes.set_ylabel(FIGURES[column])
     axes.legend(fontsize=8)

@@ -333,7 +333,8 @@ def _draw(rows: list[Row], path: Path) -> None:
             for row in rows
             if row.head == head
         ]
-        print(f"wrote {plots.plot_steps(lines, path.with_name(f'{path.stem}-{head}.png'))}")
+        file = path.with_name(f"{path.stem}-{head}.png")
+        print(f"wrote {plots.plot_steps(lines, file, plots.ABOVE_INPUTS)}")
 
 
 def _shapes(arguments: argparse.Namespace) -> list[Shape]:
