@@ -111,14 +111,24 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Compiled:
     """A compiled function that can tell what ``explain`` would tell of it.
 
-    Attributes:
+    Args:
+        fullgraph, dynamic: as for ``torch.compile``.
         options: as for the backend.
     """
 
-    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        fullgraph: bool = False,
+        dynamic: bool | None = None,
+        **options: Any,
+    ) -> None:
         torch._dynamo.reset()
-        self.options = options
-        self._compiled = torch.compile(function, backend=self._compile)
+        self._options = options
+        self._compiled = torch.compile(
+            function, backend=self._compile, fullgraph=fullgraph, dynamic=dynamic
+        )
         self._graphs: list[tuple[list[Site], list[Decision]]] = []
 
     def _compile(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -127,8 +137,11 @@ class Compiled:
             slot: partial(kind, decisions=decisions)
             for slot, kind in inductor_passes.LOWERING.items()
         }
-        with patch.dict(inductor_passes.LOWERING, kinds):
-            compiled = backend.compile_losses(gm, inputs, options=self.options)
+        with (
+            patch.dict(inductor_passes.LOWERING, kinds),
+            torch._inductor.config.patch(force_disable_caches=True),
+        ):
+            compiled = backend.compile_losses(gm, inputs, options=self._options)
         self._graphs.append((gm.meta["compile_losses"].sites, decisions))
         return compiled
 

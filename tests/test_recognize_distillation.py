@@ -16,7 +16,7 @@ from compile_losses.device_constants import constants_of
 from compile_losses.explanation import explain_call
 from tests.accuracy import assert_accurate
 from tests.constants import set_constants
-from tests.graphs import recorded
+from tests.graphs import Compiled, recorded
 from tests.linear_problems import largest_allocation
 
 ROWS, HIDDEN, OF_TEACHER, CLASSES = (2, 6), 8, 12, 50
@@ -224,10 +224,11 @@ def step(function, inputs):
 
 
 def compare(function, inputs, options=None, **tolerance):
-    torch._dynamo.reset()
+    """Compares a compiled step with torch's; returns its sites."""
     options = {"inner_backend": "aot_eager"} if options is None else options
-    compiled = torch.compile(function, backend="compile_losses", options=options)
+    compiled = Compiled(function, **options)
     torch.testing.assert_close(step(compiled, inputs), step(function, inputs), **tolerance)
+    return compiled.sites
 
 
 def only_site(function, inputs):
@@ -244,11 +245,10 @@ EXACT = [(name, torch.float64) for name in MATCHES if name not in CAST]
 def test_matches(name, dtype):
     function, op, layers = MATCHES[name]
     inputs = problem(dtype)
-    site = only_site(function, inputs)
+    tolerance = 1e-12 if dtype == torch.float64 else 5e-2 if name == "autocast" else 5e-5
+    (site,) = compare(function, inputs, rtol=tolerance, atol=tolerance)
     assert (site.op, site.status) == (op, "rewritten"), site
     assert f"absorbed {layers} and" in site.reason or site.reason.startswith(f"absorbed {layers}")
-    tolerance = 1e-12 if dtype == torch.float64 else 5e-2 if name == "autocast" else 5e-5
-    compare(function, inputs, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", [name for name in MATCHES if name != "autocast"])
@@ -256,12 +256,11 @@ def test_in_bfloat16(name):
     """As accurate as torch; a number that is rounded may keep the layers from being taken along."""
     function, op, _ = MATCHES[name]
     inputs = problem(torch.bfloat16)
-    assert only_site(function, inputs).op in (op, op.removeprefix("linear_"))
-    torch._dynamo.reset()
-    options = {"inner_backend": "aot_eager"}
-    compiled = torch.compile(function, backend="compile_losses", options=options)
+    compiled = Compiled(function, inner_backend="aot_eager")
     exact = [t.detach().double().requires_grad_(t.requires_grad) for t in inputs]
     found = step(compiled, inputs), step(function, inputs), step(function, exact)
+    (site,) = compiled.sites
+    assert site.op in (op, op.removeprefix("linear_"))
     for i, results in enumerate(zip(*found, strict=True)):
         if results[0] is None:
             assert results == (None, None, None)
@@ -352,11 +351,10 @@ DIVERGENCE_ALONE = {
 
 
 def check_alone(function, reason, inputs):
-    site = only_site(function, inputs)
+    (site,) = compare(function, inputs)
     assert (site.op, site.status) == ("softmax_kl_div", "rewritten"), site
     assert "without its linear layer: " in site.reason
     assert reason in site.reason, site.reason
-    compare(function, inputs)
 
 
 @pytest.mark.parametrize("name", DIVERGENCE_ALONE)
@@ -366,9 +364,8 @@ def test_divergence_alone(name):
 
 def test_never_taken_along():
     inputs = problem(torch.float64)
-    for site in compile_losses.explain(detached_student, *inputs).losses:
+    for site in compare(detached_student, inputs, rtol=1e-12, atol=1e-12):
         assert "linear" not in site.op
-    compare(detached_student, inputs, rtol=1e-12, atol=1e-12)
 
 
 def test_a_sum_that_is_no_divergence():
@@ -541,10 +538,9 @@ TOKENS = {
 def test_divergences_of_tokens(name, kind):
     reduce, plan = TOKENS[name]
     inputs, function = problem(torch.float64), masked(kind, reduce)
-    site = only_site(function, inputs)
+    (site,) = compare(function, inputs, {}, rtol=1e-12, atol=1e-12)
     assert site.op == (JS if kind == "mixture" else KL), site
     assert site.plan[0] == plan, site.plan
-    compare(function, inputs, {}, rtol=1e-12, atol=1e-12)
     # Without the passes on AOTAutograd's graphs the logits would be computed twice.
     site = next(
         n for n in graph_of(function, inputs, lowers=False).nodes if "fused" in str(n.target)
@@ -560,17 +556,15 @@ def test_divergences_of_tokens_of_a_frozen_head():
         return masked("forward", TOKENS["their softmax"][0])(h, w.detach(), b.detach(), t, tw, tb)
 
     inputs = problem(torch.float64)
-    assert only_site(loss, inputs).plan[0] == "gradient in forward, scaled by row"
-    compare(loss, inputs, {}, rtol=1e-12, atol=1e-12)
+    (site,) = compare(loss, inputs, {}, rtol=1e-12, atol=1e-12)
+    assert site.plan[0] == "gradient in forward, scaled by row"
 
 
 @pytest.mark.usefixtures("no_code")
 def test_divergences_of_tokens_with_memory_preferred():
     function, inputs = masked("forward", TOKENS["their softmax"][0]), problem(torch.float64)
     options = {"prefer_memory": True}
-    compare(function, inputs, options, rtol=1e-12, atol=1e-12)
-    torch._dynamo.reset()
-    (site,) = explain_call(function, inputs, options=options).losses
+    (site,) = compare(function, inputs, options, rtol=1e-12, atol=1e-12)
     assert site.plan[0] == "logits computed again"
 
 
@@ -631,5 +625,5 @@ def test_checkpointed():
         return checkpoint(question_answering, *inputs, use_reentrant=False)
 
     inputs = problem(torch.float64)
-    assert only_site(loss, inputs).op == KL
-    compare(loss, inputs, rtol=1e-12, atol=1e-12)
+    (site,) = compare(loss, inputs, rtol=1e-12, atol=1e-12)
+    assert site.op == KL

@@ -9,6 +9,7 @@ from torch import nn
 
 import compile_losses
 from tests.constants import set_constants
+from tests.graphs import Compiled
 
 ROWS, HIDDEN, CLASSES = (2, 6), 8, 50
 
@@ -132,10 +133,10 @@ def step(function, inputs):
 
 
 def compare(function, inputs, **tolerance):
-    torch._dynamo.reset()
-    options = {"inner_backend": "aot_eager"}
-    compiled = torch.compile(function, backend="compile_losses", options=options)
+    """Compares a compiled step with torch's; returns its sites."""
+    compiled = Compiled(function, inner_backend="aot_eager")
     torch.testing.assert_close(step(compiled, inputs), step(function, inputs), **tolerance)
+    return compiled.sites
 
 
 def only_site(function, inputs):
@@ -149,11 +150,11 @@ def test_matches(name, dtype):
     if dtype == torch.bfloat16 and name in ("options", "autocast of the loss"):
         pytest.skip(reason="torch itself refuses these in bfloat16")
     inputs = head(dtype)
-    site = only_site(MATCHES[name], inputs)
+    narrow = dtype == torch.bfloat16 or "autocast" in name
+    tolerance = {"rtol": 5e-2, "atol": 3e-2} if narrow else {}
+    (site,) = compare(MATCHES[name], inputs, **tolerance)
     assert (site.op, site.status) == ("linear_cross_entropy", "rewritten"), site
     assert "absorbed a linear layer" in site.reason
-    narrow = dtype == torch.bfloat16 or "autocast" in name
-    compare(MATCHES[name], inputs, **({"rtol": 5e-2, "atol": 3e-2} if narrow else {}))
 
 
 def returned(h, w, b, labels):
@@ -196,14 +197,13 @@ CROSS_ENTROPY_ALONE = {
 
 def check_alone(function, reason, inputs, **tolerance):
     """The loss alone is fused; without a reason there is no layer that was seen."""
-    site = only_site(function, inputs)
+    (site,) = compare(function, inputs, **tolerance)
     assert (site.op, site.status) == ("cross_entropy", "rewritten"), site
     if reason is None:
         assert "without its linear layer" not in site.reason
     else:
         assert "without its linear layer: " in site.reason
         assert reason in site.reason, site.reason
-    compare(function, inputs, **tolerance)
 
 
 @pytest.mark.parametrize("name", CROSS_ENTROPY_ALONE)
@@ -215,9 +215,8 @@ def test_cross_entropy_alone(name):
 @pytest.mark.parametrize("function", [logits_changed_in_place, cut, no_grad_layer])
 def test_never_taken_along(function):
     inputs = head()
-    for site in compile_losses.explain(function, *inputs).losses:
+    for site in compare(function, inputs):
         assert site.op == "cross_entropy"
-    compare(function, inputs)
 
 
 def test_float16_computes_its_logits_once():
@@ -277,8 +276,8 @@ def test_torchs_own_function():
         return function(h.view(-1, HIDDEN), w, labels.view(-1), linear_bias=b)
 
     inputs = head()
-    assert only_site(loss, inputs).op == "linear_cross_entropy"
-    compare(loss, inputs)
+    (site,) = compare(loss, inputs)
+    assert site.op == "linear_cross_entropy"
 
 
 def test_dynamic_shapes():
@@ -304,8 +303,8 @@ def test_sizes_of_the_logits_are_no_users():
     torch._dynamo.mark_dynamic(h, 0)
     torch._dynamo.mark_dynamic(t, 0)
     inputs = h.requires_grad_(), w.requires_grad_(), t
-    assert only_site(function, inputs).op == "linear_cross_entropy"
-    compare(function, inputs)
+    (site,) = compare(function, inputs)
+    assert site.op == "linear_cross_entropy"
 
 
 class Model(nn.Module):

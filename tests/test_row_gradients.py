@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import compile_losses
 from compile_losses.ops.linear.row_function import Operand, RowFunction, encode
 from tests.accuracy import SIMILAR, assert_accurate, similar
+from tests.graphs import Compiled
 from tests.linear_problems import known_text, largest_allocation, leaves
 
 BATCH, TOKENS, HIDDEN, CLASSES = 4, 18, 8, 37
@@ -224,11 +225,12 @@ def outcome(function, inputs, factor=3.0):
 
 
 def check(function, inputs, **options):
-    compiled = torch.compile(function, backend="compile_losses", options=options)
+    """Compares a compiled step with torch's; returns its sites."""
+    compiled = Compiled(function, **options)
     if inputs[0].dtype == torch.float64:
         pair = outcome(compiled, inputs), outcome(function, inputs)
         torch.testing.assert_close(*pair, rtol=1e-12, atol=1e-12)
-        return
+        return compiled.sites
     exact = [t.double() if t.is_floating_point() else t for t in inputs]
     exact = [t.detach().requires_grad_(g.requires_grad) for t, g in zip(exact, inputs, strict=True)]
     found = [outcome(compiled, inputs), outcome(function, inputs), outcome(function, exact)]
@@ -236,6 +238,7 @@ def check(function, inputs, **options):
     likes = likes[0] if likes else [0.0] * len(found[0])
     for i, (*results, like) in enumerate(zip(*found, likes, strict=True)):
         assert_accurate(*results, f"{function.__name__}, result {i}", like)
+    return compiled.sites
 
 
 def errors_on_similar(function, inputs):
@@ -253,8 +256,8 @@ def errors_on_similar(function, inputs):
     return [max(errors) for errors in zip(*worst, strict=True)]
 
 
-def plan_of(function, inputs):
-    (site,) = compile_losses.explain(function, *inputs).losses
+def only(sites):
+    (site,) = sites
     assert (site.op, site.status) == ("linear_cross_entropy", "rewritten"), site
     return site
 
@@ -263,16 +266,14 @@ def plan_of(function, inputs):
 @pytest.mark.parametrize("name", BY_ROW)
 def test_in_the_forward(name, dtype, device):
     inputs = problem(dtype, device=device)
-    check(BY_ROW[name], inputs)
-    assert plan_of(BY_ROW[name], inputs).plan[0] == IN_THE_FORWARD
+    assert only(check(BY_ROW[name], inputs)).plan[0] == IN_THE_FORWARD
 
 
 @pytest.mark.parametrize("name", ACROSS_ROWS)
 def test_across_rows(name, device):
     """Recognised, and then computed as without this op: the reason says what would save memory."""
     inputs = problem(device=device)
-    check(ACROSS_ROWS[name], inputs)
-    site = plan_of(ACROSS_ROWS[name], inputs)
+    site = only(check(ACROSS_ROWS[name], inputs))
     assert site.plan[0] == LOGITS
     words = "outside of the graph" if name in ("each_of_them", "two_numbers") else "other rows"
     assert words in site.details[0]
@@ -282,9 +283,7 @@ def test_across_rows(name, device):
 @pytest.mark.parametrize("name", ["preferences", "each_of_them", "of_neighbours"])
 def test_memory_is_preferred(name, monkeypatch, device):
     inputs = problem(device=device)
-    check(ACROSS_ROWS[name], inputs, prefer_memory=True)
-    monkeypatch.setenv("COMPILE_LOSSES_PREFER_MEMORY", "1")
-    assert plan_of(ACROSS_ROWS[name], inputs).plan[0] == AGAIN
+    assert only(check(ACROSS_ROWS[name], inputs, prefer_memory=True)).plan[0] == AGAIN
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -293,8 +292,7 @@ def test_frozen_head(name, dtype, device):
     """Input's gradients are made for a gradient of 1 of each row, whatever they are scaled by."""
     function = {**BY_ROW, **ACROSS_ROWS}[name]
     inputs = problem(dtype, frozen=True, device=device)
-    check(function, inputs)
-    assert plan_of(function, inputs).plan[0] == SCALED
+    assert only(check(function, inputs)).plan[0] == SCALED
 
 
 def test_with_a_bias():
@@ -305,11 +303,9 @@ def test_with_a_bias():
         return (each * mask.view(-1)).sum() / mask.sum()
 
     inputs = (*problem(), torch.randn(CLASSES, dtype=torch.float64, requires_grad=True))
-    check(step, inputs)
-    assert plan_of(step, inputs).plan[0] == IN_THE_FORWARD
+    assert only(check(step, inputs)).plan[0] == IN_THE_FORWARD
     inputs[1].requires_grad_(False)  # the bias is trained, its layer not
-    check(step, inputs)
-    assert plan_of(step, inputs).plan[0] == IN_THE_FORWARD
+    assert only(check(step, inputs)).plan[0] == IN_THE_FORWARD
 
 
 def test_logits_taken_back_with_a_bias():
@@ -320,8 +316,7 @@ def test_logits_taken_back_with_a_bias():
         return each.view(BATCH, -1).sum(-1).square().mean()
 
     inputs = (*problem(), torch.randn(CLASSES, dtype=torch.float64, requires_grad=True))
-    check(step, inputs)
-    assert plan_of(step, inputs).plan[0] == LOGITS
+    assert only(check(step, inputs)).plan[0] == LOGITS
 
 
 @pytest.mark.parametrize("function", [clipped, masked_mean, preferences])
@@ -351,14 +346,12 @@ def test_checkpointed():
         return checkpoint(clipped, *inputs, use_reentrant=False)
 
     inputs = problem()
-    check(step, inputs)
-    assert plan_of(step, inputs).plan[0] == IN_THE_FORWARD
+    assert only(check(step, inputs)).plan[0] == IN_THE_FORWARD
 
 
 def check_two_models(step):
     inputs = problem()
-    check(step, inputs)
-    sites = compile_losses.explain(step, *inputs).losses
+    sites = check(step, inputs)
     assert sorted(site.plan[0] for site in sites) == [IN_THE_FORWARD, "kernel"]
 
 

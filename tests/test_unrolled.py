@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import compile_losses
 from compile_losses.explanation import explain_call
+from tests.graphs import Compiled
 
 BATCH, TOKENS, CLASSES = 4, 6, 11
 
@@ -253,13 +254,13 @@ def check(function, x, t):
         weights = torch.arange(1.0, 1 + result.numel(), dtype=x.dtype)
         return (result.exp() * weights.view(result.shape)).sum()
 
-    compiled = torch.compile(step, backend="compile_losses")
+    compiled = Compiled(step)
     found = []
     for run in (compiled, step):
         loss = run(x, t)
         found.append((loss.detach(), *torch.autograd.grad(loss, x)))
     torch.testing.assert_close(*found)
-    return compile_losses.explain(step, x, t).losses
+    return compiled.sites
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -346,10 +347,10 @@ def test_with_a_head(name, chunks):
     h, w = torch.randn(BATCH, TOKENS, 8), torch.randn(CLASSES, 8)
     leaves = h.requires_grad_(), w.requires_grad_()
     t = torch.randint(CLASSES, (BATCH, TOKENS))
-    (site,) = compile_losses.explain(step, *leaves, t).losses
-    assert (site.op, site.plan[0]) == ("linear_cross_entropy", "gradient in forward by row")
-    found = []
-    for run in (torch.compile(step, backend="compile_losses"), step):
+    compiled, found = Compiled(step), []
+    for run in (compiled, step):
         loss = run(*leaves, t)
         found.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
     torch.testing.assert_close(*found)
+    (site,) = compiled.sites
+    assert (site.op, site.plan[0]) == ("linear_cross_entropy", "gradient in forward by row")
