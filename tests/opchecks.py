@@ -72,7 +72,7 @@ def kind_of(op, args, kwargs):
                 if k not in tensors
             },
             {k: (v.device.type, v.dtype, v.requires_grad) for k, v in tensors.items()},
-            [shapes.index(shape) for shape in shapes],  # who is broadcast to whom
+            [shapes.index(shape) for shape in shapes],  # which of them are broadcast
         )
     )
 
