@@ -18,6 +18,7 @@ from tests.conformance import ledger
 from tests.constants import plan_small_as_large
 from tests.graphs import interpreted, recorded
 from tests.linear_problems import blocks, chunks, either_way, exact_plan  # noqa: F401
+from tests.opchecks import OpChecks
 
 # The first exponentials of a process that two threads compute at once may have relative errors of
 # 6e-11 in float64, with torch's own ops: MKL chooses its code meanwhile.
@@ -96,6 +97,12 @@ def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda":
         assert has_cuda_kernels(), f"a GPU without kernels: {library.kernels['cuda']}"
     return request.param
+
+
+@pytest.fixture(scope="module")
+def opcheck() -> OpChecks:
+    """torch.library.opcheck for the tests of a file, which share the traces of calls of a kind."""
+    return OpChecks()
 
 
 @pytest.fixture

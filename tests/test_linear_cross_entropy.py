@@ -202,23 +202,23 @@ def test_transforms(chunks, device):
 
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
-def test_opcheck(reduction, either_way, device):
+def test_opcheck(reduction, either_way, device, opcheck):
     (x, w, b), target = leaves(device, torch.float32, rows=20)
     for options in ({}, {"softcap": 3.0, "z_loss": 0.1, "label_smoothing": 0.1}):
         keywords = {"linear_bias": b, "reduction": reduction, **options}
-        torch.library.opcheck(op.default, (x, w, target), keywords)
+        opcheck(op.default, (x, w, target), keywords)
         arguments = (
             x, w, target, b, None, reduction, -100, options.get("label_smoothing", 0.0),
             options.get("softcap"), options.get("z_loss", 0.0), torch.float32,
         )  # fmt: skip
-        torch.library.opcheck(fused.linear_cross_entropy_forward.default, arguments)
+        opcheck(fused.linear_cross_entropy_forward.default, arguments)
         for needs in ((True, True, True), (True, False, False), (False, True, False)):
             grad_output = torch.ones(target.shape if reduction == 0 else (), device=device)
             backward = fused.linear_cross_entropy_backward.default
-            torch.library.opcheck(backward, (grad_output, *arguments, *needs))
+            opcheck(backward, (grad_output, *arguments, *needs))
             if reduction != 0:
                 with_grad = fused.linear_cross_entropy_with_grad.default
-                torch.library.opcheck(with_grad, (*arguments, *needs))
+                opcheck(with_grad, (*arguments, *needs))
 
 
 def test_with_grad_takes_grad_output(either_way, device):

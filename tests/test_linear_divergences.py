@@ -249,23 +249,23 @@ def test_transforms(loss, chunks, device):
 @losses
 @pytest.mark.parametrize("teacher", ["logits", "layer with a bias"])
 @pytest.mark.parametrize("reduction", REDUCTIONS.values(), ids=REDUCTIONS)
-def test_opcheck(reduction, teacher, loss, chunks, device):
+def test_opcheck(reduction, teacher, loss, chunks, device, opcheck):
     tensors = given(problem(teacher, device, rows=20), torch.float32)
     x, w, b, t, tw, tb = tensors
     named = {"linear_bias": b, "target_weight": tw, "target_bias": tb, **loss.option}
-    torch.library.opcheck(loss.op.default, (x, w, t, reduction), named)
+    opcheck(loss.op.default, (x, w, t, reduction), named)
     if reduction in (0, 2):
         leaf = (x, w, t, b, tw, tb, reduction, *loss.options, 2.0, None, None, 7, torch.float32)
-        torch.library.opcheck(loss.leaf("forward"), leaf)
+        opcheck(loss.leaf("forward"), leaf)
         grad_output = torch.rand(20 if reduction == 0 else (), device=device)
         for needs in ((True, True, True), (True, False, False), (False, True, False)):
-            torch.library.opcheck(loss.leaf("backward"), (grad_output, *leaf, *needs))
+            opcheck(loss.leaf("backward"), (grad_output, *leaf, *needs))
             if reduction == 2:
-                torch.library.opcheck(loss.leaf("with_grad"), (*leaf, *needs))
+                opcheck(loss.leaf("with_grad"), (*leaf, *needs))
         if reduction == 0:
             detached = [v.detach() if isinstance(v, torch.Tensor) else v for v in leaf]
             rows = (*detached, True, True, True, *known_text(grad_output))
-            torch.library.opcheck(loss.leaf("rows_with_grad"), rows)
+            opcheck(loss.leaf("rows_with_grad"), rows)
 
 
 @losses
@@ -645,21 +645,21 @@ def test_transforms_with_softcaps(softcaps, loss, chunks, device):
 @losses
 @pytest.mark.parametrize("teacher", ["logits", "layer with a bias"])
 @pytest.mark.parametrize("reduction", [0, 2])
-def test_opcheck_with_softcaps(reduction, teacher, loss, chunks, device):
+def test_opcheck_with_softcaps(reduction, teacher, loss, chunks, device, opcheck):
     tensors = given(problem(teacher, device, rows=20), torch.float32)
     x, w, b, t, tw, tb = tensors
     named = {"linear_bias": b, "target_weight": tw, "target_bias": tb, **loss.option}
-    torch.library.opcheck(loss.op.default, (x, w, t, reduction), {**named, **CAPS["both"]})
+    opcheck(loss.op.default, (x, w, t, reduction), {**named, **CAPS["both"]})
     leaf = (x, w, t, b, tw, tb, reduction, *loss.options, 2.0, 1.5, 4.0, 7, torch.float32)
-    torch.library.opcheck(loss.leaf("forward"), leaf)
+    opcheck(loss.leaf("forward"), leaf)
     grad_output = torch.rand(20 if reduction == 0 else (), device=device)
-    torch.library.opcheck(loss.leaf("backward"), (grad_output, *leaf, True, True, True))
+    opcheck(loss.leaf("backward"), (grad_output, *leaf, True, True, True))
     if reduction == 2:
-        torch.library.opcheck(loss.leaf("with_grad"), (*leaf, True, True, True))
+        opcheck(loss.leaf("with_grad"), (*leaf, True, True, True))
     else:
         detached = [v.detach() if isinstance(v, torch.Tensor) else v for v in leaf]
         rows = (*detached, True, True, True, *known_text(grad_output))
-        torch.library.opcheck(loss.leaf("rows_with_grad"), rows)
+        opcheck(loss.leaf("rows_with_grad"), rows)
 
 
 @pytest.mark.parametrize("reduction", [0, 3])

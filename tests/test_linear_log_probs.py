@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.library import opcheck
 
 import compile_losses.ops  # noqa: F401
 from compile_losses.linear import linear_log_probs
@@ -181,7 +180,7 @@ def leaf_arguments(device, dtype=torch.float32, softcap=None):
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_opcheck(softcap, device):
+def test_opcheck(softcap, device, opcheck):
     arguments = leaf_arguments(device, softcap=softcap)
     opcheck(fused.linear_log_probs.default, (*arguments[:3],), {"linear_bias": arguments[3]})
     opcheck(fused.linear_row_statistics_forward.default, arguments)

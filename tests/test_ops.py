@@ -13,6 +13,7 @@ import torch
 from compile_losses.lower.fused_calls import is_elementwise
 from tests.accuracy import RATIO, SIMILAR, assert_accurate, similar
 from tests.calls import deterministic, dtypes, leaves, loss_and_gradients, record_leaf_calls, specs
+from tests.opchecks import OpChecks
 from tests.specs import SPECS
 from tests.specs.spec import Sample
 
@@ -161,30 +162,6 @@ def test_unreduced_layout_is_torchs(spec, device):
         assert ours.stride() == sample.call(spec.torch_loss).stride(), sample.name
 
 
-def opcheck(op, args, kwargs, what, trace=True):
-    """torch.library.opcheck, less its comparison under AOTAutograd where that can't be had.
-
-    It holds nan for unequal to nan, torch's own decompositions divide by numel, and torch 2.11's
-    cross_entropy of weighted probabilities cannot be traced with symbolic sizes. Without ``trace``
-    it is not tried: it takes most of the time. Returns whether it was.
-    """
-    result = op(*(a.clone() if isinstance(a, torch.Tensor) else a for a in args), **kwargs)
-    results = result if isinstance(result, tuple) else (result,)
-    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
-    empty = any(isinstance(a, torch.Tensor) and a.numel() == 0 for a in args)
-    named = dict(zip((a.name for a in op._schema.arguments), args, strict=False))
-    weighted = "cross_entropy_probabilities" in op.name() and named.get("weight") is not None
-    traceable = torch.__version__ >= (2, 13) or not weighted
-    nan = any(r is not None and r.isnan().any() for r in results)
-    if trace and traceable and not empty and not nan:
-        tests.append("test_aot_dispatch_dynamic")
-    try:
-        torch.library.opcheck(op, args, kwargs, test_utils=tests)
-    except Exception as error:
-        raise AssertionError(f"{op}, {what}") from error
-    return "test_aot_dispatch_dynamic" in tests
-
-
 @specs
 def test_opcheck(spec, device):
     check_public(spec, device)
@@ -198,14 +175,12 @@ def test_opcheck_in_full(spec):
 
 
 def check_public(spec, device, every=False):
-    traced = set()
+    opcheck = OpChecks(every)
     for sample in spec.samples(device, torch.float32):
         if sample.tensors[0].numel() > 10_000:
             continue  # opcheck runs each op tens of times; size adds nothing
         args, kwargs = sample.arguments(leaves(sample))
-        told = told_by_symbols(spec.op.default, args, kwargs)
-        if opcheck(spec.op.default, args, kwargs, sample.name, every or told not in traced):
-            traced.add(told)
+        opcheck(spec.op.default, args, kwargs, sample.name)
 
 
 def reduction_of(op, args):
@@ -224,27 +199,6 @@ def value_arguments(spec, forward, args):
     return tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in values)
 
 
-def told_by_symbols(op, args, kwargs):
-    """What a fake and a formula can tell calls with symbolic sizes apart by; numbers are opaque."""
-    named = {**dict(zip((a.name for a in op._schema.arguments), args, strict=False)), **kwargs}
-    tensors = {k: v for k, v in named.items() if isinstance(v, torch.Tensor)}
-
-    def told_by(tensor):
-        order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__)
-        layout = (*order, tensor.is_contiguous())
-        return tensor.dtype, tensor.requires_grad, layout, [size == 1 for size in tensor.shape]
-
-    return repr(
-        (
-            op,
-            named["reduction"] == 0,
-            [k for k, v in named.items() if v is None or v is True],
-            {k: told_by(v) for k, v in tensors.items()},
-            len({v.shape for k, v in tensors.items() if k in ("input", "target")}),
-        )
-    )
-
-
 @specs
 def test_opcheck_leaves(spec, device):
     check_leaves(spec, device)
@@ -259,7 +213,7 @@ def test_opcheck_leaves_in_full(spec):
 
 def check_leaves(spec, device, every=False):
     """Forward and backward as autograd calls them, and the ops that passes insert."""
-    seen, names, traced = set(), set(), set()
+    seen, names, opcheck = set(), set(), OpChecks(every)
     for sample in spec.samples(device, torch.float32):
         # Reductions to one number are alike in what is checked here.
         name = (sample.name, sample.options["reduction"] == 0)
@@ -285,9 +239,7 @@ def check_leaves(spec, device, every=False):
             calls.append((spec.part("value"), alone, {}))
         for op, args, kwargs in calls:
             seen.add(op.name().removeprefix("fused::"))
-            told = told_by_symbols(op, args, kwargs)
-            if opcheck(op, args, kwargs, sample.name, trace=every or told not in traced):
-                traced.add(told)
+            opcheck(op, args, kwargs, sample.name)
     assert seen == {f"{spec.name}_{part}" for part in spec.parts}
 
 

@@ -7,7 +7,6 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.library import opcheck
 
 from compile_losses import functional
 from compile_losses.ops.row_statistics import entropy_of, reference
@@ -429,7 +428,7 @@ def test_differentiable(device):
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=["", "softcap"])
 @pytest.mark.parametrize("with_target", [True, False])
 @dtypes
-def test_opcheck(dtype, with_target, softcap, device):
+def test_opcheck(dtype, with_target, softcap, device, opcheck):
     logits, target = problem((4, 9), dtype, device)
     target = target if with_target else None
     options = (IGNORED, softcap)
@@ -449,7 +448,7 @@ def test_opcheck(dtype, with_target, softcap, device):
 
 
 @pytest.mark.parametrize("function", ["selective_log_softmax", "softmax_entropy"])
-def test_opcheck_of_public_ops(function, device):
+def test_opcheck_of_public_ops(function, device, opcheck):
     logits, target = problem((4, 9), torch.float32, device)
     arguments = (logits.requires_grad_(),)
     if function == "selective_log_softmax":
@@ -673,7 +672,7 @@ PAIRS = {
 @pytest.mark.parametrize("softcap", [None, 4.0], ids=["", "softcap"])
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_gradient_with_a_divergence(divergence, pair, softcap, dtype, device):
+def test_gradient_with_a_divergence(divergence, pair, softcap, dtype, device, opcheck):
     """The gradient of all statistics and of a divergence, over the logits, in one call."""
     name, reverse, options = DIVERGENCES[divergence]
     (shape, arrange), (teacher_shape, arrange_teacher) = (LAYOUTS[layout] for layout in PAIRS[pair])

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.library import opcheck
 
 import compile_losses
 from compile_losses.ops.linear.row_function import Operand, encode
@@ -464,7 +463,7 @@ def test_statistics_and_gradients(kind, layer, softcap, device):
 
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("kind", KINDS)
-def test_opcheck(kind, device):
+def test_opcheck(kind, device, opcheck):
     each = torch.rand(ROWS[0] * ROWS[1], device=device)
     for layer, with_target in ((True, True), (False, False)):
         given = arguments(kind, device, torch.float32, layer=layer, with_target=with_target)
