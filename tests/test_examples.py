@@ -66,7 +66,14 @@ def test_each_adds_one_line():
         assert path.name in (EXAMPLES / "README.md").read_text()
 
 
-def test_plain_loop(reports):
+@pytest.mark.parametrize(
+    "code", [pytest.param(True, marks=pytest.mark.slow), False], ids=["code", "graphs"]
+)
+def test_plain_loop(code, reports, request):
+    """Also without Inductor's code, which is compiled for two other examples: see the tests of
+    diffusers_unet and trl_sft."""
+    if not code:
+        request.getfixturevalue("no_code")
     assert run("plain_loop", reports) == {"cross_entropy"}
 
 
@@ -116,8 +123,8 @@ def test_first_steps_of_tensor_parallel():
         ("trl_grpo", "trl", "linear_row_statistics"),
     ],
 )
-def test_first_steps(name, library, op, reports, monkeypatch):
-    """Those that take long to learn something."""
+def test_first_steps(name, library, op, reports, monkeypatch, no_code):
+    """Those that take long to learn something. The slow tests run them with Inductor's code."""
     pytest.importorskip(library, reason="pip install .[models]")
     if op.startswith("linear"):  # with the head, as at the size of a real one
         set_constants(monkeypatch, least_rows=8, logits_bytes=1)

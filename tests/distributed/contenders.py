@@ -4,11 +4,14 @@ Run by tests/distributed/test_benchmark.py.
 """
 
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from benchmarks import vocabulary_parallel
+from benchmarks.clock import CpuClock
 from benchmarks.vocabulary_parallel import CONTENDERS, megatron, stock
 
 
@@ -28,6 +31,8 @@ def raises_on_one(hidden, weight, target):
     """The other rank waits for it in a collective."""
     if dist.get_rank() == 1:
         raise ValueError("it fails here")
+    # A contender that compiles may need all of --timeout. Here no rank is late.
+    _set_pg_timeout(timedelta(seconds=1), weight.device_mesh.get_group())
     return megatron(hidden, weight, target)
 
 
@@ -40,6 +45,7 @@ def raises_with_many_rows(hidden, weight, target):
 BROKEN = (wrong_on_one, nan, raises, raises_on_one, raises_with_many_rows)
 
 if __name__ == "__main__":
+    CpuClock.warm_up_ms = 0.0  # no test compares times
     contenders = dict(CONTENDERS)
     CONTENDERS.clear()
     for function in BROKEN:
