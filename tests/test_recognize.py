@@ -32,7 +32,8 @@ CALLED = []
 
 @torch._dynamo.register_backend(name=CALLS)
 def calls_then_aot_eager(gm, example_inputs):
-    CALLED.extend(node.target for node in gm.graph.nodes)
+    # Torch 2.11 traces some functions of a float twice; the last graph counts.
+    CALLED[:] = [node.target for node in gm.graph.nodes]
     return torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs)
 
 

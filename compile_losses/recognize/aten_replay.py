@@ -53,8 +53,22 @@ RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _DEEPEST = 8
 
 
+#: They give a fake's sizes as numbers, which specialises its symbols. Torch 2.11's linear calls
+#: them.
+_NUMBERS = {
+    aten.size.default,
+    aten.stride.default,
+    aten.storage_offset.default,
+    aten.numel.default,
+}
+
+
 class _MutationError(Exception):
     """A replayed op would write to a tensor of the graph."""
+
+
+class _SpecialisationError(Exception):
+    """A composite op that is being replayed would fix a size that is a symbol."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -69,6 +83,8 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if schema_of(func).is_mutable:
             raise _MutationError
+        if func in _NUMBERS and _is_symbolic(args[0]):
+            raise _SpecialisationError
         result = func(*args, **kwargs)
         first, whole = result, func
         if func is aten.log_sigmoid_forward.default:  # with a buffer for its backward
@@ -202,6 +218,13 @@ def _quietly(fake: Tensor) -> Iterator[None]:
     with mode, torch.no_grad(), no_new_symbols, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def _is_symbolic(tensor: Tensor) -> bool:
+    return any(
+        isinstance(number, torch.SymInt)
+        for number in (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    )
 
 
 def _is_replayable(tensor: Tensor) -> bool:
