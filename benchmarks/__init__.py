@@ -11,6 +11,7 @@
 ``overhead``    eager calls against torch's, on 8 elements and on a million
 ``matrix``      compiled steps of ``heads`` and losses against stock torch.compile's
 
-``linear`` and ``vocabulary_parallel`` measure a linear layer with its cross entropy, on one device
-and on several. They share ``linear_steps``; ``ranks`` lets ranks agree.
+``linear`` and ``vocabulary_parallel`` measure a linear layer with its loss, on one device and on
+several. They share ``linear_steps``; ``ranks`` lets ranks agree, and
+``vocabulary_parallel_contenders`` has what the second compares.
 """

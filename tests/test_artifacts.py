@@ -47,7 +47,7 @@ def python(script: str, *arguments: str) -> str:
 def test_ahead_of_time_artifact(tmp_path):
     """What the backend made imports the package where it is loaded."""
     if not hasattr(torch.compile(torch.nn.Identity()).forward, "aot_compile"):
-        pytest.skip("this torch has no aot_compile of modules")
+        pytest.skip(reason="this torch has no aot_compile of modules")
     save = """
         compiled = torch.compile(model, backend="compile_losses", fullgraph=True)
         with torch._dynamo.config.patch(enable_aot_compile=True):

@@ -61,9 +61,9 @@ def worst_error(spec, sample, index, dtype):
     """
     variants = [(dtype, 1.0)] + [(torch.float32, RATIO)] * (dtype == torch.float64)
     worst = 0.0
-    for seed, (dtype, ratio) in itertools.product(range(SIMILAR), variants):
+    for seed, (rounded, ratio) in itertools.product(range(SIMILAR), variants):
         generator = torch.Generator().manual_seed(seed)
-        tensors = [similar(t, generator, dtype) for t in sample.tensors]
+        tensors = [similar(t, generator, rounded) for t in sample.tensors]
         exact_tensors = [t.double().cpu() if t.is_floating_point() else t.cpu() for t in tensors]
         loss, gradients = loss_and_gradients(spec.torch_loss, sample, tensors)
         exact_loss, exact_gradients = loss_and_gradients(spec.exact, sample, exact_tensors)

@@ -284,6 +284,9 @@ def test_across_rows(name, device):
 def test_memory_is_preferred(name, monkeypatch, device):
     inputs = problem(device=device)
     assert only(check(ACROSS_ROWS[name], inputs, prefer_memory=True)).plan[0] == AGAIN
+    monkeypatch.setenv("COMPILE_LOSSES_PREFER_MEMORY", "1")
+    report = compile_losses.explain(ACROSS_ROWS[name], *inputs)
+    assert only(report.losses).plan[0] == AGAIN
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

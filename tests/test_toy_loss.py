@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from compile_losses.library import PACKAGE
-from tests import ROOT, WITHOUT_VECTORS
+from tests import ROOT
 
 pytest.importorskip("ninja")
 
@@ -239,7 +239,7 @@ def contents(folder: Path) -> dict[str, str]:
 def run(folder: Path, *command: str) -> str:
     """What a process of Python in the copy prints."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    environment = {"MAX_JOBS": "2", **environment, **WITHOUT_VECTORS, "PYTHONPATH": ""}
+    environment = {"MAX_JOBS": "2", **environment, "PYTHONPATH": ""}
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,

@@ -53,8 +53,8 @@ RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _DEEPEST = 8
 
 
-#: They give a fake's sizes as numbers, which specialises its symbols. Torch 2.11's linear calls
-#: them.
+#: They give a fake's sizes as numbers, which specialises its symbols, as torch 2.11's linear
+#: would.
 _NUMBERS = {
     aten.size.default,
     aten.stride.default,
@@ -63,12 +63,8 @@ _NUMBERS = {
 }
 
 
-class _MutationError(Exception):
-    """A replayed op would write to a tensor of the graph."""
-
-
-class _SpecialisationError(Exception):
-    """A composite op that is being replayed would fix a size that is a symbol."""
+class _NotReplayableError(Exception):
+    """A replayed op would write to a tensor of the graph, or fix a size that is a symbol."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -81,10 +77,8 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if schema_of(func).is_mutable:
-            raise _MutationError
-        if func in _NUMBERS and _is_symbolic(args[0]):
-            raise _SpecialisationError
+        if schema_of(func).is_mutable or (func in _NUMBERS and _is_symbolic(args[0])):
+            raise _NotReplayableError
         result = func(*args, **kwargs)
         first, whole = result, func
         if func is aten.log_sigmoid_forward.default:  # with a buffer for its backward

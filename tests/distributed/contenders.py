@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from benchmarks import vocabulary_parallel
 from benchmarks.clock import CpuClock
-from benchmarks.vocabulary_parallel import CONTENDERS, megatron, stock
+from benchmarks.vocabulary_parallel_contenders import CONTENDERS, megatron, stock
 
 
 def wrong_on_one(hidden, weight, target):

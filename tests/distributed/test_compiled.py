@@ -71,7 +71,7 @@ def skip_unless_torch_traces(function, tensors, **options):
         torch._dynamo.exc.TorchRuntimeError,
         torch._dynamo.exc.InternalTorchDynamoError,
     ) as error:
-        pytest.skip(f"torch itself does not trace it: {str(error).splitlines()[0]}")
+        pytest.skip(reason=f"torch itself does not trace it: {str(error).splitlines()[0]}")
 
 
 def collectives_of(graph):
@@ -135,7 +135,7 @@ STATIC = ("sequences", "a linear layer", "a linear layer of a sharded batch")
 )
 def test_as_much_communication_as_in_eager_mode(case, dynamic, monkeypatch):
     if case == "sequences" and not FLATTENS:
-        pytest.skip(NO_FLATTENING)
+        pytest.skip(reason=NO_FLATTENING)
     set_constants(monkeypatch, least_rows=1, logits_bytes=1)
     function, layouts, shapes, alone = CASES[case]
     tensors = arguments(layouts.split(), *(SHAPES[shape] for shape in shapes))

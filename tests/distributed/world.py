@@ -58,7 +58,7 @@ def distribute(tensor: Tensor, mesh: Any, text: str) -> Any:
     batch of two whose second dimension is sharded becomes when both are flattened."""
     if "S" in text:
         if not FLATTENS:
-            pytest.skip(NO_FLATTENING)
+            pytest.skip(reason=NO_FLATTENING)
         batch = tensor.unflatten(0, (2, -1))
         flat = distribute_tensor(batch, mesh, placements(text.replace("S", "1"))).flatten(0, 1)
         assert any(isinstance(p, _StridedShard) for p in flat.placements)
