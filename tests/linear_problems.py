@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -165,6 +167,17 @@ def largest_allocation(function):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         function()
     return max(event.self_cpu_memory_usage for event in profiled.events())
+
+
+def most_allocated(function):
+    """In bytes, how much more is allocated at a time in a call than before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = function()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    assert events
+    del result
+    return max(itertools.accumulate(event.nbytes() for event in events))
 
 
 OPTIONS = [

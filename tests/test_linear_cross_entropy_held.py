@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.profiler import ProfilerActivity, profile
 
 from compile_losses import device_constants
 from compile_losses.device_constants import constants_of
 from compile_losses.ops.linear import block_layout, class_blocks, row_chunks
 from compile_losses.ops.linear.block_layout import BlockLayout, smallest_scratch
-from compile_losses.ops.linear.chunk_size import chunk_rows, plan, sums_in_float32
+from compile_losses.ops.linear.chunk_size import (
+    chunk_rows,
+    held_rows,
+    part_rows,
+    plan,
+    sums_in_float32,
+)
 from tests.constants import set_constants
 from tests.linear_problems import (
     ROWS,
     compiled_texts,
     largest_allocation,
     leaves,
+    most_allocated,
     op,
     problem,
     products,
@@ -90,17 +97,6 @@ def test_logits_are_never_held(reduction, compiled):
     assert buffer <= largest <= constants_of(CPU).logits_bytes < rows * classes * 4
 
 
-def most_allocated(function):
-    """In bytes, how much more is allocated at a time in a call than before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        result = function()
-    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    assert events
-    del result
-    return max(itertools.accumulate(event.nbytes() for event in events))
-
-
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
@@ -135,6 +131,21 @@ def test_blocks_are_held_where_planned(dtype, options, monkeypatch):
     # Other products on the CPU pack some of theirs.
     assert gradients < most <= gradients + planned.held + logits / 10
     assert planned.held <= logits / 2
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", [0, 1])
+def test_z_loss_holds_half_a_chunk_more(reduction, z_loss, chunks, exact_plan):
+    chunks(256)
+    exact_plan(256)
+    options = {"rows": 1024, "hidden": 8, "classes": 10_000, "ignored": 0}
+    (x, w, _), target = leaves("cpu", torch.float32, **options)
+
+    def step():
+        op(x, w, target, z_loss=z_loss, reduction=reduction).sum().backward()
+
+    held = held_rows(256, CPU, z_loss > 0) * 10_000 * 4
+    assert held <= most_allocated(step) <= held + x.nbytes + w.nbytes + 1024 * 10_000 * 4 / 20
 
 
 @pytest.mark.parametrize("rows", [47, 48, 100])
@@ -173,6 +184,12 @@ def test_chunk_rows():
     assert chunk_rows(100, 8, 10, torch.float32, CPU) == 100
     assert chunk_rows(0, 8, 10, torch.float32, CPU) == 1
     assert chunk_rows(5000, 8, 10, torch.float32, CPU, budget=2000 * 40) == 1024
+    # The budget is for all tensors that are held, those beside the logits for a part of the rows.
+    for beside, budget in ((1, 1.5), (2, 2), (0.5, 1.25)):
+        assert chunk_rows(5000, 8, 10, torch.float32, CPU, beside=beside, budget=2048 * 40) == 1024
+        enough = int(budget * 2048 * 40)
+        assert chunk_rows(5000, 8, 10, torch.float32, CPU, beside=beside, budget=enough) == 2048
+        assert held_rows(2048, CPU, beside) * 40 == enough
     # The gradient of a large weight allows larger chunks.
     assert chunk_rows(8192, 8192, 128_256, torch.bfloat16, CPU, sums_weight=True) == 2048
     # So does one with fewer features, up to its own size, of which a product of few rows is slow.
@@ -186,6 +203,19 @@ def test_chunk_rows():
         assert chunk_rows(8192, hidden, classes, torch.bfloat16, CPU) == 1024
     # A little more memory for logits instead of a sum in float32.
     assert chunk_rows(32_768, 2048, 32_000, torch.bfloat16, CPU, sums_weight=True) == 4096
+
+
+def test_part_rows():
+    """Half of a chunk, where that leaves a product enough rows and anything is held besides."""
+    for chunk, beside, part in (
+        (2048, 1, 1024),
+        (1025, 0.5, 513),
+        (1023, 1, 1023),
+        (2048, 0, 2048),
+        (1, 2, 1),
+    ):
+        assert part_rows(chunk, CPU, beside) == part
+        assert held_rows(chunk, CPU, beside) == chunk + math.ceil(beside * part)
 
 
 def test_plan():

@@ -13,10 +13,16 @@ import torch.nn.functional as F
 
 from compile_losses import functional
 from compile_losses.device_constants import constants_of
-from compile_losses.ops.linear.chunk_size import chunk_rows
+from compile_losses.ops.linear.chunk_size import chunk_rows, held_rows
 from tests.accuracy import assert_accurate
 from tests.calls import dtypes
-from tests.linear_problems import compiled_texts, known_text, largest_allocation, products
+from tests.linear_problems import (
+    compiled_texts,
+    known_text,
+    largest_allocation,
+    most_allocated,
+    products,
+)
 
 fused = torch.ops.fused
 ROWS, HIDDEN, OF_TEACHER, CLASSES = 90, 24, 40, 37
@@ -391,8 +397,8 @@ def test_autocast(loss, chunks, device):
 @pytest.mark.parametrize("needs", list(itertools.product((False, True), repeat=3)))
 @pytest.mark.parametrize("teacher", ["logits", "layer"])
 def test_only_gradients_that_are_needed(needs, teacher, chunks):
-    """A product a chunk for each row of logits that is not given, and for each matrix gradient that
-    is asked for."""
+    """A product a chunk for the student's logits and for each matrix gradient that is asked for. A
+    chunk of the teacher's logits takes two."""
     tensors = problem(teacher)
     for loss in LOSSES.values():
         leaves = given(tensors, needs=needs)
@@ -403,8 +409,8 @@ def test_only_gradients_that_are_needed(needs, teacher, chunks):
             if any(needs):
                 value.backward()
 
-        of_logits = 1 + (teacher == "layer")
-        assert products(step) == 6 * (of_logits + needs[0] + needs[1])
+        of_logits = 6 + 12 * (teacher == "layer")
+        assert products(step) == of_logits + 6 * (needs[0] + needs[1])
         everything = given(tensors)
         full = torch.autograd.grad(ours(loss, everything), everything[:3])
         for leaf, needed, gradient in zip(leaves[:3], needs, full, strict=True):
@@ -412,7 +418,7 @@ def test_only_gradients_that_are_needed(needs, teacher, chunks):
             if needed:
                 torch.testing.assert_close(leaf.grad, gradient, rtol=0, atol=0)
         with torch.no_grad():
-            assert products(lambda loss=loss: ours(loss, leaves)) == 6 * of_logits  # noqa: B023
+            assert products(lambda loss=loss: ours(loss, leaves)) == of_logits  # noqa: B023
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -429,7 +435,7 @@ def test_logits_are_never_held(reduction, compiled):
 
     function = torch.compile(step, backend="aot_eager") if compiled else step
     largest = largest_allocation(lambda: function(*tensors).backward())
-    chunk = chunk_rows(rows, hidden, classes, torch.float32, CPU, buffers=2, sums_weight=True)
+    chunk = chunk_rows(rows, hidden, classes, torch.float32, CPU, beside=1, sums_weight=True)
     buffer = chunk * classes * 4
     assert buffer <= largest <= constants_of(CPU).logits_bytes < rows * classes * 4
 
@@ -663,15 +669,37 @@ def test_opcheck_with_softcaps(reduction, teacher, loss, chunks, device, opcheck
 
 
 @pytest.mark.parametrize("reduction", [0, 3])
-@pytest.mark.parametrize(("softcaps", "buffers"), [(CAPS["student"], 3), (CAPS["both"], 3)])
-def test_logits_with_softcaps_are_never_held(softcaps, buffers, reduction):
-    """One chunk more than without: the tanh, for the gradient."""
-    rows, hidden, classes = 4096, 16, 20_000
-    tensors = given(problem("layer", rows=rows, hidden=hidden, classes=classes), torch.float32)
-    loss = LOSSES["forward"]
-    step = lambda: ours(loss, tensors, reduction, **softcaps).sum().backward()  # noqa: E731
-    chunk = chunk_rows(rows, hidden, classes, torch.float32, CPU, buffers=buffers, sums_weight=True)
-    assert chunk * classes * 4 <= largest_allocation(step) < rows * classes * 4 / 2
+@pytest.mark.parametrize(
+    ("teacher", "dtype", "softcaps", "apart"),
+    [
+        ("logits", torch.float32, {}, 0),
+        ("layer", torch.float32, {}, 1),
+        ("layer", torch.bfloat16, {}, 0.5),
+        ("logits", torch.float32, CAPS["student"], 1),
+        ("logits", torch.float32, CAPS["teacher"], 1),
+        ("layer", torch.float32, CAPS["both"], 2),
+    ],
+)
+@losses
+def test_held_at_a_time(loss, teacher, dtype, softcaps, apart, reduction, chunks):
+    """Beside the gradients: a chunk of the student's logits, and half a chunk of each tensor of its
+    size that is needed besides: the teacher's logits, the student's tanh, and the gradient by row
+    or in reverse if the teacher has another dtype."""
+    rows, hidden, classes = 1024, 8, 10_000
+    chunks(256)
+    x, w, b, *of_teacher = problem(teacher, rows=rows, hidden=hidden, classes=classes)
+    leaves = [tensor.float().requires_grad_() for tensor in (x, w, b)]
+    of_teacher = [None if t is None else t.to(dtype) for t in of_teacher]
+    if dtype != torch.float32 and (reduction == 0 or loss.option.get("reverse")):
+        apart += 1
+    # oneDNN packs operands of bfloat16 as suits the processor.
+    with torch.backends.mkldnn.flags(enabled=False):
+        most = most_allocated(
+            lambda: ours(loss, [*leaves, *of_teacher], reduction, **softcaps).sum().backward()
+        )
+    held = held_rows(256, CPU, apart) * classes * 4
+    gradients = sum(leaf.nbytes for leaf in leaves)
+    assert held <= most <= gradients + held + rows * classes * 4 / 20
 
 
 @pytest.mark.parametrize("teacher", ["logits", "layer"])

@@ -41,8 +41,8 @@ from compile_losses.lower.row_gradients import RowGradients, row_gradients, valu
 from compile_losses.lower.shared_with_forward import save
 from compile_losses.node_order import move_before
 from compile_losses.ops.checks import REDUCTIONS
-from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, plan
-from compile_losses.ops.linear.row_divergences import buffers as buffers_of
+from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, held_rows, plan
+from compile_losses.ops.linear.row_divergences import tensors_beside
 from compile_losses.ops.linear.row_function import encode
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.graphs import EAGER_VALUES
@@ -296,17 +296,17 @@ def _costs(node: Node) -> tuple[Cost, Cost, str]:
     teacher, teacher_weight, teacher_softcap = _teacher_of(node)
     if teacher is not None:
         computed = teacher_weight is not None or teacher_softcap is not None
-        buffers = buffers_of(
+        beside = tensors_beside(
             input.dtype,
             (teacher if teacher_weight is None else teacher_weight).meta["val"].dtype,
             computed=computed,
             by_row=_is_by_row(node),
             reverse=named.get("reverse", False),  # of no account by row
             gradient=any(needs),
+            softcap=named["softcap"] is not None,
         )
-        buffers += named["softcap"] is not None
-        chunk = chunk_rows(*sizes, buffers=buffers, sums_weight=needs[1])
-        how = Plan(chunk, held=chunk * row_bytes * buffers)
+        chunk = chunk_rows(*sizes, beside=beside, sums_weight=needs[1])
+        how = Plan(chunk, held=held_rows(chunk, weight.device, beside) * row_bytes)
         of_teacher = rows * classes * teacher.meta["val"].element_size()
     elif needs[1] and not _is_by_row(node):
         how = plan(*sizes, needs_input=needs[0])

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from compile_losses.distributed import are_dtensors
 from compile_losses.ops.checks import REDUCTIONS
-from compile_losses.ops.linear.row_divergences import buffers
+from compile_losses.ops.linear.row_divergences import tensors_beside
 from compile_losses.recognize.aten_replay import AtenReplay, aten
 from compile_losses.recognize.guards import refusal
 from compile_losses.recognize.head import NotAbsorbedError, computed
@@ -71,7 +71,7 @@ def _check_gain(
     match: Match, logits: Logits, of_teacher: Logits | None, reverse: bool, options: Options
 ) -> None:
     given = match.args[0 if reverse else 1]
-    needed = buffers(
+    beside = tensors_beside(
         example(logits.head.node).dtype,
         example(given if of_teacher is None else of_teacher.head.node).dtype,
         computed=of_teacher is not None,
@@ -79,7 +79,7 @@ def _check_gain(
         reverse=reverse,
         gradient=_is_trained(match),
     )
-    check_gain(match, logits, options, needed)
+    check_gain(match, logits, options, beside)
 
 
 def _is_reverse(match: Match) -> bool:

@@ -23,7 +23,7 @@ from torch.fx.node import map_arg
 from compile_losses.distributed import are_dtensors
 from compile_losses.lazy import LazyOutput
 from compile_losses.ops.checks import REDUCTIONS
-from compile_losses.ops.linear.row_divergences import buffers
+from compile_losses.ops.linear.row_divergences import tensors_beside
 from compile_losses.ops.linear.row_statistics import DIFFERENTIABLE
 from compile_losses.ops.linear_row_statistics import DIVERGENCES, in_order
 from compile_losses.recognize.aten_replay import RESHAPES, AtenReplay, aten, same_sizes
@@ -315,7 +315,7 @@ class Taking:
         target, ignore_index = self._target(logits)
         picks = self._picks(logits)
         divergence, teacher, notes = self._teacher(logits)
-        self.buffers = self._buffers(divergence, logits.softcap)
+        self.beside = self._beside(divergence, logits.softcap)
         args = in_order(
             as_rows(logits.input).argument,
             logits.weight.argument,
@@ -342,7 +342,7 @@ class Taking:
 
     def _check(self, match: Match, logits: Logits) -> None:
         """Checks that the op saves memory and is no slower, and that nothing needs the logits."""
-        check_gain(match, logits, self.options, self.buffers)
+        check_gain(match, logits, self.options, self.beside)
         check_rows(match, REDUCTIONS["none"], logits, self.options)
         self._check_closed()
 
@@ -506,20 +506,21 @@ class Taking:
                 waiting.append(reader)
         return True
 
-    def _buffers(self, divergence: tuple[Any, ...], softcap: float | None) -> int:
-        """How many tensors of a chunk's size the op holds at a time."""
+    def _beside(self, divergence: tuple[Any, ...], softcap: float | None) -> float:
+        """How many tensors of the logits' size the op holds besides them."""
         if divergence[0] is None:
-            return 1
+            return 0
         head, of_teacher = self.shared.head, self.of_teacher
         compared = [r.divergence for r in self.shared.readings.values() if r.divergence is not None]
         teacher = compared[0].teacher.fake if of_teacher is None else example(of_teacher.head.node)
-        return (softcap is not None) + buffers(
+        return tensors_beside(
             example(head.node).dtype,
             teacher.dtype,
             computed=of_teacher is not None,
             by_row=True,
             reverse=DIVERGENCES[divergence[0]][1],
             gradient=any(example(node).requires_grad for node in self._records()),
+            softcap=softcap is not None,
         )
 
     def _needed(self, args: tuple[Any, ...]) -> list[Node]:

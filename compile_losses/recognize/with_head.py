@@ -12,7 +12,7 @@ from torch import Tensor
 from compile_losses.distributed import are_dtensors
 from compile_losses.lazy import LazyOutput
 from compile_losses.ops.checks import REDUCTIONS
-from compile_losses.ops.linear.chunk_size import chunk_rows
+from compile_losses.ops.linear.chunk_size import chunk_rows, held_rows
 from compile_losses.recognize.aten_replay import AtenReplay, aten
 from compile_losses.recognize.guards import refusal
 from compile_losses.recognize.head import NotAbsorbedError, computed
@@ -97,13 +97,13 @@ def take_cross_entropy(match: Match, replay: AtenReplay, options: Options) -> Ma
     return _match(match, logits, returned)
 
 
-def check_gain(match: Match, logits: Logits, options: Options, buffers: int = 1) -> None:
-    """Checks that a chunk is about half of the logits, or less.
+def check_gain(match: Match, logits: Logits, options: Options, beside: float = 0) -> None:
+    """Checks that a chunk holds about half of what all logits would take, or less.
 
     Linear layer and loss together take more launches than a kernel over the logits of one product.
 
     Args:
-        buffers: tensors of a chunk's size that the op holds at a time.
+        beside: tensors of the logits' size that the op holds besides them.
     """
     output = example(logits.head.node)
     needs_grad = example(match.root).requires_grad
@@ -117,13 +117,14 @@ def check_gain(match: Match, logits: Logits, options: Options, buffers: int = 1)
     made, picked = rows_of(output, classes), rows_of(taken, hidden)
     if made is None or picked is None:
         raise NotAbsorbedError("its sizes are not known")
-    chunk = chunk_rows(picked, hidden, classes, output.dtype, output.device, buffers=buffers)
-    if chunk > (1 if options.prefer_memory else LARGEST_CHUNK) * made or chunk == made:
+    chunk = chunk_rows(picked, hidden, classes, output.dtype, output.device, beside=beside)
+    held = held_rows(chunk, output.device, beside) / (1 + beside)  # of each tensor
+    if held > (1 if options.prefer_memory else LARGEST_CHUNK) * made or chunk == made:
         row = classes * output.dtype.itemsize / 2**20
         told = f"its {made * row:.1f} MiB of logits are one chunk: nothing is saved"
         if chunk < made:
             told = (
-                f"chunks would save {(made - chunk) * row:.1f} of its {made * row:.1f} MiB of "
+                f"chunks would save {(made - held) * row:.1f} of its {made * row:.1f} MiB of "
                 "logits, and take more launches: options={'prefer_memory': True} takes them"
             )
         raise NotAbsorbedError(told)

@@ -1,11 +1,13 @@
 """How many rows of logits are held at a time, and where.
 
 Fewer rows hold less memory, but the weight's gradient is read and written once more for each chunk.
-How much memory that is worth depends on the device (:mod:`compile_losses.device_constants`).
+How much memory that is worth depends on the device (:mod:`compile_losses.device_constants`). What a
+loss holds besides the logits, such as a teacher's, is for a part of a chunk's rows at a time.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +23,9 @@ MOST_NARROW_SUMS = 8
 #: The part of the budget that the buffers of the first rows may take. The rest is for what is not
 #: counted: statistics, the gathered rows' indices, what the allocator rounds up.
 COUNTED = 9 / 10
+
+#: A chunk is computed in so many parts if the loss holds tensors of its size besides the logits.
+PARTS = 2
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ def plan(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    buffers: int = 1,
+    beside: float = 0,
     block_buffers: int = 0,
     needs_input: bool = True,
     gathered: bool = False,
@@ -69,7 +74,7 @@ def plan(
     MOST_NARROW_SUMS products. If all rows fit one chunk, there are no first rows.
 
     Args:
-        rows, hidden, classes, dtype, device, buffers: as those of chunk_rows.
+        rows, hidden, classes, dtype, device, beside: as those of chunk_rows.
         block_buffers: tensors of a block of classes' size that the loss needs besides its logits.
         needs_input: whether the gradient of input is computed.
         gathered: whether the rows are a copy of some of input's.
@@ -78,12 +83,12 @@ def plan(
     least = constants.least_rows
     item, narrow = dtype.itemsize, dtype in NARROW
     weight_bytes, row_bytes = classes * hidden * item, classes * item
-    chunk = chunk_rows(rows, hidden, classes, dtype, device, buffers=buffers, sums_weight=True)
+    chunk = chunk_rows(rows, hidden, classes, dtype, device, beside=beside, sums_weight=True)
     chunks = -(-rows // chunk)
     moved = 2 * max(0, chunks - 1) * weight_bytes
     if sums_in_float32(rows, chunk, dtype):
         moved = 2 * chunks * classes * hidden * 4
-    held = chunk * row_bytes * buffers
+    held = held_rows(chunk, device, beside) * row_bytes
     best = Plan(chunk, None, moved, held)
     if moved == 0:
         return best
@@ -134,7 +139,7 @@ def chunk_rows(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    buffers: int = 1,
+    beside: float = 0,
     sums_weight: bool = False,
     budget: int | None = None,
 ) -> int:
@@ -150,7 +155,7 @@ def chunk_rows(
         rows, hidden, classes: input is [rows, hidden], the logits [rows, classes].
         dtype: of the logits.
         device: of the input.
-        buffers: tensors of the logits' size that the loss needs.
+        beside: tensors of the logits' size that the loss needs besides them.
         sums_weight: whether the gradient of the weight, [classes, hidden], is computed.
         budget: bytes that the buffers may take; by default what the device's constants say.
 
@@ -158,7 +163,8 @@ def chunk_rows(
         The rows of every chunk but the last, which has what is left.
     """
     constants = constants_of(device)
-    row_bytes = max(1, classes * dtype.itemsize * buffers)
+    buffers = 1 + beside / PARTS
+    row_bytes = max(1, math.ceil(classes * dtype.itemsize * buffers))
     if budget is None:
         budget = constants.logits_bytes
         if sums_weight:
@@ -171,14 +177,32 @@ def chunk_rows(
     fitting = whole(budget // row_bytes)
     if sums_weight and hidden > 0:
         busy = whole(constants.least_elements // hidden + least // 2)
-        fitting = max(fitting, min(busy, whole(hidden // buffers)))
+        fitting = max(fitting, min(busy, whole(int(hidden / buffers))))
     if sums_weight and sums_in_float32(rows, fitting, dtype):
         narrow = -(-rows // (MOST_NARROW_SUMS * least)) * least
         if (narrow - fitting) * row_bytes <= 4 * hidden * classes:
             fitting = narrow
         else:
-            fitting = max(fitting, whole(hidden // buffers))
+            fitting = max(fitting, whole(int(hidden / buffers)))
     return max(1, min(rows, fitting))
+
+
+def part_rows(chunk: int, device: torch.device, beside: float) -> int:
+    """How many rows of a chunk a loss computes at a time.
+
+    All, if it holds nothing besides the logits. A chunk of fewer rows than the device's least_rows
+    is one part too: products of even fewer rows would be slower.
+
+    Args:
+        beside: as that of chunk_rows.
+    """
+    is_whole = beside == 0 or chunk < constants_of(device).least_rows
+    return chunk if is_whole else -(-chunk // PARTS)
+
+
+def held_rows(chunk: int, device: torch.device, beside: float) -> int:
+    """How many rows of a tensor of the logits' kind take as much as all that a chunk holds."""
+    return chunk + math.ceil(beside * part_rows(chunk, device, beside))
 
 
 def sums_in_float32(rows: int, chunk: int, dtype: torch.dtype) -> bool:

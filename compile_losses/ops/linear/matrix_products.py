@@ -39,6 +39,13 @@ def chunks_of_logits(
         yield rows, part, logits
 
 
+def parts_of(rows: slice, logits: Tensor, part: int) -> Iterator[tuple[slice, Tensor]]:
+    """Parts of a chunk of at most so many rows: which rows, and their logits."""
+    for first in range(0, len(logits), part):
+        some = logits[first : first + part]
+        yield slice(rows.start + first, rows.start + first + len(some)), some
+
+
 def rows_of(input: Tensor, rows: slice, kept: Tensor | None) -> Tensor:
     """Some of the rows kept."""
     return input[rows] if kept is None else input.index_select(0, kept[rows])
@@ -133,10 +140,18 @@ class Gradients:
 
 
 def add_chunks(
-    gradients: Gradients, chunks: Iterable[Chunk], gradient: Callable[[slice, Tensor], Tensor]
+    gradients: Gradients,
+    chunks: Iterable[Chunk],
+    part: int,
+    write_gradient: Callable[[slice, Tensor], None],
 ) -> None:
-    """Adds the parts of all chunks, from a function that makes the gradient of their logits."""
+    """Adds what all chunks contribute.
+
+    Args:
+        part: how many rows of a chunk the function computes at a time.
+        write_gradient: writes the gradient of some rows' logits over these.
+    """
     for rows, input, logits in chunks:
-        of_logits = gradient(rows, logits)
-        gradients.add(rows, input, of_logits)
-        del of_logits  # before the next chunk's is made
+        for some in parts_of(rows, logits, part):
+            write_gradient(*some)
+        gradients.add(rows, input, logits)

@@ -33,13 +33,20 @@ from torch import Tensor
 from compile_losses.device_constants import constants_of
 from compile_losses.ops.checks import accumulation_type
 from compile_losses.ops.linear.arguments import check
-from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, plan, sums_in_float32
+from compile_losses.ops.linear.chunk_size import (
+    Plan,
+    chunk_rows,
+    part_rows,
+    plan,
+    sums_in_float32,
+)
 from compile_losses.ops.linear.class_blocks import FirstRows
 from compile_losses.ops.linear.matrix_products import (
     Chunk,
     Gradients,
     add_chunks,
     chunks_of_logits,
+    parts_of,
     rows_of,
 )
 from compile_losses.ops.linear.reference import autocast_off
@@ -97,12 +104,12 @@ class Problem:
 
     def plan(self, needs_input: bool, needs_weight: bool) -> Plan:
         """How many rows of logits are held at a time for the gradients, and where."""
-        buffers = self.losses.buffers(gradient=True)
+        beside = self.losses.beside(gradient=True)
         if not needs_weight or self.losses.by_row or not isinstance(self.losses, RowLosses):
-            return Plan(chunk_rows(*self.sizes, buffers=buffers, sums_weight=needs_weight))
+            return Plan(chunk_rows(*self.sizes, beside=beside, sums_weight=needs_weight))
         return plan(
             *self.sizes,
-            buffers=buffers,
+            beside=beside,
             block_buffers=self.losses.block_buffers(),
             needs_input=needs_input,
             gathered=self.kept is not None,
@@ -230,9 +237,12 @@ def results(problem: Problem) -> tuple[Tensor, ...]:
     """The results of the losses, in one product."""
     problem.leave_out_ignored()
     losses = problem.losses
-    chunk = chunk_rows(*problem.sizes, buffers=losses.buffers(gradient=False))
+    beside = losses.beside(gradient=False)
+    chunk = chunk_rows(*problem.sizes, beside=beside)
+    part = part_rows(chunk, problem.input.device, beside)
     for rows, _, logits in problem.logits(chunk):
-        losses.add(rows, logits)
+        for some in parts_of(rows, logits, part):
+            losses.add(*some)
     return problem.results()
 
 
@@ -246,7 +256,9 @@ def results_with_gradients(problem: Problem, needs: tuple[bool, bool, bool]) -> 
         rows = rows_of(problem.input, slice(0, how.first_rows), problem.kept)
         first.add(rows, problem.linear_bias)
         del first, rows
-    add_chunks(gradients, problem.logits(how.chunk, how.first_rows), problem.losses.gradient)
+    part = part_rows(how.chunk, problem.input.device, problem.losses.beside(gradient=True))
+    chunks = problem.logits(how.chunk, how.first_rows)
+    add_chunks(gradients, chunks, part, problem.losses.write_gradient)
     grad_input, *others = gradients.result()
     if gradients.needs_input:
         grad_input = problem.for_all_rows(grad_input)

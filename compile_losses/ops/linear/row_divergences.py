@@ -19,7 +19,7 @@ NONE, SUM = (REDUCTIONS[name] for name in ("none", "sum"))
 
 
 class TeacherLogits:
-    """A teacher's logits: given, or the output of a linear layer, a chunk of rows at a time.
+    """A teacher's logits: given, or the output of a linear layer, some rows at a time.
 
     Args:
         target: [rows, classes], or with a weight the layer's input, [rows, hidden].
@@ -44,14 +44,14 @@ class TeacherLogits:
 
     @property
     def computed(self) -> bool:
-        """Whether the logits are not given as they are, so that a chunk of them is held."""
+        """Whether the logits are not given as they are, so that some rows of them are held."""
         return self.weight is not None or self.softcap is not None
 
     def __call__(self, rows: slice) -> Tensor:
         target = self.target[rows]
         if not self.computed:
             return target
-        if self.buffer is None:  # the first chunk is the largest
+        if self.buffer is None:  # nowhere are there more rows than in the first part
             classes = target.shape[1] if self.weight is None else len(self.weight)
             self.buffer = target.new_empty((len(target), classes))
         logits = self.buffer[: len(target)]
@@ -104,17 +104,17 @@ class Pair:
         )
         return gradients[self.reverse]
 
-    def gradient_over(
+    def write_gradient(
         self, factor: Tensor, student: Tensor, teacher: Tensor, statistics: Tensor
-    ) -> Tensor:
-        """The same, over the student's logits if both have one dtype."""
+    ) -> None:
+        """The same, over the student's logits."""
         if student.dtype != teacher.dtype:
-            return self.gradient(factor, student, teacher, statistics)
+            student.copy_(self.gradient(factor, student, teacher, statistics))
+            return
         nothing, stats = (None,) * 4, statistics.new_zeros((len(student), 3))
         self.gradient_of_statistics_(
             nothing, factor, student, teacher, stats, statistics, None, -1, None
         )
-        return student
 
     def gradient_of_statistics_(
         self,
@@ -142,19 +142,18 @@ class Pair:
             statistics, self.reverse, *self.options,
         )  # fmt: skip
 
-    def with_gradient(
+    def with_gradient_(
         self, student: Tensor, teacher: Tensor, dtype: torch.dtype, factor: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The sum of the losses, and the gradient of the student's logits, mostly over these."""
+    ) -> Tensor:
+        """The sum of the losses; the gradient of the student's logits lies over these."""
         if self.reverse:
             loss, statistics = self.forward(student, teacher, SUM, dtype)
-            by_row = factor.expand(len(student))
-            return loss, self.gradient_over(by_row, student, teacher, statistics)
-        loss = self.op("with_grad_")(student, teacher, SUM, *self.options, -1, dtype, factor)
-        return loss, student
+            self.write_gradient(factor.expand(len(student)), student, teacher, statistics)
+            return loss
+        return self.op("with_grad_")(student, teacher, SUM, *self.options, -1, dtype, factor)
 
 
-def buffers(
+def tensors_beside(
     student: torch.dtype,
     teacher: torch.dtype,
     *,
@@ -162,18 +161,20 @@ def buffers(
     by_row: bool,
     reverse: bool,
     gradient: bool,
+    softcap: bool = False,
     picks: bool = False,
-) -> int:
-    """How many tensors of the size of a chunk of the student's logits there are at a time.
+) -> float:
+    """How many tensors of the size of the student's logits a divergence holds besides these.
 
     Args:
         student, teacher: the dtypes of the logits.
         computed: whether the teacher's logits are computed, too.
+        softcap: whether the student's logits before and after a soft-cap are held at a time.
         picks: whether several classes of a row are picked beside the divergence.
     """
-    of_teacher = max(1, teacher.itemsize // student.itemsize) if computed else 0
+    of_teacher = teacher.itemsize / student.itemsize if computed else 0
     apart = (by_row or reverse) and (student != teacher or picks)
-    return 1 + of_teacher + int(gradient and apart)
+    return of_teacher + softcap + (gradient and apart)
 
 
 class RowDivergences:
@@ -207,17 +208,17 @@ class RowDivergences:
             one = grad_output.to(dtype).reshape(())
         self.factor = one / divisor
 
-    def buffers(self, *, gradient: bool) -> int:
-        """How many tensors of a chunk's size there are at a time, the logits included."""
-        count = buffers(
+    def beside(self, *, gradient: bool) -> float:
+        """How many tensors of the logits' size are held besides them."""
+        return tensors_beside(
             self.logits,
             self.teacher.dtype,
             computed=self.teacher.computed,
             by_row=self.by_row,
             reverse=self.pair.reverse,
             gradient=gradient,
+            softcap=gradient and self.softcap is not None,  # the tanh
         )
-        return count + (gradient and self.softcap is not None)  # the tanh
 
     def add(self, rows: slice, logits: Tensor) -> None:
         """Computes the losses of some rows."""
@@ -229,29 +230,29 @@ class RowDivergences:
         else:
             self.sums.append(losses.sum())
 
-    def gradient(self, rows: slice, logits: Tensor) -> Tensor:
-        """The same, and the gradient of the logits, which may lie over them."""
+    def write_gradient(self, rows: slice, logits: Tensor) -> None:
+        """The same, and the gradient of the logits before the soft-cap, over them."""
         if self.softcap is None:
-            return self._gradient(rows, logits)
+            self._write_gradient(rows, logits)
+            return
         tanh = logits.div_(self.softcap).tanh_()
-        of_logits = self._gradient(rows, tanh * self.softcap)
-        torch.ops.aten.tanh_backward.grad_input(of_logits, tanh, grad_input=of_logits)
-        return of_logits
+        of_capped = tanh * self.softcap
+        self._write_gradient(rows, of_capped)
+        torch.ops.aten.tanh_backward.grad_input(of_capped, tanh, grad_input=logits)
 
-    def _gradient(self, rows: slice, logits: Tensor) -> Tensor:
-        """The losses and the gradient of logits after the soft-cap."""
+    def _write_gradient(self, rows: slice, logits: Tensor) -> None:
+        """The losses, and the gradient of logits after the soft-cap, over them."""
         teacher = self.teacher(rows)
         if not self.by_row:
-            loss, of_logits = self.pair.with_gradient(logits, teacher, self.dtype, self.factor)
-            self.sums.append(loss)
-            return of_logits
+            self.sums.append(self.pair.with_gradient_(logits, teacher, self.dtype, self.factor))
+            return
         losses, statistics = self.pair.forward(logits, teacher, NONE, self.dtype)
         losses = losses.to(self.result)
         self.each.append(losses)
         assert self.row_function is not None
         (factor,) = self.row_function(rows, [losses])
         assert factor is not None
-        return self.pair.gradient_over(factor, logits, teacher, statistics)
+        self.pair.write_gradient(factor, logits, teacher, statistics)
 
     def results(self) -> tuple[Tensor]:
         """The loss of each row so far, or of all."""

@@ -114,9 +114,9 @@ class RowLosses:
     def by_row(self) -> bool:
         return self.reduction == NONE
 
-    def buffers(self, *, gradient: bool) -> int:
-        """How many tensors of a chunk's size there are at a time, the logits included."""
-        return 1 + (self.z_loss != 0) * gradient
+    def beside(self, *, gradient: bool) -> float:
+        """How many tensors of the logits' size are held besides them."""
+        return (self.z_loss != 0) * gradient
 
     def block_buffers(self) -> int:
         """How many tensors of the size of a block of classes the gradient takes besides it."""
@@ -134,10 +134,11 @@ class RowLosses:
         if self.z_loss != 0:
             self.square_sums.append(self.squares(rows, stats).sum())
 
-    def gradient(self, rows: slice, logits: Tensor) -> Tensor:
-        """The same, and the gradient of the logits before the soft-cap, which lies over them."""
+    def write_gradient(self, rows: slice, logits: Tensor) -> None:
+        """The same, and the gradient of the logits before the soft-cap, over them."""
         if self.by_row:
-            return self._gradient_by_row(rows, logits)
+            self._write_gradient_by_row(rows, logits)
+            return
         of_squares = None
         if self.z_loss != 0:
             _, stats, _ = self._each(rows, logits)
@@ -156,9 +157,8 @@ class RowLosses:
         self.sums.append(loss)
         if of_squares is not None:
             logits += of_squares
-        return logits
 
-    def _gradient_by_row(self, rows: slice, logits: Tensor) -> Tensor:
+    def _write_gradient_by_row(self, rows: slice, logits: Tensor) -> None:
         losses, stats, _ = self._each(rows, logits)
         if self.z_loss != 0:
             losses = losses + self.z_loss * self.squares(rows, stats)
@@ -168,7 +168,7 @@ class RowLosses:
         (factor,) = self.row_function(rows, [losses])
         assert factor is not None
         of_squares = self.z_loss * factor.to(self.dtype) if self.z_loss != 0 else None
-        return gradient_from_statistics(
+        gradient_from_statistics(
             logits, self.target[rows], self.weight, stats, factor, of_squares, 0, logits.shape[1],
             NONE, self.ignore_index, self.label_smoothing, self.softcap,
         )  # fmt: skip

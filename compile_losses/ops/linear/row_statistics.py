@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compile_losses.ops import row_picks, row_statistics
-from compile_losses.ops.linear.row_divergences import NONE, Pair, TeacherLogits, buffers
+from compile_losses.ops.linear.row_divergences import NONE, Pair, TeacherLogits, tensors_beside
 from compile_losses.ops.linear.row_function import RowFunction
 
 #: Places of the statistics; the first ones have gradients.
@@ -49,51 +49,50 @@ class RowStatistics:
             nothing[LOG_PROBS] = like.new_empty((0, picks.shape[1]), dtype=dtype)
         self.chunks: list[tuple[Tensor, ...]] = [(*nothing, like.new_empty(0, dtype=torch.int64))]
 
-    def buffers(self, *, gradient: bool) -> int:
-        """How many tensors of a chunk's size there are at a time, the logits included."""
+    def beside(self, *, gradient: bool) -> float:
+        """How many tensors of the logits' size are held besides them."""
         if self.pair is None or self.teacher is None:
-            return 1
-        count = buffers(
+            return 0
+        return tensors_beside(
             self.logits,
             self.teacher.dtype,
             computed=self.teacher.computed,
             by_row=True,
             reverse=self.pair.reverse,
+            softcap=self.softcap is not None,
             picks=self.picks is not None,
             gradient=gradient,
         )
-        return count + (self.softcap is not None)
 
     def add(self, rows: slice, logits: Tensor) -> None:
         """Computes the statistics of some rows."""
         self._computed(rows, logits)
 
-    def gradient(self, rows: slice, logits: Tensor) -> Tensor:
-        """The same, and the gradient of the logits before the soft-cap, which lies over them."""
+    def write_gradient(self, rows: slice, logits: Tensor) -> None:
+        """The same, and the gradient of the logits before the soft-cap, over them."""
         stats, compared = self._computed(rows, logits)
         assert self.row_function is not None
         *given, of_divergence, of_picks = self.row_function(rows, self.chunks[-1])
         if self.picks is None:
             of_picks = None
         if compared is None or of_divergence is None:
-            self._write_gradient(rows, given, of_picks, logits, stats)
-            return logits
+            self._write_without_divergence(rows, given, of_picks, logits, stats)
+            return
         assert self.pair is not None
         student, teacher, saved = compared
         if teacher.dtype == logits.dtype and of_picks is None:
             self.pair.gradient_of_statistics_(
                 given, of_divergence, logits, teacher, stats, saved, *self._options(rows)
             )
-            return logits
+            return
         added = self.pair.gradient(of_divergence, student, teacher, saved)
         if self.softcap is not None:
             tanh = torch.div(logits, self.softcap, out=student).tanh_()
             torch.ops.aten.tanh_backward.grad_input(added, tanh, grad_input=added)
-        self._write_gradient(rows, given, of_picks, logits, stats)
+        self._write_without_divergence(rows, given, of_picks, logits, stats)
         logits += added
-        return logits
 
-    def _write_gradient(
+    def _write_without_divergence(
         self,
         rows: slice,
         given: Sequence[Tensor | None],

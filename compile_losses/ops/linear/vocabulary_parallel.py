@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compile_losses import library
 from compile_losses.ops import checks, vocabulary_parallel
-from compile_losses.ops.linear.chunk_size import chunk_rows, sums_in_float32
+from compile_losses.ops.linear.chunk_size import chunk_rows, part_rows, sums_in_float32
 from compile_losses.ops.linear.matrix_products import Chunk, Gradients, add_chunks, chunks_of_logits
 from compile_losses.ops.linear.reference import autocast_off
 from compile_losses.ops.linear.row_losses import gradient_from_statistics
@@ -43,19 +43,19 @@ def chunks_of_shard(
     input: Tensor,
     linear_weight: Tensor,
     linear_bias: Tensor | None,
-    buffers: int = 1,
+    beside: float = 0,
     *,
     sums_weight: bool = False,
 ) -> tuple[int, Iterator[Chunk]]:
     """How many rows a chunk has, and the chunks of logits.
 
     Args:
-        buffers: of a chunk's size, the logits included.
+        beside: how many tensors of the logits' size are held besides them.
         sums_weight: whether the gradient of linear_weight is summed over the chunks.
     """
     chunk = chunk_rows(
         len(input), input.shape[1], len(linear_weight), input.dtype, input.device,
-        buffers=buffers, sums_weight=sums_weight,
+        beside=beside, sums_weight=sums_weight,
     )  # fmt: skip
     return chunk, chunks_of_logits(input, linear_weight, linear_bias, chunk)
 
@@ -65,24 +65,24 @@ def gradients_of_shard(
     linear_weight: Tensor,
     linear_bias: Tensor | None,
     needs: tuple[bool, bool, bool],
-    of_logits: Callable[[slice, Tensor], Tensor],
-    buffers: int = 1,
+    write_gradient: Callable[[slice, Tensor], None],
+    beside: float = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of the layer, from the logits computed again; empty if they are not needed.
 
     Args:
-        of_logits: the gradient of some rows' logits, which it may overwrite.
-        buffers: as of chunks_of_shard.
+        write_gradient: writes the gradient of some rows' logits over these.
+        beside: as of chunks_of_shard.
     """
     with autocast_off(input):
         chunk, chunks = chunks_of_shard(
-            input, linear_weight, linear_bias, buffers, sums_weight=needs[1]
+            input, linear_weight, linear_bias, beside, sums_weight=needs[1]
         )
         gradients = Gradients(
             linear_weight, len(input), needs, _wide(input),
             wide=sums_in_float32(len(input), chunk, input.dtype),
         )  # fmt: skip
-        add_chunks(gradients, chunks, of_logits)
+        add_chunks(gradients, chunks, part_rows(chunk, input.device, beside), write_gradient)
         return gradients.result()
 
 
@@ -139,17 +139,17 @@ def gradient_kernel(
     by_row = reduction == checks.REDUCTIONS["none"]
     if grad_squares is not None:
         grad_squares = grad_squares.expand(len(input))
-    buffers = 1 + (grad_squares is not None)
+    beside = int(grad_squares is not None)
 
-    def of_logits(rows: slice, logits: Tensor) -> Tensor:
-        return gradient_from_statistics(
+    def write_gradient(rows: slice, logits: Tensor) -> None:
+        gradient_from_statistics(
             logits, target[rows], weight, stats[rows], grad_output[rows] if by_row else grad_output,
             None if grad_squares is None else grad_squares[rows], first_class, classes, reduction,
             ignore_index, label_smoothing, softcap,
         )  # fmt: skip
 
     needs = (needs_grad_input, needs_grad_linear_weight, needs_grad_linear_bias)
-    return gradients_of_shard(input, linear_weight, linear_bias, needs, of_logits, buffers)
+    return gradients_of_shard(input, linear_weight, linear_bias, needs, write_gradient, beside)
 
 
 def _wide(input: Tensor) -> torch.dtype:

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from compile_losses import library
+from compile_losses.ops.linear.chunk_size import part_rows
 from compile_losses.ops.linear.leaf_ops import NEEDS, gradients_fake
+from compile_losses.ops.linear.matrix_products import parts_of
 from compile_losses.ops.linear.reference import autocast_off
-from compile_losses.ops.linear.row_divergences import Pair, TeacherLogits, buffers
+from compile_losses.ops.linear.row_divergences import Pair, TeacherLogits, tensors_beside
 from compile_losses.ops.linear.vocabulary_parallel import chunks_of_shard, gradients_of_shard
 from compile_losses.ops.row_pair import statistics
 from compile_losses.ops.vocabulary_parallel_divergence import divergence as of_logits
@@ -39,8 +41,10 @@ gradient = library.define(
 )
 
 
-def _buffers(student: torch.dtype, teacher: TeacherLogits, reverse: bool, *, gradient: bool) -> int:
-    return buffers(
+def _beside(
+    student: torch.dtype, teacher: TeacherLogits, reverse: bool, *, gradient: bool
+) -> float:
+    return tensors_beside(
         student,
         teacher.dtype,
         computed=teacher.computed,
@@ -62,12 +66,14 @@ def divergence_kernel(
 ) -> Tensor:
     teacher = TeacherLogits(target, target_weight, target_bias)
     pair = Pair("softmax_kl_div", reverse, (temperature,))
-    held = _buffers(input.dtype, teacher, reverse, gradient=False)
+    beside = _beside(input.dtype, teacher, reverse, gradient=False)
     with autocast_off(input):
         found = [divergence_fake(input[:0], linear_weight, target[:0])]
-        _, chunks = chunks_of_shard(input, linear_weight, linear_bias, held)
-        for rows, _, logits in chunks:
-            found.append(of_logits(*pair.ordered(logits, teacher(rows)), temperature))
+        chunk, chunks = chunks_of_shard(input, linear_weight, linear_bias, beside)
+        part = part_rows(chunk, input.device, beside)
+        for chunk_of_rows, _, logits in chunks:
+            for rows, some in parts_of(chunk_of_rows, logits, part):
+                found.append(of_logits(*pair.ordered(some, teacher(rows)), temperature))
         return torch.cat(found)
 
 
@@ -88,15 +94,14 @@ def gradient_kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:
     teacher = TeacherLogits(target, target_weight, target_bias)
     pair = Pair("softmax_kl_div", reverse, (temperature,))
-    held = _buffers(input.dtype, teacher, reverse, gradient=True)
+    beside = _beside(input.dtype, teacher, reverse, gradient=True)
 
-    def gradient_of(rows: slice, logits: Tensor) -> Tensor:
-        if logits.shape[1] == 0:
-            return logits
-        return pair.gradient_over(grad_output[rows], logits, teacher(rows), stats[rows])
+    def write_gradient(rows: slice, logits: Tensor) -> None:
+        if logits.shape[1] > 0:
+            pair.write_gradient(grad_output[rows], logits, teacher(rows), stats[rows])
 
     needs = (needs_input, needs_weight, needs_bias)
-    return gradients_of_shard(input, linear_weight, linear_bias, needs, gradient_of, held)
+    return gradients_of_shard(input, linear_weight, linear_bias, needs, write_gradient, beside)
 
 
 def divergence_fake(input: Tensor, _: Any, target: Tensor, *rest: Any) -> Tensor:

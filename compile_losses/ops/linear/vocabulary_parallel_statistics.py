@@ -80,15 +80,15 @@ def gradient_kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:
     own = OwnClasses(first_class, len(linear_weight), classes)
 
-    def of_logits(rows: slice, logits: Tensor) -> Tensor:
+    def write_gradient(rows: slice, logits: Tensor) -> None:
         of_nll, of_entropy = (None if g is None else g[rows] for g in (grad_nll, grad_entropy))
-        return gradient_of(
+        gradient_of(
             of_nll, None, of_entropy, logits, target[rows], stats[rows], own, ignore_index, softcap,
             overwrites=True,
         )  # fmt: skip
 
     needs = (needs_input, needs_weight, needs_bias)
-    return gradients_of_shard(input, linear_weight, linear_bias, needs, of_logits)
+    return gradients_of_shard(input, linear_weight, linear_bias, needs, write_gradient)
 
 
 def statistics_fake(input: Tensor, *_: Tensor | int | float | None) -> Tensor:
