@@ -112,6 +112,11 @@ struct CrossEntropyArgs {
   const void* grad_output = nullptr;
   DType grad_output_dtype = DType::kFloat32;
   int64_t grad_output_stride = 0;
+  // Of each row's squared logsumexp, as in a z-loss: [rows] with grad_squares_stride, or one
+  // element; null: none. Read by cross_entropy_backward alone.
+  const void* grad_squares = nullptr;
+  DType grad_squares_dtype = DType::kFloat32;
+  int64_t grad_squares_stride = 0;
   void* grad_input = nullptr;  // addressed by grad_layout
   RowLayout grad_layout;       // has the sizes of input_layout
 };

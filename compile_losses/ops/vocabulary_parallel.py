@@ -12,7 +12,9 @@ are [rows, 3]: the shard's largest logit, the sum of the exponentials relative t
 target's logit, 0 in shards that do not hold it; with label smoothing [rows, 4], the last being
 the weighted sum of (largest - logit). shard_weights [shards], needed with label smoothing, is the
 sum of each shard's class weights. Stats are those of ``cross_entropy_forward``. With a softcap
-parts and gradients are those of the loss of ``softcap * tanh(input / softcap)``.
+parts and gradients are those of the loss of ``softcap * tanh(input / softcap)``. The gradients of
+both ops may also be those of each row's squared logsumexp, as in a z-loss: with grad_squares, one
+number or one for each row. Ignored rows have none.
 
 The layout of the parts follows Megatron's vocabulary-parallel cross entropy (Shoeybi et al.,
 https://arxiv.org/abs/1909.08053), with the online softmax's sum beside its maximum so that one
@@ -45,7 +47,7 @@ merge = library.define(
 )
 AFTER_INPUT = (
     f"Tensor target, Tensor? weight, Tensor stats, {SHARD}, int reduction, {OPTIONS}, "
-    "float? softcap=None"
+    "float? softcap=None, Tensor? grad_squares=None"
 )
 gradient = library.define(
     f"vocabulary_parallel_gradient(Tensor grad_output, Tensor input, {AFTER_INPUT}) -> Tensor"

@@ -58,7 +58,8 @@ std::tuple<Tensor, Tensor, Tensor> merge(const Tensor& parts, const Tensor& targ
 void write_gradient(const Tensor& grad_output, const Tensor& input, const Tensor& target,
                     const std::optional<Tensor>& weight, const Tensor& stats, const Tensor& result,
                     int64_t first_class, int64_t classes, int64_t reduction, int64_t ignore_index,
-                    double label_smoothing, std::optional<double> softcap) {
+                    double label_smoothing, std::optional<double> softcap,
+                    const std::optional<Tensor>& grad_squares) {
   ClassTargets problem(kOp, input, target, weight, reduction, ignore_index, label_smoothing,
                        first_class, classes);
   problem.set_softcap(softcap);
@@ -74,6 +75,18 @@ void write_gradient(const Tensor& grad_output, const Tensor& input, const Tensor
   problem.lay_out(input, result);
   const Tensor dense = problem.set_grad_output(grad_output);
   args.stats = stats.data_ptr();
+  std::optional<Tensor> squares;
+  if (grad_squares) {
+    const bool each = sizes_of(*grad_squares) == problem.row_shape;
+    if (!each && !has_shape(*grad_squares, Sizes{}))
+      throw std::runtime_error(
+          "vocabulary_parallel_gradient: expected grad_squares of shape [] or " +
+          to_string(problem.row_shape) + ", got " + to_string(sizes_of(*grad_squares)));
+    squares = as_contiguous(*grad_squares);
+    args.grad_squares = squares->data_ptr();
+    args.grad_squares_dtype = dtype_of(*grad_squares, kOp, "grad_squares");
+    args.grad_squares_stride = each ? 1 : 0;
+  }
   const Launch launch(input);
   cross_entropy_backward(args, launch.stream());
 }
@@ -81,19 +94,19 @@ void write_gradient(const Tensor& grad_output, const Tensor& input, const Tensor
 Tensor gradient(const Tensor& grad_output, const Tensor& input, const Tensor& target,
                 const std::optional<Tensor>& weight, const Tensor& stats, int64_t first_class,
                 int64_t classes, int64_t reduction, int64_t ignore_index, double label_smoothing,
-                std::optional<double> softcap) {
+                std::optional<double> softcap, const std::optional<Tensor>& grad_squares) {
   const Tensor result = empty_gradient(input);
   write_gradient(grad_output, input, target, weight, stats, result, first_class, classes, reduction,
-                 ignore_index, label_smoothing, softcap);
+                 ignore_index, label_smoothing, softcap, grad_squares);
   return result;
 }
 
 void gradient_(const Tensor& grad_output, const Tensor& input, const Tensor& target,
                const std::optional<Tensor>& weight, const Tensor& stats, int64_t first_class,
                int64_t classes, int64_t reduction, int64_t ignore_index, double label_smoothing,
-               std::optional<double> softcap) {
+               std::optional<double> softcap, const std::optional<Tensor>& grad_squares) {
   write_gradient(grad_output, input, target, weight, stats, input, first_class, classes, reduction,
-                 ignore_index, label_smoothing, softcap);
+                 ignore_index, label_smoothing, softcap, grad_squares);
 }
 
 }  // namespace

@@ -61,6 +61,16 @@ void through_softcap(const CrossEntropyArgs& args, const acc_t* slopes, int64_t 
   for (int64_t i = 0; i < count; ++i) gradient[i] *= slopes[i];
 }
 
+// The gradient of a row's squared logsumexp; 0 for an ignored row.
+template <typename acc_t>
+acc_t row_grad_square(const CrossEntropyArgs& args, int64_t row, const RowTarget<acc_t>& target) {
+  acc_t grad_square = 0;
+  if (args.grad_squares && !target.ignored)
+    load(args.grad_squares, args.grad_squares_dtype, row * args.grad_squares_stride, 1, 1,
+         &grad_square);
+  return grad_square;
+}
+
 template <typename acc_t>
 struct RowGradient {
   CrossEntropyRow<acc_t> summary;
@@ -78,7 +88,9 @@ struct RowGradient {
         coefficient(row_scale(args, row, row_target, common), row_target.weight,
                     static_cast<acc_t>(args.label_smoothing), weight_sum<acc_t>(args),
                     static_cast<acc_t>(args.classes)),
-        target(row_target.index) {}
+        target(row_target.index) {
+    coefficient.probability += summary.of_square(row_grad_square(args, row, row_target));
+  }
 };
 
 template <typename acc_t>

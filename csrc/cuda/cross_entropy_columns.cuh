@@ -123,11 +123,7 @@ __global__ void __launch_bounds__(kColumnRows* kColumnLanes)
     const scalar_t* x =
         static_cast<const scalar_t*>(args.input) + row_offset(args.input_layout, row);
     if (threadIdx.y == 0 && is_out_of_bounds(args, row)) report_target(args, row);
-    const RowTarget<acc_t> target(args, row);
-    const acc_t* stats = static_cast<const acc_t*>(args.stats) + 2 * row;
-    write_gradient(args, row, x,
-                   RowGradient<acc_t, kCapped>(args, target, row_scale(args, row, target, common),
-                                               stats[0], math::exp(-stats[1])));
+    write_gradient(args, row, x, RowGradient<acc_t, kCapped>::of(args, row, common));
   }
 }
 

@@ -221,10 +221,7 @@ __global__ void __launch_bounds__(kGradientThreads)
     const RowSpan<scalar_t> span(x, args.cols);
     const bool aligned = is_aligned(out + span.head);
     if (thread == 0 && is_out_of_bounds(args, row)) report_target(args, row);
-    const RowTarget<acc_t> target(args, row);
-    const acc_t* stats = static_cast<const acc_t*>(args.stats) + 2 * row;
-    const RowGradient<acc_t, kCapped> gradient(args, target, row_scale(args, row, target, common),
-                                               stats[0], math::exp(-stats[1]));
+    const auto gradient = RowGradient<acc_t, kCapped>::of(args, row, common);
     write_gradient(x, out, span, aligned, thread, stride, gradient);
   });
 }

@@ -6,7 +6,8 @@
 // absent):
 //   loss  = (1 - s) w[t] (lse - x[t]) + s/C sum_c w[c] (lse - x[c])
 //   dx[c] = (1 - s) w[t] (p[c] - [c == t]) + s/C (p[c] sum(w) - w[c])
-// where lse = largest + log_sum and p[c] = exp(x[c] - lse).
+// where lse = largest + log_sum and p[c] = exp(x[c] - lse). A z-loss of z lse^2 adds 2 z lse p[c]
+// to dx[c].
 #pragma once
 
 #include "math.h"
@@ -25,6 +26,11 @@ struct CrossEntropyRow {
     if (smoothing == acc_t(0)) return picked;
     return (acc_t(1) - smoothing) * picked +
            smoothing / cols * (weight_sum * log_sum + weighted_sum);
+  }
+
+  // What the gradient of the squared lse has as the factor of each p[c].
+  FUSED_HOST_DEVICE acc_t of_square(acc_t grad_square) const {
+    return acc_t(2) * grad_square * (largest + log_sum);
   }
 
   FUSED_HOST_DEVICE acc_t probability(acc_t logit) const {

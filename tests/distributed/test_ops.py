@@ -102,6 +102,50 @@ def test_shards_make_the_whole(layout, reduction, weighted, smoothing, dtype, de
     assert abs(total - count) <= 64 * wide * max(1, kept.numel())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_squared_logsumexp(layout, by_row, smoothing, softcap, dtype, device):
+    """Its gradient, added to a weighted cross entropy's. Ignored rows have none."""
+    logits, dim, target, weight = problem(layout, dtype, weighted=True, device=device)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    grad_output, grad_squares = (
+        torch.linspace(first, 1.5, target.numel(), dtype=torch.float64, device=device)
+        .view(target.shape)
+        .to(wide)
+        for first in (0.5, -0.2)
+    )
+    if not by_row:
+        grad_squares = torch.tensor(0.3, dtype=wide, device=device)
+    exact = logits.double().detach().requires_grad_()
+    capped = exact if softcap is None else softcap * torch.tanh(exact / softcap)
+    loss = torch.nn.functional.cross_entropy(
+        capped, target, weight, reduction="none", label_smoothing=smoothing
+    )
+    squares = capped.logsumexp(dim).square() * (target != -100)
+    ((loss * grad_output).sum() + (squares * grad_squares).sum()).backward()
+    options = (0, CLASSES, -100, smoothing)
+    weight = weight.to(wide)
+    parts = fused.vocabulary_parallel_parts(logits, target, weight, *options, softcap)
+    _, stats, _ = fused.vocabulary_parallel_merge(
+        parts.unsqueeze(0), target, weight, weight.sum().reshape(1), CLASSES, NONE, -100, smoothing,
+        wide,
+    )  # fmt: skip
+    over, gradients = logits.clone(), []
+    for begin, end in pairwise(BOUNDS):
+        given = (target, weight, stats, begin, CLASSES, NONE, -100, smoothing, softcap)
+        own = logits.narrow(dim, begin, end - begin)
+        gradients.append(fused.vocabulary_parallel_gradient(grad_output, own, *given, grad_squares))
+        own = over.narrow(dim, begin, end - begin)
+        fused.vocabulary_parallel_gradient_(grad_output, own, *given, grad_squares)
+    gradient = torch.cat(gradients, dim)
+    assert torch.equal(over, gradient)
+    eps = torch.finfo(dtype).eps
+    assert torch.allclose(gradient.double(), exact.grad, rtol=4 * eps, atol=4 * eps)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_opcheck(layout, smoothing):
@@ -116,8 +160,10 @@ def test_opcheck(layout, smoothing):
     opcheck(fused.vocabulary_parallel_merge.default, (parts.unsqueeze(0), *arguments))
     _, stats, _ = fused.vocabulary_parallel_merge(parts.unsqueeze(0), *arguments)
     arguments = (own, target, weight, stats, 4, CLASSES, SUM, *options)
-    opcheck(fused.vocabulary_parallel_gradient.default, (torch.ones(()), *arguments))
-    opcheck(fused.vocabulary_parallel_gradient_.default, (torch.ones(()), *arguments))
+    for squares in (None, torch.ones(())):
+        given = (torch.ones(()), *arguments, None, squares)
+        opcheck(fused.vocabulary_parallel_gradient.default, given)
+        opcheck(fused.vocabulary_parallel_gradient_.default, given)
 
 
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False)])
@@ -130,7 +176,7 @@ def test_opcheck_linear(needs):
     options = (-100, 0.1, 5.0)
     opcheck(fused.vocabulary_parallel_linear_parts.default, (*tensors, *shard, *options))
     stats = torch.tensor([[1.0, 2.0]]).expand(7, 2).contiguous()
-    for squares in (None, torch.ones(7)):
+    for squares in (None, torch.ones(7), torch.ones(())):
         opcheck(
             fused.vocabulary_parallel_linear_gradient.default,
             (torch.ones(()), squares, *tensors, stats, *shard, SUM, *options, *needs),
@@ -169,6 +215,12 @@ def test_errors():
     with pytest.raises(RuntimeError, match=r"expected stats as vocabulary_parallel_merge returns"):
         fused.vocabulary_parallel_gradient_(
             torch.ones(()), own, target, None, stats[1:], 0, CLASSES, SUM, -100, 0.0
+        )
+    with pytest.raises(
+        RuntimeError, match=r"expected grad_squares of shape \[\] or \[7\], got \[6\]"
+    ):
+        fused.vocabulary_parallel_gradient(
+            torch.ones(()), own, target, None, stats, 0, CLASSES, SUM, -100, 0.0, None, stats[1:, 0]
         )
     with pytest.raises(RuntimeError, match="is not differentiable"):
         fused.vocabulary_parallel_parts(own.requires_grad_(), target, None, 0, CLASSES, -100, 0.0)

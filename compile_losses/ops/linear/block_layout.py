@@ -44,11 +44,6 @@ class BlockLayout:
         """The classes of every block but the last."""
         return self.classes // self.blocks // ALIGNED * ALIGNED
 
-    @property
-    def widest(self) -> int:
-        """The classes of the last block."""
-        return self.classes - (self.blocks - 1) * self.width
-
     def classes_of(self, block: int) -> slice:
         first = block * self.width
         return slice(first, self.classes if block == self.blocks - 1 else first + self.width)
@@ -67,10 +62,6 @@ class BlockLayout:
     @property
     def scratch_elements(self) -> int:
         return self.rows * (self.classes - self.packed * self.width)
-
-    def elements(self, buffers: int = 0) -> int:
-        """The elements of the scratch buffer, and of so many buffers of a block's size."""
-        return self.scratch_elements + buffers * self.rows * self.widest
 
     def fits(self) -> bool:
         """Whether no logits are overwritten before they have been used."""

@@ -55,8 +55,6 @@ def plan(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    beside: float = 0,
-    block_buffers: int = 0,
     needs_input: bool = True,
     gathered: bool = False,
 ) -> Plan:
@@ -69,13 +67,12 @@ def plan(
     way moves are compared; the products are the same. Many features and classes gain (8192 x 4096
     x 128256, 4096 x 8192 x 262144), few do not (8192 x 1024 x 151936).
 
-    The other buffers of the first rows take at most COUNTED of the budget of chunk_rows; the other
-    chunks are as large as without first rows. A gradient in a 16-bit dtype is the sum of at most
-    MOST_NARROW_SUMS products. If all rows fit one chunk, there are no first rows.
+    The scratch buffer of the first rows takes at most COUNTED of the budget of chunk_rows. The
+    other chunks are as large as without first rows. A gradient in a 16-bit dtype is the sum of at
+    most MOST_NARROW_SUMS products. If all rows fit one chunk, there are no first rows.
 
     Args:
-        rows, hidden, classes, dtype, device, beside: as those of chunk_rows.
-        block_buffers: tensors of a block of classes' size that the loss needs besides its logits.
+        rows, hidden, classes, dtype, device: as those of chunk_rows.
         needs_input: whether the gradient of input is computed.
         gathered: whether the rows are a copy of some of input's.
     """
@@ -83,12 +80,12 @@ def plan(
     least = constants.least_rows
     item, narrow = dtype.itemsize, dtype in NARROW
     weight_bytes, row_bytes = classes * hidden * item, classes * item
-    chunk = chunk_rows(rows, hidden, classes, dtype, device, beside=beside, sums_weight=True)
+    chunk = chunk_rows(rows, hidden, classes, dtype, device, sums_weight=True)
     chunks = -(-rows // chunk)
     moved = 2 * max(0, chunks - 1) * weight_bytes
     if sums_in_float32(rows, chunk, dtype):
         moved = 2 * chunks * classes * hidden * 4
-    held = held_rows(chunk, device, beside) * row_bytes
+    held = chunk * row_bytes
     best = Plan(chunk, None, moved, held)
     if moved == 0:
         return best
@@ -102,32 +99,26 @@ def plan(
     for first in sorted({*range(least, most + 1, least), *[rows] * (most == rows)}):
         # The sum lies in the memory of input's gradient if that has twice as many rows.
         beside = sum_bytes * (narrow and 2 * first > rows) + gathered * hidden * item
-        layout = _fewest_blocks(
-            first, hidden, classes, most_blocks, block_buffers, item, room - first * beside
-        )
+        fitting = (room - first * beside) // item
+        layout = _fewest_blocks(first, hidden, classes, most_blocks, fitting)
         rest = -(-(rows - first) // chunk)
         if layout is None or (narrow and 1 + rest > MOST_NARROW_SUMS):
             continue
         moved = 2 * rest * weight_bytes + first * row_bytes + 2 * layout.blocks * first * sum_bytes
         if moved < best.moved:
-            elements = layout.elements(block_buffers)
-            best = Plan(
-                chunk, layout, moved, max(elements * item + first * beside, held * (rest > 0))
-            )
+            of_first = layout.scratch_elements * item + first * beside
+            best = Plan(chunk, layout, moved, max(of_first, held * (rest > 0)))
     return best
 
 
 def _fewest_blocks(
-    rows: int, hidden: int, classes: int, most: int, block_buffers: int, item: int, room: int
+    rows: int, hidden: int, classes: int, most: int, fitting: int
 ) -> BlockLayout | None:
-    """The layout with the fewest blocks whose scratch buffer, and the others, take at most room.
-
-    Args:
-        most: blocks.
-    """
+    """The layout with the fewest blocks, and at most so many, whose scratch buffer has at most so
+    many elements."""
     for blocks in range(2, most + 1):
         layout = smallest_scratch(rows, hidden, classes, blocks)
-        if layout is not None and layout.elements(block_buffers) * item <= room:
+        if layout is not None and layout.scratch_elements <= fitting:
             return layout
     return None
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from compile_losses.ops import vocabulary_parallel
 from compile_losses.ops.linear.block_layout import BlockLayout
 from compile_losses.ops.linear.matrix_products import Gradients, add_product, write_logits
-from compile_losses.ops.linear.row_losses import SUM, RowLosses, gradient_from_statistics
+from compile_losses.ops.linear.row_losses import SUM, RowLosses
 
 
 class FirstRows:
@@ -52,14 +52,13 @@ class FirstRows:
         losses.merge(torch.stack(parts))
 
         for classes, logits in self.blocks:
-            of_logits = losses.gradient(classes, logits)
+            losses.write_gradient(classes, logits)
             if total is not None:
-                add_product(total, of_logits, weight[classes], starts=classes.start == 0)
+                add_product(total, logits, weight[classes], starts=classes.start == 0)
             if gradients.needs_bias:
-                gradients.bias_sum[classes] += of_logits.sum(0)
+                gradients.bias_sum[classes] += logits.sum(0)
             # Overwrites what lies before the next block's logits: see BlockLayout.
-            torch.mm(of_logits.t(), input, out=of_weight[classes])
-            del of_logits
+            torch.mm(logits.t(), input, out=of_weight[classes])
         del logits
         self.blocks.clear()  # and with them the scratch buffer
         if total is not None and self.of_input is not None and total is not self.of_input:
@@ -95,9 +94,9 @@ class _BlockLosses:
     def __init__(self, losses: RowLosses, layout: BlockLayout) -> None:
         self.losses, self.layout = losses, layout
         self.target = losses.target[: layout.rows]
-        one = self.target.new_ones((), dtype=losses.dtype)
-        self.factor = one if losses.factor is None else losses.factor
-        self.z_factor = one if losses.z_factor is None else losses.z_factor
+        self.grad_squares = None
+        if losses.z_loss != 0 and losses.z_factor is not None:
+            self.grad_squares = losses.z_loss * losses.z_factor
 
     def part(self, classes: slice, logits: Tensor) -> Tensor:
         """A block's parts of each row's softmax."""
@@ -126,16 +125,17 @@ class _BlockLosses:
         sums = []
         for classes in map(layout.classes_of, range(layout.blocks)):
             if weight is None:
-                sums.append(self.factor.new_full((), classes.stop - classes.start))
+                count = classes.stop - classes.start
+                sums.append(self.target.new_full((), count, dtype=self.losses.dtype))
             else:
                 sums.append(weight[classes].sum(dtype=torch.float64).to(self.losses.dtype))
         return torch.stack(sums)
 
-    def gradient(self, classes: slice, logits: Tensor) -> Tensor:
-        """The gradient of a block's logits before the soft-cap; overwrites them."""
+    def write_gradient(self, classes: slice, logits: Tensor) -> None:
+        """The gradient of a block's logits before the soft-cap, over them."""
         losses = self.losses
-        return gradient_from_statistics(
-            logits, self.target, losses.weight, self.statistics, self.factor,
-            losses.z_loss * self.z_factor if losses.z_loss != 0 else None, classes.start,
+        vocabulary_parallel.gradient_(
+            losses.factor, logits, self.target, losses.weight, self.statistics, classes.start,
             self.layout.classes, SUM, losses.ignore_index, losses.label_smoothing, losses.softcap,
+            self.grad_squares,
         )  # fmt: skip

@@ -109,8 +109,6 @@ class Problem:
             return Plan(chunk_rows(*self.sizes, beside=beside, sums_weight=needs_weight))
         return plan(
             *self.sizes,
-            beside=beside,
-            block_buffers=self.losses.block_buffers(),
             needs_input=needs_input,
             gathered=self.kept is not None,
         )

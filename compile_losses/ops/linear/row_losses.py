@@ -13,62 +13,6 @@ from compile_losses.ops.linear.row_function import RowFunction
 NONE, MEAN, SUM = (REDUCTIONS[name] for name in ("none", "mean", "sum"))
 
 
-def squares_gradient(
-    factor: Tensor | float,
-    logits: Tensor,
-    target: Tensor,
-    stats: Tensor,
-    classes: int,
-    ignore_index: int,
-    softcap: float | None,
-) -> Tensor:
-    """The gradient of factor * logsumexp^2 of each row: 2 factor logsumexp * softmax.
-
-    That is cross entropy's gradient in a shard of the classes that holds no target.
-
-    Args:
-        classes: a bound that all targets are below.
-    """
-    return vocabulary_parallel.gradient(
-        2 * factor * stats.sum(1), logits, target, None, stats, classes,
-        classes + logits.shape[1], NONE, ignore_index, 0.0, softcap,
-    )  # fmt: skip
-
-
-def gradient_from_statistics(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    stats: Tensor,
-    grad_output: Tensor,
-    grad_squares: Tensor | None,
-    first_class: int,
-    classes: int,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-) -> Tensor:
-    """The gradient of logits of some of the classes, before the soft-cap; overwrites them.
-
-    Args:
-        weight, stats: of all classes.
-        grad_squares: of each row's squared logsumexp, one number or one for each row.
-    """
-    of_squares = None
-    if grad_squares is not None:
-        of_squares = squares_gradient(
-            grad_squares, logits, target, stats, classes, ignore_index, softcap
-        )
-    vocabulary_parallel.gradient_(
-        grad_output, logits, target, weight, stats, first_class, classes, reduction, ignore_index,
-        label_smoothing, softcap,
-    )  # fmt: skip
-    if of_squares is not None:
-        logits += of_squares
-    return logits
-
-
 class RowLosses:
     """The loss of each row of logits, as its target and the options say.
 
@@ -96,12 +40,15 @@ class RowLosses:
         self.sums, self.square_sums = [nothing], [nothing]
         self.row_function = grad_output if isinstance(grad_output, RowFunction) else None
         self.each = [nothing.new_empty(0, dtype=result)]
-        self.factor = self.z_factor = None
-        if isinstance(grad_output, Tensor):
-            self.factor = self.z_factor = grad_output.to(dtype).reshape(())
+        self.factor: Tensor | None = None
+        self.z_factor: Tensor | None = None
+        if reduction != NONE:
+            one = nothing.new_ones(())
+            if isinstance(grad_output, Tensor):
+                one = grad_output.to(dtype).reshape(())
+            self.factor = self.z_factor = one
         if reduction == MEAN:
             self.total_weight, self.count = divisors(target, weight, ignore_index, dtype)
-            one = self.count.new_ones(()) if self.factor is None else self.factor
             self.factor, self.z_factor = one / self.total_weight, one / self.count
 
     def keep(self, rows: Tensor) -> None:
@@ -116,61 +63,48 @@ class RowLosses:
 
     def beside(self, *, gradient: bool) -> float:
         """How many tensors of the logits' size are held besides them."""
-        return (self.z_loss != 0) * gradient
+        return 0
 
-    def block_buffers(self) -> int:
-        """How many tensors of the size of a block of classes the gradient takes besides it."""
-        return int(self.z_loss != 0)
-
-    def add(self, rows: slice, logits: Tensor) -> None:
-        """Computes the losses of some rows."""
-        losses, stats, _ = self._each(rows, logits)
+    def add(self, rows: slice, logits: Tensor) -> Tensor:
+        """Computes the losses of some rows; returns their statistics."""
+        losses, stats, _ = cross_entropy.forward(
+            logits, self.target[rows], self.weight, NONE, self.ignore_index, self.label_smoothing,
+            self.dtype, self.softcap,
+        )  # fmt: skip
         if self.by_row:
             if self.z_loss != 0:
                 losses = losses + self.z_loss * self.squares(rows, stats)
             self.each.append(losses.to(self.result))
-            return
+            return stats
         self.sums.append(losses.sum())
         if self.z_loss != 0:
             self.square_sums.append(self.squares(rows, stats).sum())
+        return stats
 
     def write_gradient(self, rows: slice, logits: Tensor) -> None:
         """The same, and the gradient of the logits before the soft-cap, over them."""
-        if self.by_row:
-            self._write_gradient_by_row(rows, logits)
+        if not self.by_row and self.z_loss == 0:
+            loss = cross_entropy.with_grad_(
+                logits, self.target[rows], self.weight, SUM, self.ignore_index,
+                self.label_smoothing, self.dtype, self.softcap, self.factor,
+            )  # fmt: skip
+            self.sums.append(loss)
             return
+        stats = self.add(rows, logits)
+        factor, z_factor = self.factor, self.z_factor
+        if self.by_row:
+            assert self.row_function is not None
+            (factor,) = self.row_function(rows, self.each[-1:])
+            z_factor = factor
+        assert factor is not None
         of_squares = None
         if self.z_loss != 0:
-            _, stats, _ = self._each(rows, logits)
-            self.square_sums.append(self.squares(rows, stats).sum())
-            factor: Tensor | float = self.z_loss
-            if self.z_factor is not None:
-                factor = self.z_loss * self.z_factor.to(self.dtype)
-            of_squares = squares_gradient(
-                factor, logits, self.target[rows], stats, logits.shape[1], self.ignore_index,
-                self.softcap,
-            )  # fmt: skip
-        loss = cross_entropy.with_grad_(
-            logits, self.target[rows], self.weight, SUM, self.ignore_index, self.label_smoothing,
-            self.dtype, self.softcap, self.factor,
-        )  # fmt: skip
-        self.sums.append(loss)
-        if of_squares is not None:
-            logits += of_squares
-
-    def _write_gradient_by_row(self, rows: slice, logits: Tensor) -> None:
-        losses, stats, _ = self._each(rows, logits)
-        if self.z_loss != 0:
-            losses = losses + self.z_loss * self.squares(rows, stats)
-        losses = losses.to(self.result)
-        self.each.append(losses)
-        assert self.row_function is not None
-        (factor,) = self.row_function(rows, [losses])
-        assert factor is not None
-        of_squares = self.z_loss * factor.to(self.dtype) if self.z_loss != 0 else None
-        gradient_from_statistics(
-            logits, self.target[rows], self.weight, stats, factor, of_squares, 0, logits.shape[1],
-            NONE, self.ignore_index, self.label_smoothing, self.softcap,
+            assert z_factor is not None
+            of_squares = self.z_loss * z_factor.to(self.dtype)
+        vocabulary_parallel.gradient_(
+            factor, logits, self.target[rows], self.weight, stats, 0, logits.shape[1],
+            NONE if self.by_row else SUM, self.ignore_index, self.label_smoothing, self.softcap,
+            of_squares,
         )  # fmt: skip
 
     def results(self) -> tuple[Tensor]:
@@ -188,13 +122,6 @@ class RowLosses:
             return total
         squares = self.z_loss * torch.stack(self.square_sums).sum(dtype=torch.float64)
         return total + (squares / self.count if self.reduction == MEAN else squares)
-
-    def _each(self, rows: slice, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Cross entropy of each row, its statistics, and the total weight."""
-        return cross_entropy.forward(
-            logits, self.target[rows], self.weight, NONE, self.ignore_index, self.label_smoothing,
-            self.dtype, self.softcap,
-        )  # fmt: skip
 
     def squares(self, rows: slice, stats: Tensor) -> Tensor:
         """The square of each row's logsumexp, 0 for ignored rows."""

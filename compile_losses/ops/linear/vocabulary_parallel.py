@@ -23,7 +23,6 @@ from compile_losses.ops import checks, vocabulary_parallel
 from compile_losses.ops.linear.chunk_size import chunk_rows, part_rows, sums_in_float32
 from compile_losses.ops.linear.matrix_products import Chunk, Gradients, add_chunks, chunks_of_logits
 from compile_losses.ops.linear.reference import autocast_off
-from compile_losses.ops.linear.row_losses import gradient_from_statistics
 
 ARGUMENTS = "Tensor input, Tensor linear_weight, Tensor target, Tensor? linear_bias, Tensor? weight"
 OPTIONS = f"{vocabulary_parallel.OPTIONS}, float? softcap"
@@ -137,19 +136,18 @@ def gradient_kernel(
     needs_grad_linear_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     by_row = reduction == checks.REDUCTIONS["none"]
-    if grad_squares is not None:
-        grad_squares = grad_squares.expand(len(input))
-    beside = int(grad_squares is not None)
 
     def write_gradient(rows: slice, logits: Tensor) -> None:
-        gradient_from_statistics(
-            logits, target[rows], weight, stats[rows], grad_output[rows] if by_row else grad_output,
-            None if grad_squares is None else grad_squares[rows], first_class, classes, reduction,
-            ignore_index, label_smoothing, softcap,
+        of_squares = grad_squares
+        if grad_squares is not None and grad_squares.dim() > 0:
+            of_squares = grad_squares[rows]
+        vocabulary_parallel.gradient_(
+            grad_output[rows] if by_row else grad_output, logits, target[rows], weight, stats[rows],
+            first_class, classes, reduction, ignore_index, label_smoothing, softcap, of_squares,
         )  # fmt: skip
 
     needs = (needs_grad_input, needs_grad_linear_weight, needs_grad_linear_bias)
-    return gradients_of_shard(input, linear_weight, linear_bias, needs, write_gradient, beside)
+    return gradients_of_shard(input, linear_weight, linear_bias, needs, write_gradient)
 
 
 def _wide(input: Tensor) -> torch.dtype:
