@@ -61,14 +61,16 @@ void through_softcap(const CrossEntropyArgs& args, const acc_t* slopes, int64_t 
   for (int64_t i = 0; i < count; ++i) gradient[i] *= slopes[i];
 }
 
-// The gradient of a row's squared logsumexp; 0 for an ignored row.
+// The factor of a row's probabilities for the gradient of its squared logsumexp; 0 for an ignored
+// row.
 template <typename acc_t>
-acc_t row_grad_square(const CrossEntropyArgs& args, int64_t row, const RowTarget<acc_t>& target) {
-  acc_t grad_square = 0;
-  if (args.grad_squares && !target.ignored)
-    load(args.grad_squares, args.grad_squares_dtype, row * args.grad_squares_stride, 1, 1,
-         &grad_square);
-  return grad_square;
+acc_t of_square(const CrossEntropyArgs& args, int64_t row, const RowTarget<acc_t>& target,
+                const CrossEntropyRow<acc_t>& summary) {
+  if (!args.grad_squares || target.ignored) return acc_t(0);
+  acc_t grad_square;
+  load(args.grad_squares, args.grad_squares_dtype, row * args.grad_squares_stride, 1, 1,
+       &grad_square);
+  return summary.of_square(grad_square);
 }
 
 template <typename acc_t>
@@ -89,7 +91,7 @@ struct RowGradient {
                     static_cast<acc_t>(args.label_smoothing), weight_sum<acc_t>(args),
                     static_cast<acc_t>(args.classes)),
         target(row_target.index) {
-    coefficient.probability += summary.of_square(row_grad_square(args, row, row_target));
+    coefficient.probability += of_square(args, row, row_target, summary);
   }
 };
 

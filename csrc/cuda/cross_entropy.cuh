@@ -224,12 +224,15 @@ __device__ __forceinline__ acc_t row_scale(const CrossEntropyArgs& args, int64_t
   return target.ignored ? acc_t(0) : common;
 }
 
-// The gradient of a row's squared logsumexp; 0 for an ignored row.
+// The factor of a row's probabilities for the gradient of its squared logsumexp; 0 for an ignored
+// row.
 template <typename acc_t>
-__device__ __forceinline__ acc_t row_grad_square(const CrossEntropyArgs& args, int64_t row,
-                                                 const RowTarget<acc_t>& target) {
+__device__ __forceinline__ acc_t of_square(const CrossEntropyArgs& args, int64_t row,
+                                           const RowTarget<acc_t>& target,
+                                           const CrossEntropyRow<acc_t>& summary) {
   if (!args.grad_squares || target.ignored) return acc_t(0);
-  return load_as<acc_t>(args.grad_squares, args.grad_squares_dtype, row * args.grad_squares_stride);
+  return summary.of_square(
+      load_as<acc_t>(args.grad_squares, args.grad_squares_dtype, row * args.grad_squares_stride));
 }
 
 // The gradient of one row, element by element. `probability` includes the softmax's factor 1 / sum.
@@ -243,15 +246,15 @@ struct RowGradient {
   int target;
   const acc_t* weight;  // [cols]; null without smoothing
 
-  // scale: row_scale. of_square: see CrossEntropyRow.
+  // scale: row_scale. more: of_square.
   __device__ __forceinline__ RowGradient(const CrossEntropyArgs& args,
                                          const RowTarget<acc_t>& row_target, acc_t scale,
-                                         acc_t row_largest, acc_t inverse_sum, acc_t of_square = 0)
+                                         acc_t row_largest, acc_t inverse_sum, acc_t more = 0)
       : cap(args.softcap), largest(row_largest), target(row_target.index) {
     const CrossEntropyGradient<acc_t> coefficient(
         scale, row_target.weight, kSmoothing ? static_cast<acc_t>(args.label_smoothing) : acc_t(0),
         weight_sum<acc_t>(args), static_cast<acc_t>(args.classes));
-    probability = (coefficient.probability + of_square) * inverse_sum;
+    probability = (coefficient.probability + more) * inverse_sum;
     uniform = coefficient.uniform;
     picked = coefficient.target;
     weight = kSmoothing && args.label_smoothing != 0 ? class_weights<acc_t>(args) : nullptr;
@@ -271,8 +274,7 @@ struct RowGradient {
     const acc_t* stats = static_cast<const acc_t*>(args.stats) + 2 * row;
     const CrossEntropyRow<acc_t> summary{stats[0], stats[1]};
     return RowGradient(args, target, row_scale(args, row, target, common), summary.largest,
-                       math::exp(-summary.log_sum),
-                       summary.of_square(row_grad_square(args, row, target)));
+                       math::exp(-summary.log_sum), of_square(args, row, target, summary));
   }
 
   // Replaces a packet, whose first class is col, by its gradient.
