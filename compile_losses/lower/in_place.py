@@ -122,7 +122,7 @@ def _gradient_over_saved_input(node: Node, donated: Collection[int]) -> Decision
             divided = node.graph.call_function(aten.div.Tensor, (factor, total))
             divided.meta["val"] = factor.meta["val"] / total.meta["val"]
             named |= {"grad_output": divided, "reduction": REDUCTIONS["sum"]}
-        named |= {"first_class": 0, "classes": classes}
+        named |= {"first_class": 0, "classes": classes, "grad_squares": None}
         args = tuple(named[argument.name] for argument in schema_of(target).arguments)
         written = node.graph.call_function(target, args)
     written.meta = {k: v for k, v in node.meta.items() if k != EAGER_VALUES} | {"val": None}

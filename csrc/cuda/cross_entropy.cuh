@@ -230,7 +230,7 @@ template <typename acc_t>
 __device__ __forceinline__ acc_t of_square(const CrossEntropyArgs& args, int64_t row,
                                            const RowTarget<acc_t>& target,
                                            const CrossEntropyRow<acc_t>& summary) {
-  if (!args.grad_squares || target.ignored) return acc_t(0);
+  if (target.ignored) return acc_t(0);
   return summary.of_square(
       load_as<acc_t>(args.grad_squares, args.grad_squares_dtype, row * args.grad_squares_stride));
 }
@@ -267,14 +267,16 @@ struct RowGradient {
     return (col == target ? gradient - picked : gradient) * capped.slope;
   }
 
-  // From the statistics of the forward.
+  // From the statistics of the forward; with kSquares also for args.grad_squares.
+  template <bool kSquares>
   static __device__ __forceinline__ RowGradient of(const CrossEntropyArgs& args, int64_t row,
                                                    acc_t common) {
     const RowTarget<acc_t> target(args, row);
     const acc_t* stats = static_cast<const acc_t*>(args.stats) + 2 * row;
     const CrossEntropyRow<acc_t> summary{stats[0], stats[1]};
     return RowGradient(args, target, row_scale(args, row, target, common), summary.largest,
-                       math::exp(-summary.log_sum), of_square(args, row, target, summary));
+                       math::exp(-summary.log_sum),
+                       kSquares ? of_square(args, row, target, summary) : acc_t(0));
   }
 
   // Replaces a packet, whose first class is col, by its gradient.

@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kColumnRows* kColumnLanes)
   }
 }
 
-template <typename scalar_t, bool kCapped>
+template <typename scalar_t, bool kCapped, bool kSquares>
 __global__ void __launch_bounds__(kColumnRows* kColumnLanes)
     cross_entropy_columns_gradient_kernel(const __grid_constant__ CrossEntropyArgs args) {
   using acc_t = acc_type<scalar_t>;
@@ -123,7 +123,8 @@ __global__ void __launch_bounds__(kColumnRows* kColumnLanes)
     const scalar_t* x =
         static_cast<const scalar_t*>(args.input) + row_offset(args.input_layout, row);
     if (threadIdx.y == 0 && is_out_of_bounds(args, row)) report_target(args, row);
-    write_gradient(args, row, x, RowGradient<acc_t, kCapped>::of(args, row, common));
+    write_gradient(args, row, x,
+                   RowGradient<acc_t, kCapped>::template of<kSquares>(args, row, common));
   }
 }
 

@@ -186,15 +186,16 @@ void launch_forward(const CrossEntropyArgs& args, cudaStream_t stream) {
   }
 }
 
-template <typename scalar_t, bool kCapped>
+template <typename scalar_t, bool kCapped, bool kSquares>
 void launch_backward(const CrossEntropyArgs& args, cudaStream_t stream) {
   if (args.cols > 1 && (args.input_layout.col_stride != 1 || args.grad_layout.col_stride != 1)) {
-    cross_entropy_columns_gradient_kernel<scalar_t, kCapped>
+    cross_entropy_columns_gradient_kernel<scalar_t, kCapped, kSquares>
         <<<blocks_for(args.rows, kColumnRows), dim3(kColumnRows, kColumnLanes), 0, stream>>>(args);
     return check_launch("cross_entropy_columns_gradient_kernel");
   }
   const Grid grid = gradient_grid(args.rows, args.cols / Packet<scalar_t>::kWidth);
-  cross_entropy_gradient_kernel<scalar_t, kCapped><<<grid.blocks, grid.threads, 0, stream>>>(args);
+  cross_entropy_gradient_kernel<scalar_t, kCapped, kSquares>
+      <<<grid.blocks, grid.threads, 0, stream>>>(args);
   check_launch("cross_entropy_gradient_kernel");
 }
 
@@ -209,7 +210,9 @@ void forward_rows(const CrossEntropyArgs& args, cudaStream_t stream) {
 template <bool kCapped>
 void backward_rows(const CrossEntropyArgs& args, cudaStream_t stream) {
   visit(args.dtype, [&](auto* type) {
-    launch_backward<std::remove_pointer_t<decltype(type)>, kCapped>(args, stream);
+    using scalar_t = std::remove_pointer_t<decltype(type)>;
+    args.grad_squares ? launch_backward<scalar_t, kCapped, true>(args, stream)
+                      : launch_backward<scalar_t, kCapped, false>(args, stream);
   });
 }
 

@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kLongRowThreads, 2)
 }
 
 // The backward, from the statistics of the forward.
-template <typename scalar_t, bool kCapped>
+template <typename scalar_t, bool kCapped, bool kSquares>
 __global__ void __launch_bounds__(kGradientThreads)
     cross_entropy_gradient_kernel(const __grid_constant__ CrossEntropyArgs args) {
   using acc_t = acc_type<scalar_t>;
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kGradientThreads)
     const RowSpan<scalar_t> span(x, args.cols);
     const bool aligned = is_aligned(out + span.head);
     if (thread == 0 && is_out_of_bounds(args, row)) report_target(args, row);
-    const auto gradient = RowGradient<acc_t, kCapped>::of(args, row, common);
+    const auto gradient = RowGradient<acc_t, kCapped>::template of<kSquares>(args, row, common);
     write_gradient(x, out, span, aligned, thread, stride, gradient);
   });
 }
