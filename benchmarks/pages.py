@@ -204,6 +204,7 @@ def linear_h100() -> str:
 #: Losses of tokens, by their names in the files and in the table.
 _TOKENS = {
     "mean": "mean cross entropy",
+    "z_loss": "mean with a z-loss",
     "masked_mean": "masked mean",
     "grpo_float32": "GRPO, TRL's float32 spelling",
     "grpo_bfloat16": "GRPO, TRL's bfloat16 spelling",
@@ -217,13 +218,13 @@ _TOKENS = {
 
 def tokens() -> str:
     rows = rows_of("tokens-nvidia-h100.csv")
-    contenders = ("stock", "ours", "ours_memory", "liger")
+    contenders = ("stock", "ours", "ours_memory", "ours_called", "liger")
     lines = []
     for loss, head in dict.fromkeys((row["loss"], row["head"]) for row in rows):
         found = {r["contender"]: r for r in rows if (r["loss"], r["head"]) == (loss, head)}
         cells = [pair(found[name]) if name in found else "-" for name in contenders]
         lines.append((_TOKENS[loss], head, *cells))
-    header = ("loss", "head", "stock", "ours", "ours, memory preferred", "Liger")
+    header = ("loss", "head", "stock", "ours", "ours, memory preferred", "ours, called", "Liger")
     return measured(header, lines, rows)
 
 

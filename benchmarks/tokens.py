@@ -1,11 +1,12 @@
 """Losses of tokens over a language model's head: time, peak memory and the chosen plan.
 
 ``python -m benchmarks tokens`` compiles each loss and its linear layer with stock torch.compile,
-with this package, and with this package and ``prefer_memory``. It checks the loss and the gradients
+with this package, and with this package and ``prefer_memory``; some losses have a function to call
+instead. It checks the loss and the gradients
 against float32 or float64, times all contenders in turns, and measures the peak memory that each
 allocates above its inputs, gradients included. ``mean``, the mean linear cross entropy, is the
 standard of comparison: it needs three products of matrices. In a ``frozen`` head the weight needs
-no gradient. Liger's chunked loss of GRPO is compared with losses that compute the same. ``--sweep
+no gradient. Liger's losses are compared with those that compute the same. ``--sweep
 classes`` and ``--sweep rows`` measure and draw time and memory against that size.
 """
 
@@ -36,6 +37,8 @@ MOST_ROWS = 16_384
 Cell = tuple[str, str, Shape]  # loss, head, shape
 #: The clipping of a ratio of log-probabilities, as in PPO.
 CLIP = 0.2
+#: The factor of a z-loss, as in PaLM.
+Z_LOSS = 1e-4
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,11 @@ def mean(logits: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch.target.flatten())
 
 
+def z_loss(logits: Tensor, batch: Batch) -> Tensor:
+    """The mean with the z-loss of Chowdhery et al., 2022, which needs float32."""
+    return mean(logits, batch) + Z_LOSS * logits.float().logsumexp(-1).square().mean()
+
+
 def masked_mean(logits: Tensor, batch: Batch) -> Tensor:
     return -(_cross_entropy(logits, batch.target) * batch.mask).sum() / batch.mask.sum()
 
@@ -114,6 +122,7 @@ def accuracy(logits: Tensor, batch: Batch) -> Tensor:
 
 LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
     "mean": mean,
+    "z_loss": z_loss,
     "masked_mean": masked_mean,
     "grpo_float32": partial(grpo, _float32),
     "grpo_bfloat16": partial(grpo, _narrow),
@@ -226,7 +235,33 @@ def _ours(problem: Problem, prefer_memory: bool) -> Callable[..., Tensor]:
     return torch.compile(problem.eager, backend="compile_losses", options=options)
 
 
+#: The factors of the z-loss of losses that one function computes with the layer.
+_Z_LOSSES = {mean: 0.0, z_loss: Z_LOSS}
+
+
+def _called(problem: Problem) -> Callable[..., Tensor]:
+    factor = _Z_LOSSES.get(problem.loss)
+    if factor is None:
+        raise UnavailableError("not of this loss")
+    from compile_losses.linear import linear_cross_entropy
+
+    def step(hidden: Tensor, weight: Tensor, batch: Batch) -> Tensor:
+        return linear_cross_entropy(hidden, weight, batch.target, z_loss=factor)
+
+    return step
+
+
 def _liger(problem: Problem) -> Callable[..., Tensor]:
+    factor = _Z_LOSSES.get(problem.loss)
+    if factor is not None:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        fused = LigerFusedLinearCrossEntropyLoss(lse_square_scale=factor)
+
+        def cross_entropy(hidden: Tensor, weight: Tensor, batch: Batch) -> Tensor:
+            return fused(weight, hidden.flatten(0, 1), batch.target.flatten())
+
+        return cross_entropy
     if not isinstance(problem.loss, partial) or problem.loss.func is not grpo:
         raise UnavailableError("not of this loss")
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
@@ -253,6 +288,7 @@ BUILDERS: dict[str, tuple[Callable[[Problem], Callable[..., Tensor]], str]] = {
     "stock": (_stock, "torch"),
     "ours": (partial(_ours, prefer_memory=False), "compile_losses"),
     "ours_memory": (partial(_ours, prefer_memory=True), "compile_losses"),
+    "ours_called": (_called, "compile_losses"),
     "liger": (_liger, "liger-kernel"),
 }
 
@@ -310,7 +346,7 @@ def measure(
             "ms": f"{statistics.median(samples):.4g}",
             "peak_mib": f"{peak_mib(ready[name], clock):.0f}",
         }
-        if name.startswith("ours"):
+        if name in ("ours", "ours_memory"):
             found[name]["plan"] = _plan(problem, {"prefer_memory": name == "ours_memory"})
     return found
 
