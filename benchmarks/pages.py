@@ -218,13 +218,21 @@ _TOKENS = {
 
 def tokens() -> str:
     rows = rows_of("tokens-nvidia-h100.csv")
-    contenders = ("stock", "ours", "ours_memory", "ours_called", "liger")
+    names = {
+        "stock": "stock",
+        "ours": "ours",
+        "ours_memory": "ours, memory preferred",
+        "ours_called": "ours, called",
+        "liger": "Liger",
+    }
+    present = {row["contender"] for row in rows}
+    contenders = [name for name in names if name in present]
     lines = []
     for loss, head in dict.fromkeys((row["loss"], row["head"]) for row in rows):
         found = {r["contender"]: r for r in rows if (r["loss"], r["head"]) == (loss, head)}
         cells = [pair(found[name]) if name in found else "-" for name in contenders]
         lines.append((_TOKENS[loss], head, *cells))
-    header = ("loss", "head", "stock", "ours", "ours, memory preferred", "ours, called", "Liger")
+    header = ("loss", "head", *(names[name] for name in contenders))
     return measured(header, lines, rows)
 
 
