@@ -82,7 +82,7 @@ class RowLosses:
         return stats
 
     def write_gradient(self, rows: slice, logits: Tensor) -> None:
-        """The same, and the gradient of the logits before the soft-cap, over them."""
+        """Computes the losses, and the gradient of the logits before the soft-cap, over them."""
         if not self.by_row and self.z_loss == 0:
             loss = cross_entropy.with_grad_(
                 logits, self.target[rows], self.weight, SUM, self.ignore_index,
