@@ -702,6 +702,17 @@ def test_held_at_a_time(loss, teacher, dtype, softcaps, apart, reduction, chunks
     assert held <= most <= gradients + held + rows * classes * 4 / 20
 
 
+@pytest.mark.parametrize("reduction", [0, 3])
+@losses
+def test_one_chunk_of_all_rows(loss, reduction, chunks):
+    """The memory of the weight's gradient is taken when that of the teacher's logits is free."""
+    chunks(256)
+    tensors = given(problem("layer", rows=256, hidden=128, classes=10_000), torch.float32)
+    most = most_allocated(lambda: ours(loss, tensors, reduction).sum().backward())
+    held = held_rows(256, CPU, 1) * 10_000 * 4
+    assert held <= most <= held + tensors[0].nbytes + tensors[1].nbytes / 10
+
+
 @pytest.mark.parametrize("teacher", ["logits", "layer"])
 @pytest.mark.parametrize("function", ["mean", "by row", "of other rows"])
 @caps

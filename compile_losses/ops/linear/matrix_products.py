@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -111,21 +112,29 @@ class Gradients:
     ) -> None:
         needs_input, self.needs_weight, self.needs_bias = needs
         classes, hidden = linear_weight.shape
-        self.linear_weight, self.needs_input = linear_weight, needs_input
+        self.linear_weight, self.needs_input, self.wide = linear_weight, needs_input, wide
         self.input = linear_weight.new_empty((rows, hidden) if needs_input else 0)
-        self.weight = linear_weight.new_empty((classes, hidden) if self.needs_weight else 0)
-        self.weight_sum = self.weight
-        if wide and self.needs_weight:
-            self.weight_sum = torch.empty_like(self.weight, dtype=torch.float32)
         self.bias_sum = linear_weight.new_zeros(classes if self.needs_bias else 0, dtype=dtype)
         self.starts = True
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """The sum that is the weight's gradient, or is rounded to it.
+
+        The first chunk's logits, and what their loss holds besides, are computed before there is
+        memory for it.
+        """
+        dtype = torch.float32 if self.wide else self.linear_weight.dtype
+        return self.linear_weight.new_empty(
+            self.linear_weight.shape if self.needs_weight else 0, dtype=dtype
+        )
 
     def add(self, rows: slice, input: Tensor, of_logits: Tensor) -> None:
         """Adds the part of a chunk of rows, from the gradient of its logits."""
         if self.needs_input:
             torch.mm(of_logits, self.linear_weight, out=self.input[rows])
         if self.needs_weight:
-            add_product(self.weight_sum, of_logits.t(), input, starts=self.starts)
+            add_product(self.weight, of_logits.t(), input, starts=self.starts)
         if self.needs_bias:
             self.bias_sum += of_logits.sum(0)
         self.starts = False
@@ -133,10 +142,9 @@ class Gradients:
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients; empty if they are not needed."""
         if self.starts:
-            self.weight_sum.zero_()
-        if self.weight_sum is not self.weight:
-            self.weight.copy_(self.weight_sum)
-        return self.input, self.weight, self.bias_sum.to(self.linear_weight.dtype)
+            self.weight.zero_()
+        dtype = self.linear_weight.dtype
+        return self.input, self.weight.to(dtype), self.bias_sum.to(dtype)
 
 
 def add_chunks(

@@ -61,6 +61,8 @@ class TeacherLogits:
             write_logits(target, self.weight, self.bias, logits)
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        if rows.stop == len(self.target):  # the last ones
+            self.buffer = None
         return logits
 
 
