@@ -1,13 +1,13 @@
 """Losses of tokens over a language model's head: time, peak memory and the chosen plan.
 
 ``python -m benchmarks tokens`` compiles each loss and its linear layer with stock torch.compile,
-with this package, and with this package and ``prefer_memory``; some losses have a function to call
-instead. It checks the loss and the gradients
-against float32 or float64, times all contenders in turns, and measures the peak memory that each
-allocates above its inputs, gradients included. ``mean``, the mean linear cross entropy, is the
-standard of comparison: it needs three products of matrices. In a ``frozen`` head the weight needs
-no gradient. Liger's losses are compared with those that compute the same. ``--sweep
-classes`` and ``--sweep rows`` measure and draw time and memory against that size.
+with this package, and with this package and ``prefer_memory``. Where this package has a function
+for loss and layer, it is called as well, and where Liger has one. The loss and the gradients are
+checked against float32 or float64. All contenders are timed in turns, and the peak memory is
+measured that each allocates above its inputs, gradients included. ``mean``, the mean linear cross
+entropy, is the standard of comparison: it needs three products of matrices. In a ``frozen`` head
+the weight needs no gradient. ``--sweep classes`` and ``--sweep rows`` measure and draw time and
+memory against that size.
 """
 
 from __future__ import annotations
@@ -235,14 +235,16 @@ def _ours(problem: Problem, prefer_memory: bool) -> Callable[..., Tensor]:
     return torch.compile(problem.eager, backend="compile_losses", options=options)
 
 
-#: The factors of the z-loss of losses that one function computes with the layer.
-_Z_LOSSES = {mean: 0.0, z_loss: Z_LOSS}
+def _z_loss_of(loss: Callable[..., Tensor]) -> float:
+    """The factor of the z-loss of a mean cross entropy."""
+    factors = {mean: 0.0, z_loss: Z_LOSS}
+    if loss not in factors:
+        raise UnavailableError("not of this loss")
+    return factors[loss]
 
 
 def _called(problem: Problem) -> Callable[..., Tensor]:
-    factor = _Z_LOSSES.get(problem.loss)
-    if factor is None:
-        raise UnavailableError("not of this loss")
+    factor = _z_loss_of(problem.loss)
     from compile_losses.linear import linear_cross_entropy
 
     def step(hidden: Tensor, weight: Tensor, batch: Batch) -> Tensor:
@@ -252,18 +254,21 @@ def _called(problem: Problem) -> Callable[..., Tensor]:
 
 
 def _liger(problem: Problem) -> Callable[..., Tensor]:
-    factor = _Z_LOSSES.get(problem.loss)
-    if factor is not None:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    if isinstance(problem.loss, partial) and problem.loss.func is grpo:
+        return _liger_grpo()
+    factor = _z_loss_of(problem.loss)
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        fused = LigerFusedLinearCrossEntropyLoss(lse_square_scale=factor)
+    loss = LigerFusedLinearCrossEntropyLoss(lse_square_scale=factor)
 
-        def cross_entropy(hidden: Tensor, weight: Tensor, batch: Batch) -> Tensor:
-            return fused(weight, hidden.flatten(0, 1), batch.target.flatten())
+    def step(hidden: Tensor, weight: Tensor, batch: Batch) -> Tensor:
+        value: Tensor = loss(weight, hidden.flatten(0, 1), batch.target.flatten())
+        return value
 
-        return cross_entropy
-    if not isinstance(problem.loss, partial) or problem.loss.func is not grpo:
-        raise UnavailableError("not of this loss")
+    return step
+
+
+def _liger_grpo() -> Callable[..., Tensor]:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     loss = LigerFusedLinearGRPOLoss(

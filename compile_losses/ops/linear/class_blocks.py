@@ -94,9 +94,8 @@ class _BlockLosses:
     def __init__(self, losses: RowLosses, layout: BlockLayout) -> None:
         self.losses, self.layout = losses, layout
         self.target = losses.target[: layout.rows]
-        self.grad_squares = None
-        if losses.z_loss != 0 and losses.z_factor is not None:
-            self.grad_squares = losses.z_loss * losses.z_factor
+        assert losses.z_factor is not None  # the loss is reduced
+        self.grad_squares = losses.grad_squares(losses.z_factor)
 
     def part(self, classes: slice, logits: Tensor) -> Tensor:
         """A block's parts of each row's softmax."""

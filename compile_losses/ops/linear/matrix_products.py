@@ -40,8 +40,9 @@ def chunks_of_logits(
         yield rows, part, logits
 
 
-def parts_of(rows: slice, logits: Tensor, part: int) -> Iterator[tuple[slice, Tensor]]:
+def parts_of(chunk: Chunk, part: int) -> Iterator[tuple[slice, Tensor]]:
     """Parts of a chunk of at most so many rows: which rows, and their logits."""
+    rows, _, logits = chunk
     for first in range(0, len(logits), part):
         some = logits[first : first + part]
         yield slice(rows.start + first, rows.start + first + len(some)), some
@@ -159,7 +160,7 @@ def add_chunks(
         part: how many rows of a chunk the function computes at a time.
         write_gradient: writes the gradient of some rows' logits over these.
     """
-    for rows, input, logits in chunks:
-        for some in parts_of(rows, logits, part):
+    for chunk in chunks:
+        for some in parts_of(chunk, part):
             write_gradient(*some)
-        gradients.add(rows, input, logits)
+        gradients.add(*chunk)

@@ -238,8 +238,8 @@ def results(problem: Problem) -> tuple[Tensor, ...]:
     beside = losses.beside(gradient=False)
     chunk = chunk_rows(*problem.sizes, beside=beside)
     part = part_rows(chunk, problem.input.device, beside)
-    for rows, _, logits in problem.logits(chunk):
-        for some in parts_of(rows, logits, part):
+    for each in problem.logits(chunk):
+        for some in parts_of(each, part):
             losses.add(*some)
     return problem.results()
 

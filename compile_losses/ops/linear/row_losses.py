@@ -97,15 +97,16 @@ class RowLosses:
             (factor,) = self.row_function(rows, self.each[-1:])
             z_factor = factor
         assert factor is not None
-        of_squares = None
-        if self.z_loss != 0:
-            assert z_factor is not None
-            of_squares = self.z_loss * z_factor.to(self.dtype)
+        assert z_factor is not None
         vocabulary_parallel.gradient_(
             factor, logits, self.target[rows], self.weight, stats, 0, logits.shape[1],
             NONE if self.by_row else SUM, self.ignore_index, self.label_smoothing, self.softcap,
-            of_squares,
+            self.grad_squares(z_factor),
         )  # fmt: skip
+
+    def grad_squares(self, of_losses: Tensor) -> Tensor | None:
+        """The gradient of the squares, from that of the rows' losses; None without a z-loss."""
+        return self.z_loss * of_losses.to(self.dtype) if self.z_loss != 0 else None
 
     def results(self) -> tuple[Tensor]:
         """The loss of each row so far, or of all."""

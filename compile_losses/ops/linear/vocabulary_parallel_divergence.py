@@ -71,9 +71,9 @@ def divergence_kernel(
         found = [divergence_fake(input[:0], linear_weight, target[:0])]
         chunk, chunks = chunks_of_shard(input, linear_weight, linear_bias, beside)
         part = part_rows(chunk, input.device, beside)
-        for chunk_of_rows, _, logits in chunks:
-            for rows, some in parts_of(chunk_of_rows, logits, part):
-                found.append(of_logits(*pair.ordered(some, teacher(rows)), temperature))
+        for each in chunks:
+            for rows, logits in parts_of(each, part):
+                found.append(of_logits(*pair.ordered(logits, teacher(rows)), temperature))
         return torch.cat(found)
 
 
