@@ -235,8 +235,9 @@ def test_frozen_heads(name):
 
 def inputs_of(labels):
     """A prompt and an answer; the padding behind them is ignored."""
+    tokens = labels.shape[1]
     lengths = torch.tensor([TOKENS, 12, 9, 16])[:, None]
-    return torch.where(torch.arange(TOKENS) >= lengths, -100, (labels.clamp(min=0) + 3) % CLASSES)
+    return torch.where(torch.arange(tokens) >= lengths, -100, (labels.clamp(min=0) + 3) % CLASSES)
 
 
 def of_sequences(logits, labels, *, average):
@@ -581,3 +582,73 @@ def test_drawn_functions(seed):
     for options in ({}, {"prefer_memory": True}):
         (site,) = check(step, inputs, **options)
         assert site.status == "rewritten"
+
+
+def _cleaned(labels):
+    """Each helper cleans the labels itself: equal classes of two nodes."""
+    return labels.clamp(min=0)
+
+
+def _mean_and_sum(logits, labels, mask):
+    each = cross_entropy(logits, labels) + cross_entropy(logits, _cleaned(labels))
+    return each + cross_entropy(logits, _cleaned(labels), reduction="sum") / 70
+
+
+def _gathered(logits, labels, mask):
+    found = logits.log_softmax(-1).gather(-1, _cleaned(labels).unsqueeze(-1)).squeeze(-1)
+    return cross_entropy(logits, _cleaned(labels)) - masked_mean(found.exp(), mask)
+
+
+def _of_samples(logits, labels, mask):
+    rows = []
+    for sample, index in zip(logits, _cleaned(labels), strict=True):
+        rows.append(sample.log_softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1))
+    again = cross_entropy(logits, _cleaned(labels), reduction="sum") / 70
+    return again + cross_entropy(logits, labels) - masked_mean(torch.stack(rows), mask)
+
+
+def _distilled(logits, labels, mask):
+    teacher = torch.linspace(-2, 2, CLASSES, dtype=logits.dtype) * mask.unsqueeze(-1)
+    soft = F.kl_div(
+        logits.log_softmax(-1).flatten(0, 1),
+        teacher.log_softmax(-1).flatten(0, 1),
+        reduction="batchmean",
+        log_target=True,
+    )
+    return _mean_and_sum(logits, labels, mask) + soft
+
+
+def _with_entropy(logits, labels, mask):
+    entropy = masked_mean(entropy_of(logits), mask)
+    return _mean_and_sum(logits, labels, mask) - 0.01 * entropy
+
+
+LABELS_MADE_TWICE = [_mean_and_sum, _gathered, _of_samples, _distilled, _with_entropy]
+
+
+@pytest.mark.parametrize("function", LABELS_MADE_TWICE, ids=lambda f: f.__name__)
+def test_equal_labels_of_two_nodes(function):
+    """The second node comes after the place of the call, which reads the first alone."""
+
+    def step(h, w, labels, mask, advantages, old):
+        return function(F.linear(h, w), labels, mask)
+
+    (site,) = check(step, problem(), tolerance=1e-12)
+    assert site.plan[0] == IN_THE_FORWARD
+
+
+@pytest.mark.parametrize("function", LABELS_MADE_TWICE, ids=lambda f: f.__name__)
+def test_equal_labels_of_two_nodes_over_held_logits(function):
+    """Something needs the logits, or they are given: what is read of their rows is one call."""
+
+    def step(h, w, labels, mask, advantages, old):
+        logits = F.linear(h, w)
+        return function(logits, labels, mask) + entropy_of(logits).mean(), logits.detach()
+
+    def of_given(logits, labels, mask):
+        return function(logits, labels, mask) + entropy_of(logits).mean()
+
+    inputs = problem()
+    assert not check(step, inputs, tolerance=1e-12)
+    logits = F.linear(*inputs[:2]).detach().requires_grad_()
+    check(of_given, (logits, *inputs[2:4]), tolerance=1e-12)

@@ -26,6 +26,7 @@ from compile_losses.torch_internals import (
     graphs,
     inductor,
     ops,
+    symbols,
     tensors,
 )
 
@@ -370,6 +371,29 @@ def versions():
     before = tensors.version_of(x)
     x[0] = 1
     assert tensors.version_of(x) > before
+
+
+@checks("symbols.Expression", "symbols.expression_of", "symbols.symbols_of", "symbols.emit")
+def symbolic_sizes():
+    """A size that is read from a product, as a node of the inputs' symbols."""
+
+    def function(x):
+        y = torch.cat([x, x]) @ x.t()
+        return x.new_ones(y.shape[0] + 3)
+
+    graph = make_fx(function, tracing_mode="symbolic")(torch.ones(4, 5)).graph
+    (input,) = graph.find_nodes(op="placeholder")
+    size = max(n for n in graph.nodes if isinstance(n.meta.get("val"), torch.SymInt))
+    value = size.meta["val"]
+    (symbol,) = symbols.symbols_of(value)
+    assert symbol == symbols.expression_of(input.meta["val"].shape[0])
+    with graph.inserting_after(input):
+        read = graph.call_function(aten.sym_size.int, (input, 0))
+        read.meta["val"] = input.meta["val"].shape[0]
+    with graph.inserting_before(read.next):
+        node = symbols.emit(graph, symbols.expression_of(value), {symbol: read})
+    assert symbols.expression_of(node.meta["val"]) == symbols.expression_of(value)
+    assert node < size
 
 
 class Wrapper(torch.Tensor):

@@ -25,6 +25,7 @@ from torch.fx import Graph, Node
 
 from compile_losses.lower.cost import Cost, hint_of, nbytes_of
 from compile_losses.lower.decision import Decision
+from compile_losses.lower.early_sizes import compute_sizes_early
 from compile_losses.lower.fused_calls import fused_call, fused_op, same_arguments
 from compile_losses.lower.held_logits import (
     call,
@@ -90,6 +91,7 @@ def plan_rows(graph: Graph, *, prefer_memory: bool = False) -> list[Decision]:
             continue
         own = [n for n, *c in calls if c == [name, "backward"] and same_arguments(node, n)]
         if own:
+            compute_sizes_early(graph)
             decisions.append(_plan_rows(node, own, prefer_memory))
     return decisions
 

@@ -236,7 +236,8 @@ class _Writer:
 
     def _known_parts(self, node: Node) -> list[Node]:
         """Those of the tensors that a node joins that are made of no losses."""
-        return [s for s in node.all_input_nodes if s not in self.same]
+        known = (source for source in node.all_input_nodes if source not in self.same)
+        return [source for source in known if isinstance(source.meta["val"], Tensor)]
 
     def _is_along_rows(self, node: Node) -> bool:
         """Whether a node joins numbers of each row, or takes some of them in order."""
@@ -279,7 +280,8 @@ class _Writer:
         if not self._move_sources():
             return "what its gradients are made of can't be computed before it"
         first = len(self.values)
-        places = {known: first + i for i, known in enumerate(dict.fromkeys(self.known))}
+        shapes = {_in_shape(*known): known for known in self.known}
+        places = {known: first + i for i, known in enumerate(shapes)}
         numbers, steps = self.numbers, list[Step]()
 
         def add(op: Any, args: Sequence[Any], named: dict[str, Any] | None = None) -> Operand:
@@ -295,7 +297,7 @@ class _Writer:
 
         def part(source: Node) -> Operand:
             value = source.meta["val"]
-            number = places.get((source, tuple(value.shape)))
+            number = places.get(_in_shape(source, value.shape))
             found = Operand(numbers[self.same[source]] if number is None else number)
             return add(COLUMN, (found, 1)) if self._columns(value) == 1 else found
 
@@ -304,7 +306,7 @@ class _Writer:
 
             def operand(source: Node, value: Tensor = value) -> Operand:
                 if source not in self.same:
-                    return Operand(places[source, tuple(value.shape)])
+                    return Operand(places[_in_shape(source, value.shape)])
                 found = Operand(numbers[self.same[source]])
                 if self._columns(value) == 1 or self._columns(source.meta["val"]) != 1:
                     return found
@@ -336,7 +338,7 @@ class _Writer:
             if gradient in self.same:
                 found = numbers[self.same[gradient]]
             else:
-                found = places[gradient, tuple(value.shape)]
+                found = places[_in_shape(gradient, value.shape)]
             is_column = self.has_column and value.dim() == 2
             return add(COLUMN, (Operand(found), 1)).number if is_column else found
 
@@ -345,7 +347,7 @@ class _Writer:
         if text is None:
             return "an op between its losses and their gradients can't be written down"
         copies = self._copied()
-        tensors = tuple(self._as_known(copies.get(n, n), shape) for n, shape in places)
+        tensors = tuple(self._as_known(copies.get(n, n), shape) for n, shape in shapes.values())
         return RowGradients(self.tangent, text, tensors)
 
     def _move_sources(self) -> bool:
@@ -408,6 +410,11 @@ class _Writer:
         with self.values[-1].fake_mode:  # type: ignore[attr-defined]
             node.meta["val"] = op(*values)
         return node
+
+
+def _in_shape(node: Node, shape: Sequence[Any]) -> tuple[Any, ...]:
+    """A key for a tensor that is read in a shape, whose symbols can't be keys themselves."""
+    return node, *(size.node.expr if isinstance(size, SymInt) else size for size in shape)
 
 
 def _part(node: Node) -> tuple[Node, int, int]:

@@ -46,6 +46,11 @@ class Classes:
         """How many of each row."""
         return int(self.classes.fake.shape[-1]) if self.several else 1
 
+    @property
+    def flat(self) -> Value:
+        """One class of each row, [rows]."""
+        return _flat(self.classes)
+
     def is_like(self, other: Classes, replay: AtenReplay) -> bool:
         """Whether the readers of both pick the same classes of the same rows.
 
@@ -69,7 +74,7 @@ class Classes:
             input: the op's, [rows, hidden].
             shape: of its rows before they were flattened.
         """
-        classes = as_rows(self.classes) if self.several else _flat(self.classes)
+        classes = as_rows(self.classes) if self.several else self.flat
         if not self.moves:
             return classes
         nothing = computed(aten.zeros_like.default, computed(aten.select.int, input, 1, 0))
@@ -140,11 +145,6 @@ def unshaped(value: Value, replay: AtenReplay) -> Value:
     while value.op in (*RESHAPES, aten.squeeze.dim, aten.unsqueeze.default):
         value = replay.resolve(value.args[0])
     return value
-
-
-def flattened(target: Value, replay: AtenReplay) -> Value:
-    """Class indices as [rows]."""
-    return _flat(unshaped(target, replay))
 
 
 def _flat(value: Value) -> Value:

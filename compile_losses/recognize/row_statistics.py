@@ -8,7 +8,6 @@ maximum or the argmax.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.ops.checks import REDUCTIONS, batch_of
 from compile_losses.ops.linear.row_statistics import (
     ARGMAX,
     DIVERGENCE,
@@ -111,6 +110,13 @@ class Reading:
     picks: Value | None = None
     over_rows: OpOverload[..., Any] | None = None
     what: str = ""
+
+    @property
+    def batch(self) -> Any:
+        """What a divergence's batchmean divides by; None if that is not its reduction."""
+        found = self.divergence
+        is_batchmean = found is not None and found.reduction == REDUCTIONS["batchmean"]
+        return batch_of(self.logits.fake) if is_batchmean else None
 
     @property
     def weight(self) -> Node | None:
@@ -210,8 +216,13 @@ def _divergence(node: Node, logits: Container[Node]) -> Reading | None:
         if kind not in _REVERSED:
             return None
         kind, beta = _REVERSED[kind], 1 - beta
-    found = Divergence(kind, beta, call["temperature"], whole(teacher), call["reduction"])
-    dim = call["dim"] % example(student).dim()
+    fake: Tensor = example(student)
+    dim, reduction = call["dim"] % fake.dim(), call["reduction"]
+    if reduction == REDUCTIONS["batchmean"] and statically_known_true(
+        batch_of(fake) * fake.shape[dim] == fake.numel()
+    ):
+        reduction = MEAN_OF_ROWS
+    found = Divergence(kind, beta, call["temperature"], whole(teacher), reduction)
     what = _WHATS.get(kind, "Kullback-Leibler divergence")
     return Reading(whole(student), dim, {DIVERGENCE: 1.0}, divergence=found, what=what)
 
@@ -439,6 +450,7 @@ class Readings:
         shape: list[Any],
         base_shape: list[Any],
         moves: Sequence[Move],
+        batch: Any = None,
     ) -> Any:
         """The value of a reader.
 
@@ -446,6 +458,7 @@ class Readings:
             dtype, shape: of the value.
             base_shape: of the rows that were computed.
             moves: the ops that make the reader's rows of these, with a last dimension of one.
+            batch: what a divergence's batchmean divides by, if that is its reduction.
         """
         self.base_shape, self.moves = base_shape, moves
         columns = None if reading.picks is None else reading.picks.fake.shape[-1]
@@ -453,7 +466,7 @@ class Readings:
         if reading.call is not None:
             result = self._cross_entropy(reading.call, result)
         if reading.divergence is not None:
-            result = self._reduced(reading, result)
+            result = self._reduced(reading, result, batch)
         if reading.over_rows is not None:
             result = self.call(reading.over_rows, result)
         result = self.call(aten.to.dtype, result, dtype)
@@ -506,23 +519,22 @@ class Readings:
             total = term if total is None else self.call(aten.add.Tensor, total, term)
         return total
 
-    def _reduced(self, reading: Reading, losses: Any) -> Any:
+    def _reduced(self, reading: Reading, losses: Any, batch: Any) -> Any:
         """Reduces the divergence of each row as torch reduces the terms of all classes."""
         assert reading.divergence is not None
         reduction = reading.divergence.reduction
         if reduction == REDUCTIONS["none"]:
             return losses
-        if reduction == REDUCTIONS["sum"]:
-            return self.call(aten.sum.default, losses)
+        if reduction in (REDUCTIONS["sum"], REDUCTIONS["batchmean"]):
+            total = self.call(aten.sum.default, losses)
+            return total if batch is None else self.call(aten.div.Tensor, total, batch)
         mean = self.call(aten.mean.default, losses)
-        sizes = list(reading.logits.fake.shape)
-        classes = sizes.pop(reading.dim)
         if reduction == MEAN_OF_ROWS:
             return mean
-        factor = 1 / classes if reduction == REDUCTIONS["mean"] else math.prod(sizes[1:])
-        if not isinstance(factor, int | float):
+        classes = reading.logits.fake.shape[reading.dim]
+        if not isinstance(classes, int):
             raise NotAbsorbedError("the divisor of its mean is a symbol")
-        return mean if factor == 1 else self.call(aten.mul.Tensor, mean, factor)
+        return self.call(aten.mul.Tensor, mean, 1 / classes)
 
     def _cross_entropy(self, given: dict[str, Any], losses: Any) -> Any:
         """Cross entropy from the negative log-likelihood of each row, as torch defines it."""

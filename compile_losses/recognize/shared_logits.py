@@ -39,7 +39,6 @@ from compile_losses.recognize.row_classes import (
     Classes,
     as_rows,
     computed_alike,
-    flattened,
     sets_of_classes,
     side_by_side,
 )
@@ -277,6 +276,9 @@ class Taking:
         self.sets: list[Classes] = []
         #: For each reader of classes where the op's results have them.
         self.places: dict[Node, Place] = {}
+        #: For each reader of one class of each row this class, [rows]. Readers of equal classes
+        #: share one, which is among the op's arguments, and so is known where the op stands.
+        self.targets: dict[Node, Value] = {}
 
     def run(self) -> Rewritten:
         self._join_loops()
@@ -288,6 +290,7 @@ class Taking:
         base, _ = _flat_rows(logits.input)
         self.base_shape = _sizes_of(base.fake.shape[:-1], needed)
         sizes: dict[Node, list[Any]] = {}
+        batches: dict[Node, Any] = {}
         self._check(Match(place, self.op, args), logits)
         for reader, reading in readings.items():
             value = example(reader)
@@ -296,7 +299,9 @@ class Taking:
             if value.dtype == torch.float64 and logits.input.fake.dtype != torch.float64:
                 raise NotAbsorbedError(f"{reader.name} is computed in float64 of narrower logits")
             sizes[reader] = _sizes_of(value.shape, needed)
-            match = self._match(reader, reading, args, sizes[reader])
+            batch = reading.batch
+            batches[reader] = None if batch is None else _size_of(batch, needed)
+            match = self._match(reader, reading, args, sizes[reader], batches[reader])
             reason = refusal(match)
             if reason is None and self.verify:
                 reason, _ = compare(match)
@@ -308,7 +313,7 @@ class Taking:
             raise NotAbsorbedError(reason)
         outputs = self.shared.outputs
         returned = lazy_outputs(self.shared.head, outputs, self.replay, self.options.lazily)
-        return self._replace(place, args, sizes, logits, returned, notes)
+        return self._replace(place, args, sizes, batches, logits, returned, notes)
 
     def _arguments(self, logits: Logits) -> tuple[tuple[Any, ...], list[str]]:
         """The op's arguments, and remarks for the report."""
@@ -414,6 +419,9 @@ class Taking:
     def _target(self, logits: Logits) -> tuple[Value | None, int]:
         """The first set of one class of each row, as [rows], and the ignored index."""
         every = sets_of_classes(self.shared.readings, self.moves, self.replay)
+        for one in every:
+            if not one.several:
+                self.targets |= dict.fromkeys(one.readers, one.flat)
         first = next((one for one in every if not one.several), None)
         self.sets = [one for one in every if one is not first]
         if first is None:
@@ -578,7 +586,7 @@ class Taking:
                     raise NotAbsorbedError(f"{user.name} needs the logits")
 
     def _match(
-        self, reader: Node, reading: Reading, args: tuple[Any, ...], sizes: list[Any]
+        self, reader: Node, reading: Reading, args: tuple[Any, ...], sizes: list[Any], batch: Any
     ) -> Match:
         """The match of one reader alone, for the guards and for verification."""
         has_gradient = example(reader).requires_grad
@@ -599,35 +607,30 @@ class Taking:
             base_shape: list[Any],
             arguments: list[list[Any]],
             sizes: list[Any],
+            batch: Any,
         ) -> Tensor:
             made = Readings(_run, statistics, place, target, linear_weight, weight)
             moves = list(zip(ops, arguments, strict=True))
-            result: Tensor = made.of(reading, dtype, sizes, base_shape, moves)
+            result: Tensor = made.of(reading, dtype, sizes, base_shape, moves, batch)
             return result if has_gradient else result.detach()
 
         place = self.places.get(reader)
         ops = [op for op, _ in self.moves[reader]]
         arguments = [arguments for _, arguments in self.moves[reader]]
-        target, linear_weight = self._own_target(reader), self._argument(args, "linear_weight")
+        target, linear_weight = self.targets.get(reader), self._argument(args, "linear_weight")
         given = (target, linear_weight, reading.weight, example(reader).dtype)
-        steps: Any = [(read, (*given, self.base_shape, arguments, sizes))]
+        steps: Any = [(read, (*given, self.base_shape, arguments, sizes, batch))]
         inside = sorted(interior, reverse=True)
         if not has_gradient:
             inside, detached = [], [*inside, *detached]
         return Match(reader, self.op, args, {}, inside, steps=steps, detached=detached)
-
-    def _own_target(self, reader: Node) -> Node | Value | None:
-        """The class of each row that a cross entropy reads, [rows]."""
-        reading = self.shared.readings[reader]
-        if reading.call is None or reading.target is None:
-            return None
-        return flattened(reading.target, self.replay).argument
 
     def _replace(
         self,
         place: Node,
         args: tuple[Any, ...],
         sizes: dict[Node, list[Any]],
+        batches: dict[Node, Any],
         logits: Logits,
         returned: list[LazyOutput],
         more: list[str],
@@ -651,13 +654,14 @@ class Taking:
                 linear_weight = self._argument(given, "linear_weight")
                 results = {}
                 for reader, reading in readings.items():
-                    where, target = self.places.get(reader), self._own_target(reader)
-                    target = emit(graph, target, meta)
+                    where = self.places.get(reader)
+                    target = emit(graph, self.targets.get(reader), meta)
                     made = Readings(call, node, where, target, linear_weight, reading.weight)
                     shape = [emit(graph, size, meta) for size in sizes[reader]]
                     value, base = example(reader), [emit(graph, s, meta) for s in self.base_shape]
                     moves = self.moves[reader]
-                    results[reader] = made.of(reading, value.dtype, shape, base, moves)
+                    batch = emit(graph, batches[reader], meta)
+                    results[reader] = made.of(reading, value.dtype, shape, base, moves, batch)
                     if not value.requires_grad:
                         results[reader] = call(aten.detach.default, results[reader])
                     results[reader].meta[EXAMPLE] = value
@@ -695,19 +699,19 @@ def _sizes_of(shape: torch.Size, needed: list[Node]) -> list[Any]:
     symbols = sum(not isinstance(size, int) for size in shape)
     if symbols <= 1:
         return [size if isinstance(size, int) else -1 for size in shape]
-    sizes: list[Any] = []
-    for size in shape:
-        places = (
-            Size(node, dim)
-            for node in needed
-            for dim, other in enumerate(example(node).shape)
-            if statically_known_true(other == size)
-        )
-        found = size if isinstance(size, int) else next(places, None)
-        if found is None:
-            raise NotAbsorbedError("the graph has no node for a size of its rows")
-        sizes.append(found)
-    return sizes
+    return [_size_of(size, needed) for size in shape]
+
+
+def _size_of(size: Any, needed: list[Node]) -> Any:
+    """One size as a rewrite may express it."""
+    if isinstance(size, int):
+        return size
+    for node in needed:
+        value = example(node)
+        for dim, other in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if statically_known_true(other == size):
+                return Size(node, dim)
+    raise NotAbsorbedError("the graph has no node for a size of its rows")
 
 
 def _join_after(node: Node) -> Node | None:

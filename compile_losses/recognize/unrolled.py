@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -53,7 +53,7 @@ def rejoined(value: Value, resolve: Resolve, compute: Compute) -> Value | None:
     found = join(list(pieces), stacks, resolve, compute)
     if found is None or found.op is None or found.whole:
         return None
-    if found.fake.shape != value.fake.shape or found.fake.dtype != value.fake.dtype:
+    if found.fake.dtype != value.fake.dtype or not _same(found.fake.shape, value.fake.shape):
         return None
     return Value(value.fake, value.node, found.op, found.args, found.kwargs)
 
@@ -83,7 +83,7 @@ def join(pieces: list[Any], stacks: bool, resolve: Resolve, compute: Compute) ->
             if joined is None:
                 return None
             arguments.append(joined)
-        elif all(type(one) is type(each[0]) and one == each[0] for one in each):
+        elif all(_same(one, each[0]) for one in each):
             arguments.append(each[0])
         else:
             return None
@@ -102,6 +102,16 @@ def join(pieces: list[Any], stacks: bool, resolve: Resolve, compute: Compute) ->
     return compute(first.op, *arguments)
 
 
+def _same(one: Any, other: Any) -> bool:
+    """Whether two arguments of ops are certainly equal; sizes may be symbols."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, SymInt) or isinstance(other, SymInt):
+        sizes = isinstance(one, int | SymInt) and isinstance(other, int | SymInt)
+        return sizes and statically_known_true(one == other)
+    return type(one) is type(other) and bool(one == other)
+
+
 def _without_dimension(value: Value, dim: int, _: Any, *, compute: Compute) -> Value | None:
     """``x[:, 0]`` of the only class that ``gather`` has left; None if there are more."""
     if not statically_known_true(value.fake.shape[dim] == 1):
@@ -115,27 +125,28 @@ class _Piece:
 
     Attributes:
         tensor: the node that holds it.
-        start, stop: which of its rows, of how many in all.
+        start, stop: which of its rows, of how many in all; any but the first piece's start may be a
+            symbol.
     """
 
     tensor: Node
-    start: int
-    stop: int
-    rows: int
+    start: int | SymInt
+    stop: int | SymInt
+    rows: int | SymInt
 
 
 def _source(values: list[Value], stacks: bool, resolve: Resolve) -> Value | None:
     """The tensor whose pieces, all of them and in order, some values are; else None."""
-    pieces = []
-    place = 0
+    pieces: list[_Piece] = []
+    place: int | SymInt = 0
     for value in values:
         piece = _piece(value, stacks, resolve)
-        if piece is None or piece.start != place:
+        if piece is None or not _same(piece.start, place):
             return None
         pieces.append(piece)
         place = piece.stop
     (first, *others) = pieces
-    if place != first.rows or any(other.tensor is not first.tensor for other in others):
+    if not _same(place, first.rows) or any(other.tensor is not first.tensor for other in others):
         return None
     return whole(first.tensor)
 
@@ -152,12 +163,15 @@ def _piece(value: Value, stacks: bool, resolve: Resolve) -> _Piece | None:
         return None
     tensor, *bounds = value.args
     rows = tensor.fake.shape[0] if tensor.fake.dim() else None
-    if not tensor.whole or not isinstance(rows, int) or (bounds and bounds[0] != 0):
+    if not tensor.whole or rows is None or (bounds and bounds[0] != 0):
         return None
-    if not all(isinstance(bound, int | None) for bound in bounds) or bounds[3:] not in ([], [1]):
+    if not all(isinstance(bound, int | SymInt | None) for bound in bounds):
+        return None
+    if bounds[3:] not in ([], [1]):
         return None
     start = bounds[1] if len(bounds) > 1 and bounds[1] is not None else 0
-    start %= rows
+    if statically_known_true(start < 0):
+        start += rows
     # The size of the piece says where it ends, whatever the bound is.
     stop = start + (1 if stacks else value.fake.shape[0])
     return _Piece(tensor.node, start, stop, rows)
@@ -172,8 +186,6 @@ def _part(parts: Node, index: int, stacks: bool) -> _Piece | None:
     if dim != 0 or not isinstance(tensor, Node) or not isinstance(example(tensor), Tensor):
         return None
     sizes = [1 if stacks else part.shape[0] for part in example(parts)]
-    if not all(isinstance(size, int) for size in sizes):
-        return None
     index %= len(sizes)
     start = sum(sizes[:index])
     return _Piece(tensor, start, start + sizes[index], sum(sizes))

@@ -1,0 +1,72 @@
+"""Sizes of a joint graph that are read from tensors, computed of the graph's inputs instead.
+
+With symbolic shapes a gradient is expanded to a size that a node reads from a loss, or from a view
+of it. Such a node depends on the loss, but its value does not. Here each size is computed at the
+start of the graph, of the symbols that the inputs' sizes are. What is made of sizes alone is then
+known before any loss.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor
+from torch.fx import Graph, Node
+
+from compile_losses.torch_internals.symbols import Expression, emit, expression_of, symbols_of
+
+aten = torch.ops.aten
+
+
+def compute_sizes_early(graph: Graph) -> None:
+    """Computes of the inputs' symbols what a graph reads of the sizes of its own tensors.
+
+    A size with a symbol that no input has stays as it is.
+    """
+    late = [node for node in graph.nodes if _is_late(node)]
+    if not late:
+        return
+    inputs = graph.find_nodes(op="placeholder")
+    known = {expression_of(n.meta["val"]): n for n in inputs if _is_symbolic(n)}
+    first: Node = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first):
+        for symbol in symbols_of(*(node.meta["val"] for node in late)):
+            if symbol not in known:
+                found = _size_of_an_input(inputs, symbol)
+                if found is not None:
+                    known[symbol] = _read(graph, *found)
+        for node in late:
+            expression = expression_of(node.meta["val"])
+            if expression not in known:
+                if not symbols_of(node.meta["val"]) <= known.keys():
+                    continue
+                known[expression] = emit(graph, expression, known)
+            node.replace_all_uses_with(known[expression])
+    for node in reversed(late):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _is_late(node: Node) -> bool:
+    """Whether a node holds a size that it reads from a tensor, or that is made of such sizes."""
+    return node.op == "call_function" and _is_symbolic(node)
+
+
+def _is_symbolic(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), SymInt)
+
+
+def _size_of_an_input(inputs: list[Node], symbol: Expression) -> tuple[Node, int] | None:
+    for node in inputs:
+        value: Any = node.meta.get("val")
+        for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if isinstance(size, SymInt) and expression_of(size) == symbol:
+                return node, dim
+    return None
+
+
+def _read(graph: Graph, input: Node, dim: int) -> Node:
+    node = graph.call_function(aten.sym_size.int, (input, dim))
+    node.meta["val"] = input.meta["val"].shape[dim]
+    return node
