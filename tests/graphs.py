@@ -16,6 +16,7 @@ from torch import nn
 from torch._dynamo.utils import detect_fake_mode
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import compile_fx
+from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.virtualized import V
 
 from compile_losses import backend, explanation, inductor_passes
@@ -94,6 +95,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[str]]]:
 
 def interpret(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable:
     """For compile_fx_inner: the graph as it is after Inductor's last passes, run op by op."""
+    view_to_reshape(gm)  # as Inductor does first: its views take tensors of any strides
     with V.set_fake_mode(detect_fake_mode(inputs)):
         compile_fx._recursive_post_grad_passes(gm, options.get("is_inference", False))
     return make_boxed_func(gm.forward)
