@@ -1,4 +1,4 @@
-"""The form in which ``aot_compile`` saves a function compiled with this package's backend."""
+"""The form in which ``aot_compile`` saves a function compiled with this package's passes."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from compile_losses import dry_run, switches
 from compile_losses.backend import rewritten
 from compile_losses.guard import Failure, attempt, is_restart
+from compile_losses.inductor_passes import installed_rewrite
 from compile_losses.lower.decision import Decision
 from compile_losses.options import Settings
 from compile_losses.recognize.logits import OUTSIDE
@@ -73,12 +74,16 @@ def explain_call(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Report:
-    """As :func:`explain`, for a compilation with this ``mode`` and these ``options``.
+    """As :func:`explain`, for a compilation with this ``mode`` and these ``options``; without
+    options, with those of ``enable``, if it is on.
 
     Raises:
         RuntimeError: an unknown mode, option or loss.
     """
     settings = Settings.of(mode, options)
+    first = installed_rewrite()
+    if options is None and first is not None:  # as torch.compile compiles it now
+        settings = replace(first.settings, inductor=settings.inductor)
     report = Report()
     if not switches.is_on():
         report.errors.append("COMPILE_LOSSES=0: compiled in this environment, nothing is rewritten")
