@@ -11,7 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from compile_losses import switches
-from compile_losses.inductor_passes import LOWERING, log_and_count, users_passes
+from compile_losses.inductor_passes import LOWERING, told, users_passes
 from compile_losses.lazy import Compiled, open_lazy_inputs, plain, return_lazily
 from compile_losses.options import InvalidOptionError as InvalidOptionError
 from compile_losses.options import Settings
@@ -58,12 +58,12 @@ def compile_losses(
     settings = Settings.of(mode, options)
 
     def inner(gm: GraphModule, example_inputs: list[Any]) -> Compiled:
-        log_and_count(gm)
-        if settings.inductor is not None:
-            return _through_inductor(gm, example_inputs, settings)
-        given = (("mode", mode), ("options", settings.others))
-        keywords = {k: v for k, v in given if v}
-        return lookup_backend(settings.inner_backend)(gm, example_inputs, **keywords)
+        with told(gm):
+            if settings.inductor is not None:
+                return _through_inductor(gm, example_inputs, settings)
+            given = (("mode", mode), ("options", settings.others))
+            keywords = {k: v for k, v in given if v}
+            return lookup_backend(settings.inner_backend)(gm, example_inputs, **keywords)
 
     if not switches.runs(switches.REWRITE):
         return inner(gm, example_inputs)

@@ -14,9 +14,9 @@ from compile_losses.backend import rewritten, saved_with_package
 from compile_losses.inductor_passes import (
     install,
     installed_rewrite,
-    log_and_count,
     set_settings,
     take_out,
+    told,
 )
 from compile_losses.lazy import Compiled
 from compile_losses.options import INDUCTOR, InvalidOptionError, Settings
@@ -68,10 +68,10 @@ def _compile(
         settings = replace(settings, inductor=inductor)
 
     def inner(gm: GraphModule, example_inputs: list[Any]) -> Compiled:
-        log_and_count(gm)
-        if other != INDUCTOR:
-            return lookup_backend(other)(gm, example_inputs)
-        return saved_with_package(following(inductor, gm, example_inputs, **options))
+        with told(gm):
+            if other != INDUCTOR:
+                return lookup_backend(other)(gm, example_inputs)
+            return saved_with_package(following(inductor, gm, example_inputs, **options))
 
     if not switches.runs(switches.REWRITE):
         return inner(gm, example_inputs)

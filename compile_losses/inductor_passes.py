@@ -6,7 +6,8 @@ A pass of ours keeps the pass that it found in its slot, and runs it afterwards.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -15,6 +16,7 @@ from torch.fx import Graph, GraphModule
 
 from compile_losses import switches
 from compile_losses.library import fingerprint, loaded
+from compile_losses.log_line import first_losses, note
 from compile_losses.lower import Decision, donated_buffers, in_place, lower_or_leave, plan
 from compile_losses.lower.decision import log
 from compile_losses.options import Settings
@@ -103,6 +105,14 @@ def log_and_count(gm: GraphModule) -> None:
         switches.counters()[site.status][site.op] += 1
 
 
+@contextmanager
+def told(gm: GraphModule) -> Iterator[None]:
+    """Around the compilation of a rewritten graph, whose losses it logs and counts."""
+    log_and_count(gm)
+    with first_losses(gm.meta.get("compile_losses")):
+        yield
+
+
 class LoweringPass(Pass):
     """A pass on AOTAutograd's graphs; ``decisions`` collects its decisions, if given."""
 
@@ -129,6 +139,7 @@ class LoweringPass(Pass):
             self.decisions += found
         else:
             switches.counters()["plan"].update(decision.choice for decision in found)
+            note(found)
 
 
 class PlanPass(LoweringPass):
