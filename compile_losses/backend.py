@@ -76,12 +76,16 @@ def _through_inductor(gm: GraphModule, example_inputs: list[Any], settings: Sett
         own = inductor.config[slot] = kind(users, strict=settings.strict)
         if isinstance(own, PlanPass):
             own.set_options(settings)
-    compiled = compile_with_inductor(inductor, gm, example_inputs)
-    if getattr(compiled, "serialize", None) is not None:  # compiled ahead of time, to be saved
-        from compile_losses.artifact import Artifact
+    return saved_with_package(compile_with_inductor(inductor, gm, example_inputs))
 
-        return Artifact(compiled)
-    return compiled
+
+def saved_with_package(compiled: Compiled) -> Compiled:
+    """What Inductor compiled, in a form that imports this package if it is saved and loaded."""
+    if getattr(compiled, "serialize", None) is None:  # not ahead of time
+        return compiled
+    from compile_losses.artifact import Artifact
+
+    return Artifact(compiled)
 
 
 def rewritten(

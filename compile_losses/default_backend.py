@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from compile_losses import switches
-from compile_losses.backend import rewritten
+from compile_losses.backend import rewritten, saved_with_package
 from compile_losses.inductor_passes import (
     install,
     installed_rewrite,
@@ -19,7 +19,7 @@ from compile_losses.inductor_passes import (
 from compile_losses.lazy import Compiled
 from compile_losses.options import Settings
 from compile_losses.torch_internals import warn_if_untested
-from compile_losses.torch_internals.inductor import compile_with_inductor, go_around_inductor
+from compile_losses.torch_internals.inductor import go_around_inductor
 
 
 class _Enabled:
@@ -42,19 +42,25 @@ class _Enabled:
         disable()
 
 
-def _compile_lazily(
-    inductor: Any, gm: GraphModule, example_inputs: list[Any], **options: Any
+def _compile(
+    following: Compiled, inductor: Any, gm: GraphModule, example_inputs: list[Any], **options: Any
 ) -> Compiled:
-    """With enable(lazy_logits=True), ``torch.compile`` calls this in the place of Inductor."""
+    """After enable(), ``torch.compile`` calls this in the place of its default backend.
+
+    Losses are rewritten before Inductor looks into its caches, as under our own backend: a pass of
+    Inductor's does not run on a graph from a cache, and can't change the results of a graph.
+
+    Args:
+        following: the default backend, which has the same other arguments.
+    """
     first = installed_rewrite()
-    is_on = switches.runs(switches.REWRITE)
-    if first is None or not is_on or not switches.returns_lazy_logits(first.lazy_logits):
-        return compile_with_inductor(inductor, gm, example_inputs, **options)
-    settings = replace(Settings.of(None, None), lazy_logits=True, inductor=inductor)
+    if first is None or first.has_run(gm) or not switches.runs(switches.REWRITE):
+        return following(inductor, gm, example_inputs, **options)
+    settings = replace(Settings.of(None, None), lazy_logits=first.lazy_logits, inductor=inductor)
 
     def inner(gm: GraphModule, example_inputs: list[Any]) -> Compiled:
         log_and_count(gm)
-        return compile_with_inductor(inductor, gm, example_inputs, **options)
+        return saved_with_package(following(inductor, gm, example_inputs, **options))
 
     return rewritten(gm, example_inputs, settings, inner)
 
@@ -81,9 +87,7 @@ def enable(*, lazy_logits: bool | None = None) -> _Enabled:
     first = install()
     if lazy_logits is not None:
         first.lazy_logits = lazy_logits
-    if switches.returns_lazy_logits(lazy_logits):
-        # A pass on a graph can't change the results that the graph's caller gets.
-        go_around_inductor(_compile_lazily)
+    go_around_inductor(_compile)
     return _Enabled()
 
 

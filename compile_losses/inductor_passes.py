@@ -78,14 +78,19 @@ class RewritePass(Pass):
     #: The argument of enable(); None is the environment's setting.
     lazy_logits: bool | None = None
 
+    @staticmethod
+    def has_run(module: GraphModule) -> bool:
+        """Whether recognition has been done, as it is before Inductor is called."""
+        return "compile_losses" in module.meta
+
     def run(self, graph: Graph) -> None:
         # A graph inside another is left to the pass on the outer graph, which runs later and knows
         # the mutations after the inner graph.
         if inside_pre_grad_passes() or not switches.runs(switches.REWRITE):
             return
         module = graph.owning_module
-        if module is not None and "compile_losses" in module.meta:
-            return  # it is compiled around Inductor, and has been rewritten there
+        if module is not None and self.has_run(module):
+            return
         report = rewrite_graph(graph, strict=self.strict, lowers=switches.runs(switches.PLAN))
         if module is not None:
             module.meta["compile_losses"] = report

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -631,15 +632,18 @@ def without_autograd_cache():
 def around_inductor():
     given = []
 
-    def around(inductor_backend, gm, example_inputs, **options):
+    def around(following, inductor_backend, gm, example_inputs, **options):
         given.append(gm)
+        assert following is before
         return inductor.compile_with_inductor(inductor_backend, gm, example_inputs, **options)
 
-    try:
+    before = inductor.InductorBackend.__call__
+    with patch.object(inductor.InductorBackend, "__call__", before):
         inductor.go_around_inductor(around)
+        inductor.go_around_inductor(around)  # twice is once
         assert torch.compile(lambda x: x + 1)(torch.ones(2)).tolist() == [2, 2]
-    finally:
-        inductor.go_around_inductor(inductor.compile_with_inductor)
+    assert inductor.InductorBackend.__call__ is before
+    assert len(given) == 1
     assert isinstance(given[0], torch.fx.GraphModule)
 
 

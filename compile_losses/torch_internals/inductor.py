@@ -40,9 +40,23 @@ def compile_with_inductor(backend: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def go_around_inductor(function: Any) -> None:
-    """Has ``torch.compile`` call a function in the place of its default backend, with the same
-    arguments. Without it ``enable`` could not change what a compiled graph returns."""
-    InductorBackend.__call__ = lambda *args, **kwargs: function(*args, **kwargs)  # type: ignore[method-assign]
+    """Has ``torch.compile`` call a function in the place of its default backend. Without it losses
+    in graphs from Inductor's caches were not counted, and ``enable`` could not change what a
+    compiled graph returns.
+
+    Args:
+        function: is called with what it replaces, and with the same arguments. It may be called
+            again for a graph that it has passed on, if others replace the backend as well.
+    """
+    following = InductorBackend.__call__
+    if getattr(following, "function", None) is function:
+        return
+
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return function(following, *args, **kwargs)
+
+    around.function = function  # type: ignore[attr-defined]
+    InductorBackend.__call__ = around  # type: ignore[method-assign]
 
 
 #: The slots of the three passes. One of another name would be refused as an unknown option.
