@@ -172,12 +172,16 @@ def guess(name: object, known: Iterable[str]) -> str:
 
 
 def counters() -> defaultdict[str, Counter[str]]:
-    """Counts of losses compiled in this process, as ``torch._dynamo.utils.counters``.
+    """Counts of losses in this process's graphs, as ``torch._dynamo.utils.counters``.
 
     ``counters()["rewritten"]["mse_loss"]`` is the number of losses that became this op.
     ``counters()["declined"]`` counts, by name, losses that were seen and left to torch.
     ``counters()["plan"]`` counts the decisions about losses in AOTAutograd's graphs, in the words
-    of :func:`compile_losses.explain`. Graphs from a cache are not compiled, and not counted.
-    ``counters().clear()`` begins anew.
+    of :func:`compile_losses.explain`. ``counters().clear()`` begins anew.
+
+    The losses of each graph that ``torch.compile`` hands to its backend are counted, also if
+    Inductor then takes the compiled graph from a cache. In two cases losses are counted only if
+    nothing is taken from a cache: plans, and graphs that reach Inductor in another way than
+    through ``torch.compile``, such as AOTInductor's or those of ``torch._inductor.compile``.
     """
     return _counters
