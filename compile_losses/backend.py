@@ -11,7 +11,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from compile_losses import switches
-from compile_losses.inductor_passes import LOWERING, PlanPass, log_and_count, users_passes
+from compile_losses.inductor_passes import LOWERING, told, users_passes
 from compile_losses.lazy import Compiled, open_lazy_inputs, plain, return_lazily
 from compile_losses.options import InvalidOptionError as InvalidOptionError
 from compile_losses.options import Settings
@@ -32,11 +32,9 @@ def compile_losses(
     Args:
         gm, example_inputs: as Dynamo passes them to a backend.
         mode: as for ``torch.compile``'s own backend.
-        options: Inductor's options, and this package's options. The defaults of the latter are
-            environment variables; docs/getting-started.md has a table of them:
+        options: Inductor's options, and this package's options, which ``enable`` has as well. The
+            defaults of the latter are environment variables; docs/getting-started.md has a table:
 
-            - ``inner_backend``: the name of another backend to hand the rewritten graph to
-              (``"aot_eager"``, ``"eager"``, ...).
             - ``losses``, ``except``: the names of the losses to rewrite, and of the losses to leave
               alone: ops, and ``"elementwise"`` (COMPILE_LOSSES_ONLY, COMPILE_LOSSES_EXCEPT).
             - ``lazy_logits``: whether logits that a graph returns beside their loss are computed
@@ -49,20 +47,23 @@ def compile_losses(
               leave a loss to torch if they differ (COMPILE_LOSSES_VERIFY=1).
             - ``strict``: whether to raise errors inside this package, instead of leaving a
               loss to torch (COMPILE_LOSSES_STRICT=1).
+            - ``inner_backend``: another backend to hand the rewritten graph to: a name
+              (``"aot_eager"``, ``"eager"``, ...), or a function.
 
     Raises:
-        RuntimeError: a mode or an option that Inductor does not have; an unknown loss.
+        InvalidOptionError: an unknown mode, option, loss or backend; a value of a wrong kind. It is
+            a RuntimeError.
     """
     warn_if_untested()
     settings = Settings.of(mode, options)
 
     def inner(gm: GraphModule, example_inputs: list[Any]) -> Compiled:
-        log_and_count(gm)
-        if settings.inductor is not None:
-            return _through_inductor(gm, example_inputs, settings)
-        given = (("mode", mode), ("options", settings.others))
-        keywords = {k: v for k, v in given if v}
-        return lookup_backend(settings.inner_backend)(gm, example_inputs, **keywords)
+        with told(gm):
+            if settings.inductor is not None:
+                return _through_inductor(gm, example_inputs, settings)
+            given = (("mode", mode), ("options", settings.others))
+            keywords = {k: v for k, v in given if v}
+            return lookup_backend(settings.inner_backend)(gm, example_inputs, **keywords)
 
     if not switches.runs(switches.REWRITE):
         return inner(gm, example_inputs)
@@ -73,15 +74,17 @@ def _through_inductor(gm: GraphModule, example_inputs: list[Any], settings: Sett
     inductor = settings.inductor
     for slot, kind in LOWERING.items():
         users = users_passes(slot, inductor.config)
-        own = inductor.config[slot] = kind(users, strict=settings.strict)
-        if isinstance(own, PlanPass):
-            own.set_options(settings)
-    compiled = compile_with_inductor(inductor, gm, example_inputs)
-    if getattr(compiled, "serialize", None) is not None:  # compiled ahead of time, to be saved
-        from compile_losses.artifact import Artifact
+        inductor.config[slot] = kind(users, settings)
+    return saved_with_package(compile_with_inductor(inductor, gm, example_inputs))
 
-        return Artifact(compiled)
-    return compiled
+
+def saved_with_package(compiled: Compiled) -> Compiled:
+    """What Inductor compiled, in a form that imports this package if it is saved and loaded."""
+    if getattr(compiled, "serialize", None) is None:  # not ahead of time
+        return compiled
+    from compile_losses.artifact import Artifact
+
+    return Artifact(compiled)
 
 
 def rewritten(
@@ -98,6 +101,16 @@ def rewritten(
     Returns:
         The compiled graph. If logits are lazy, a wrapper opens lazy inputs or makes lazy outputs.
     """
+    with switches.through(settings.door):
+        return _rewritten(gm, example_inputs, settings, inner)
+
+
+def _rewritten(
+    gm: GraphModule,
+    example_inputs: list[Any],
+    settings: Settings,
+    inner: Callable[[GraphModule, list[Any]], Compiled],
+) -> Compiled:
     opened, examples, around = open_lazy_inputs(gm, example_inputs)
     lazily = settings.lazily(opened)
     settings.rewrite(opened, lazily)

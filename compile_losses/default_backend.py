@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -9,21 +10,26 @@ from typing import Any
 from torch.fx import GraphModule
 
 from compile_losses import switches
-from compile_losses.backend import rewritten
+from compile_losses.backend import rewritten, saved_with_package
 from compile_losses.inductor_passes import (
     install,
     installed_rewrite,
-    log_and_count,
+    set_settings,
     take_out,
+    told,
 )
 from compile_losses.lazy import Compiled
-from compile_losses.options import Settings
+from compile_losses.options import INDUCTOR, InvalidOptionError, Settings
 from compile_losses.torch_internals import warn_if_untested
-from compile_losses.torch_internals.inductor import compile_with_inductor, go_around_inductor
+from compile_losses.torch_internals.dynamo import lookup_backend
+from compile_losses.torch_internals.inductor import go_around_inductor
 
 
 class _Enabled:
     """The result of enable(): the end of a ``with`` block undoes the call."""
+
+    def __init__(self, before: Settings) -> None:
+        self.before = before
 
     def __enter__(self) -> _Enabled:
         return self
@@ -38,53 +44,93 @@ class _Enabled:
         if first is not None:
             first.calls -= 1
             if first.calls > 0:
+                set_settings(self.before)
                 return
         disable()
 
 
-def _compile_lazily(
-    inductor: Any, gm: GraphModule, example_inputs: list[Any], **options: Any
+def _compile(
+    following: Compiled, inductor: Any, gm: GraphModule, example_inputs: list[Any], **options: Any
 ) -> Compiled:
-    """With enable(lazy_logits=True), ``torch.compile`` calls this in the place of Inductor."""
+    """After enable(), ``torch.compile`` calls this in the place of its default backend.
+
+    Losses are rewritten before Inductor looks into its caches, as under our own backend: a pass of
+    Inductor's does not run on a graph from a cache, and can't change the results of a graph.
+
+    Args:
+        following: the default backend, which has the same other arguments.
+    """
     first = installed_rewrite()
-    is_on = switches.runs(switches.REWRITE)
-    if first is None or not is_on or not switches.returns_lazy_logits(first.lazy_logits):
-        return compile_with_inductor(inductor, gm, example_inputs, **options)
-    settings = replace(Settings.of(None, None), lazy_logits=True, inductor=inductor)
+    if first is None or first.has_run(gm):
+        return following(inductor, gm, example_inputs, **options)
+    settings, other = first.settings, first.settings.inner_backend
+    if other == INDUCTOR:
+        settings = replace(settings, inductor=inductor)
 
     def inner(gm: GraphModule, example_inputs: list[Any]) -> Compiled:
-        log_and_count(gm)
-        return compile_with_inductor(inductor, gm, example_inputs, **options)
+        with told(gm):
+            if other != INDUCTOR:
+                return lookup_backend(other)(gm, example_inputs)
+            return saved_with_package(following(inductor, gm, example_inputs, **options))
 
+    if not switches.runs(switches.REWRITE):
+        return inner(gm, example_inputs)
     return rewritten(gm, example_inputs, settings, inner)
 
 
-def enable(*, lazy_logits: bool | None = None) -> _Enabled:
+def enable(
+    *,
+    losses: Iterable[str] | None = None,
+    except_: Iterable[str] | None = None,
+    lazy_logits: bool | None = None,
+    prefer_memory: bool | None = None,
+    verify: bool | None = None,
+    strict: bool | None = None,
+    inner_backend: Any = None,
+    **others: Any,
+) -> _Enabled:
     """Makes ``torch.compile`` with its default backend rewrite losses, from now on.
 
     Passes that are in Inductor's slots already keep running, after ours. Functions that were
     compiled before stay as they are. Usable as a context manager; enabling twice is enabling once,
-    and the inner of two ``with`` blocks leaves the outer one on.
+    with the options of both calls. The inner of two ``with`` blocks leaves the outer one on, with
+    its options.
 
     Since torch 2.13 each thread has its own configuration of Inductor: call ``enable`` in each
     thread that compiles.
 
     Args:
-        lazy_logits: as the backend's option; by default if COMPILE_LOSSES_LAZY_LOGITS=1 is in the
-            environment.
+        losses, except_, lazy_logits, prefer_memory, verify, strict: as the backend's options, see
+            :func:`compile_losses.backend.compile_losses`; by default as the environment says.
+        inner_backend: another backend to compile the rewritten graph, in the place of Inductor; the
+            ``mode`` and the ``options`` of ``torch.compile`` are Inductor's, and are not used then.
+        others: ``except``, as in ``enable(**options)`` with the dictionary that the backend takes.
 
     Raises:
-        RuntimeError: a variable in the environment names an unknown loss or pass.
+        InvalidOptionError: an unknown option, loss or backend; a value of a wrong kind; a variable
+            in the environment that names an unknown loss or pass. It is a RuntimeError.
     """
-    switches.check_environment()
+    given = {
+        "losses": losses,
+        "except": except_,
+        "lazy_logits": lazy_logits,
+        "prefer_memory": prefer_memory,
+        "verify": verify,
+        "strict": strict,
+        "inner_backend": inner_backend,
+        **others,
+    }
+    first = installed_rewrite()
+    before = Settings(door=switches.ENABLE) if first is None else first.settings
+    try:
+        switches.check_environment()
+        settings = before.changed(given)
+    except RuntimeError as error:
+        raise InvalidOptionError(str(error)) from None
     warn_if_untested()
-    first = install()
-    if lazy_logits is not None:
-        first.lazy_logits = lazy_logits
-    if switches.returns_lazy_logits(lazy_logits):
-        # A pass on a graph can't change the results that the graph's caller gets.
-        go_around_inductor(_compile_lazily)
-    return _Enabled()
+    install(settings)
+    go_around_inductor(_compile)
+    return _Enabled(before)
 
 
 def disable() -> None:

@@ -40,9 +40,8 @@ def decide(
     settings = settings or Settings.of(None, None)
     given: dict[str, Any] = {} if settings.inductor is None else settings.inductor.config
     passes = {slot: users_passes(slot, given) for slot in SLOTS}
-    passes[JOINT] = planning = PlanPass(passes[JOINT], decisions)
-    planning.set_options(settings)
-    passes[POST_GRAD] = _LastPass(passes[POST_GRAD], decisions)
+    passes[JOINT] = PlanPass(passes[JOINT], settings, decisions)
+    passes[POST_GRAD] = _LastPass(passes[POST_GRAD], settings, decisions)
 
     def without_code(*args: Any, **kwargs: Any) -> Any:
         with contextlib.suppress(_Stop):

@@ -13,8 +13,11 @@ from torch.fx import Graph, Node
 from compile_losses import dry_run, switches
 from compile_losses.backend import rewritten
 from compile_losses.guard import Failure, attempt, is_restart
+from compile_losses.inductor_passes import installed_rewrite
 from compile_losses.lower.decision import Decision
+from compile_losses.no_losses import broken_in, foreign_calls
 from compile_losses.options import Settings
+from compile_losses.planned_sites import planned
 from compile_losses.recognize.logits import OUTSIDE
 from compile_losses.recognize.returned_numbers import (
     of_parameters,
@@ -26,7 +29,6 @@ from compile_losses.sites import (
     UNRECOGNISED,
     Site,
     first_line,
-    line_in,
     number_of,
     shorten,
     source_of,
@@ -73,12 +75,16 @@ def explain_call(
     mode: str | None = None,
     options: dict[str, Any] | None = None,
 ) -> Report:
-    """As :func:`explain`, for a compilation with this ``mode`` and these ``options``.
+    """As :func:`explain`, for a compilation with this ``mode`` and these ``options``; without
+    options, with those of ``enable``, if it is on.
 
     Raises:
         RuntimeError: an unknown mode, option or loss.
     """
     settings = Settings.of(mode, options)
+    first = installed_rewrite()
+    if options is None and first is not None:  # as torch.compile compiles it now
+        settings = replace(first.settings, inductor=settings.inductor)
     report = Report()
     if not switches.is_on():
         report.errors.append("COMPILE_LOSSES=0: compiled in this environment, nothing is rewritten")
@@ -91,6 +97,9 @@ def explain_call(
         end = break_after(gm)
         if end is not None:
             ends.append(end)
+            inside = broken_in(end)
+            if inside is not None and inside not in report.foreign:
+                report.foreign.append(inside)
         return compiled
 
     def add(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -119,6 +128,9 @@ def explain_call(
                 reason = site.reason.replace(OUTSIDE, f"{OUTSIDE}, after {end}")
                 site = replace(site, reason=reason)
             report.sites.append(replace(site, graph=report.graphs))
+        found_calls = attempt(lambda: foreign_calls(gm.graph))
+        if not isinstance(found_calls, Failure):
+            report.foreign += [call for call in found_calls if call not in report.foreign]
         unknown = attempt(lambda: _add_results(report, gm.graph))
         if isinstance(unknown, Failure):
             report.errors.append(f"what is not recognised is not known: {unknown.reason}")
@@ -140,76 +152,10 @@ def explain_call(
     return report
 
 
-def planned(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[Site]:
-    """The sites of a graph with the decisions of the passes about its losses."""
-    return _with_elementwise([_planned(site, decisions) for site in sites], decisions)
-
-
-def _planned(site: Site, decisions: Sequence[Decision]) -> Site:
-    """A site with the decisions about it, which have its mark."""
-    own = [d for d in decisions if site.mark is not None and d.site == site.mark]
-    if site.status != "rewritten" or not own:
-        return site
-    compared = [d for d in own if d.cost is not None and d.stock is not None]
-    # An op that was decomposed and then moved has two decisions; the last one counts.
-    compared = [d for d in compared if d.loss == "elementwise"] or compared
-    if len(compared) == 1:
-        cost, stock = compared[0].cost, compared[0].stock
-        assert cost is not None
-        assert stock is not None
-        site = replace(
-            site,
-            bytes_moved=cost.moved,
-            bytes_held=cost.held,
-            stock_bytes_moved=stock.moved,
-            stock_bytes_held=stock.held,
-        )
-    details = [f"{d.choice}: {d.reason}" for d in own if d.reason]
-    return replace(site, plan=tuple(d.choice for d in own), details=tuple(details))
-
-
 def _is_trained(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     """Whether a graph may have a backward."""
     tensors = [t for t in (*example_inputs, *gm.parameters()) if isinstance(t, torch.Tensor)]
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-
-
-def _with_elementwise(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[Site]:
-    """Sites, and sites of losses without an op. Such a loss takes the site that was declined in its
-    line, or gets a site of its own."""
-    result = list(sites)
-    for decision in (d for d in decisions if d.loss == "elementwise"):
-        file, line = line_in(decision.trace)
-        there = [
-            i
-            for i, site in enumerate(result)
-            if (
-                site.mark == decision.site
-                if decision.site is not None
-                else (site.file, site.line) == (file, line)
-            )
-        ]
-        declined = [i for i in there if result[i].status == "declined"]
-        if decision.cost is None or decision.stock is None:
-            if not there:
-                result.append(Site("elementwise", "declined", decision.reason, file, line))
-            continue
-        if there and not declined and decision.site is not None:
-            continue  # a decomposed op; this is one more step of its plan
-        if not declined:
-            result.append(Site("elementwise", "rewritten", "", file, line))
-        index = declined[0] if declined else -1
-        result[index] = replace(
-            result[index],
-            status="rewritten",
-            reason="",
-            plan=(f"elementwise, {decision.choice}",),
-            bytes_moved=decision.cost.moved,
-            bytes_held=decision.cost.held,
-            stock_bytes_moved=decision.stock.moved,
-            stock_bytes_held=decision.stock.held,
-        )
-    return result
 
 
 def _add_results(report: Report, graph: Graph) -> None:

@@ -6,7 +6,8 @@ A pass of ours keeps the pass that it found in its slot, and runs it afterwards.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -15,11 +16,10 @@ from torch.fx import Graph, GraphModule
 
 from compile_losses import switches
 from compile_losses.library import fingerprint, loaded
+from compile_losses.log_line import first_losses, note
 from compile_losses.lower import Decision, donated_buffers, in_place, lower_or_leave, plan
 from compile_losses.lower.decision import log
 from compile_losses.options import Settings
-from compile_losses.recognize import rewrite_graph
-from compile_losses.recognize.with_head import prefer_memory_by_default
 from compile_losses.report import Report
 from compile_losses.torch_internals.inductor import (
     JOINT,
@@ -41,10 +41,10 @@ class Pass(CustomGraphPass):
     autograd formulas nor our kernels.
     """
 
-    def __init__(self, previous: Any, *, strict: bool | None = None) -> None:
+    def __init__(self, previous: Any, settings: Settings | None = None) -> None:
         self.previous = _as_tuple(previous)
         self.replaced = previous
-        self.strict = strict
+        self.settings = settings or Settings()
         #: The number of calls of enable() that need this pass; 0 for the backend's own pass.
         self.calls = 0
 
@@ -60,8 +60,8 @@ class Pass(CustomGraphPass):
         ids = [getattr(other, "uuid", lambda: None)() for other in self.previous]
         if None in ids:  # a pass without an id switches the caches off, also without us
             return None
-        environment = switches.environment()
-        return (type(self).__name__, fingerprint(), loaded(), *environment, *_rank(), *ids)
+        given = (*switches.environment(), *self.settings.key)
+        return (type(self).__name__, fingerprint(), loaded(), *given, *_rank(), *ids)
 
 
 def _rank() -> tuple[int, ...]:
@@ -75,8 +75,10 @@ def _rank() -> tuple[int, ...]:
 class RewritePass(Pass):
     """Recognition, on the graph that Dynamo captured."""
 
-    #: The argument of enable(); None is the environment's setting.
-    lazy_logits: bool | None = None
+    @staticmethod
+    def has_run(module: GraphModule) -> bool:
+        """Whether recognition has been done, as it is before Inductor is called."""
+        return "compile_losses" in module.meta
 
     def run(self, graph: Graph) -> None:
         # A graph inside another is left to the pass on the outer graph, which runs later and knows
@@ -84,9 +86,10 @@ class RewritePass(Pass):
         if inside_pre_grad_passes() or not switches.runs(switches.REWRITE):
             return
         module = graph.owning_module
-        if module is not None and "compile_losses" in module.meta:
-            return  # it is compiled around Inductor, and has been rewritten there
-        report = rewrite_graph(graph, strict=self.strict, lowers=switches.runs(switches.PLAN))
+        if module is not None and self.has_run(module):
+            return
+        with switches.through(self.settings.door):
+            report = self.settings.rewrite_graph(graph)
         if module is not None:
             module.meta["compile_losses"] = report
             log_and_count(module)
@@ -102,6 +105,14 @@ def log_and_count(gm: GraphModule) -> None:
         switches.counters()[site.status][site.op] += 1
 
 
+@contextmanager
+def told(gm: GraphModule) -> Iterator[None]:
+    """Around the compilation of a rewritten graph, whose losses it logs and counts."""
+    log_and_count(gm)
+    with first_losses(gm.meta.get("compile_losses")):
+        yield
+
+
 class LoweringPass(Pass):
     """A pass on AOTAutograd's graphs; ``decisions`` collects its decisions, if given."""
 
@@ -109,9 +120,12 @@ class LoweringPass(Pass):
     name = ""
 
     def __init__(
-        self, previous: Any, decisions: list[Decision] | None = None, *, strict: bool | None = None
+        self,
+        previous: Any,
+        settings: Settings | None = None,
+        decisions: list[Decision] | None = None,
     ) -> None:
-        super().__init__(previous, strict=strict)
+        super().__init__(previous, settings)
         self.decisions = decisions
 
     def lower(self, graph: Graph) -> list[Decision]:
@@ -120,43 +134,28 @@ class LoweringPass(Pass):
     def run(self, graph: Graph) -> None:
         if not switches.runs(self.name):
             return
-        found = lower_or_leave(self.lower, graph, strict=self.strict)
+        found = lower_or_leave(self.lower, graph, strict=self.settings.strict)
         if self.decisions is not None:
             self.decisions += found
         else:
             switches.counters()["plan"].update(decision.choice for decision in found)
+            note(found)
 
 
 class PlanPass(LoweringPass):
     """The plan, on the joint graph or on the inference graph."""
 
     name = switches.PLAN
-    #: The backend's option of this name; None is the environment's setting.
-    prefer_memory: bool | None = None
-    #: The losses that the backend's options allow; None is the environment's setting.
-    losses: frozenset[str] | None = None
-
-    def set_options(self, settings: Settings) -> None:
-        self.prefer_memory, self.losses = settings.prefer_memory, settings.losses
 
     def lower(self, graph: Graph) -> list[Decision]:
         decisions = plan(
-            graph, prefer_memory=self._prefers_memory(), elementwise=self._takes_elementwise()
+            graph,
+            prefer_memory=self.settings.prefers_memory,
+            elementwise=switches.ELEMENTWISE in self.settings.losses,
         )
         if self.calls:
             note_backward(graph)
         return decisions
-
-    def _prefers_memory(self) -> bool:
-        return prefer_memory_by_default() if self.prefer_memory is None else self.prefer_memory
-
-    def _takes_elementwise(self) -> bool:
-        losses = switches.chosen() if self.losses is None else self.losses
-        return switches.ELEMENTWISE in losses
-
-    def uuid(self) -> Any:
-        own = super().uuid()
-        return own and (*own, self._prefers_memory(), self._takes_elementwise())
 
 
 class InPlacePass(LoweringPass):
@@ -200,17 +199,23 @@ def users_passes(slot: str, options: Mapping[str, Any] | None = None) -> Any:
     return current.replaced if isinstance(current, Pass) else current
 
 
-def install() -> RewritePass:
-    """Puts the passes into all slots, for one more call of ``enable``; returns the first pass."""
+def install(settings: Settings) -> None:
+    """Puts the passes into all slots, for one more call of ``enable``."""
     for slot, kind in SLOTS.items():
         current = getattr(config, slot)
         if not isinstance(current, Pass):
             current = kind(current)
             setattr(config, slot, current)
         current.calls += 1
-    first = installed_rewrite()
-    assert first is not None
-    return first
+    set_settings(settings)
+
+
+def set_settings(settings: Settings) -> None:
+    """Gives the passes that ``enable`` has put into the slots other settings."""
+    for slot in SLOTS:
+        current = getattr(config, slot)
+        if isinstance(current, Pass):
+            current.settings = settings
 
 
 def take_out() -> None:

@@ -1,20 +1,25 @@
-"""The options of the backend: their names, and their settings."""
+"""The options of both doors: their names, their values, and the record that the passes read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from compile_losses import switches
-from compile_losses.recognize import rewrite
+from compile_losses.recognize import rewrite_graph
 from compile_losses.recognize.returned_logits import Lazily
+from compile_losses.recognize.verify import verify_by_default
+from compile_losses.recognize.with_head import prefer_memory_by_default
 from compile_losses.report import Report
-from compile_losses.torch_internals.dynamo import ShortenTraceback
+from compile_losses.switches import EXCEPT, LAZY_LOGITS, LOSSES, PREFER_MEMORY, guess
+from compile_losses.torch_internals.dynamo import ShortenTraceback, list_backends, lookup_backend
 from compile_losses.torch_internals.inductor import (
     InductorBackend,
     is_to_be_saved,
+    list_options,
     uses_cuda_graphs,
 )
 
@@ -24,56 +29,140 @@ INNER_BACKEND = "inner_backend"
 VERIFY = "verify"
 #: The option that raises errors inside this package.
 STRICT = "strict"
-#: The option that uses linear cross entropy also if it saves memory and may cost time.
-PREFER_MEMORY = "prefer_memory"
-#: The options that name the losses to rewrite, and those to leave alone.
-LOSSES, EXCEPT = "losses", "except"
+#: The default of ``inner_backend``.
+INDUCTOR = "inductor"
 
 
 class InvalidOptionError(ShortenTraceback):
-    """An unknown mode or option; a RuntimeError, as in stock torch.compile."""
+    """An unknown mode, option or loss, or a wrong value; a RuntimeError, as in stock
+    torch.compile."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, first_useful_frame=None)
 
 
+def _flag(option: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise RuntimeError(f"{option}: expected True or False, got {value!r}")
+    return value
+
+
+def _losses(option: str, value: Any) -> tuple[str, ...]:
+    names = switches.listed(option, value)
+    switches.check_names(option, names, switches.losses())
+    return tuple(names)
+
+
+def _backend(option: str, value: Any) -> Any:
+    if callable(value):
+        return value
+    if not isinstance(value, str):
+        raise RuntimeError(f"{option}: expected the name of a backend, got {value!r}")
+    if value != INDUCTOR:
+        known = list_backends(None)
+        try:
+            lookup_backend(value)
+        except Exception as error:
+            if value in known:  # it is there, and can't be imported
+                raise RuntimeError(f"{option}: {error}") from None
+            raise RuntimeError(
+                f"{option}: expected a backend of torch.compile ({', '.join(known)}), "
+                f"got {value!r}{guess(value, known)}"
+            ) from None
+    return value
+
+
+#: The options of both doors. Each has a function from a value to what Settings holds.
+OPTIONS: dict[str, Callable[[str, Any], Any]] = {
+    LOSSES: _losses,
+    EXCEPT: _losses,
+    LAZY_LOGITS: _flag,
+    PREFER_MEMORY: _flag,
+    VERIFY: _flag,
+    STRICT: _flag,
+    INNER_BACKEND: _backend,
+}
+#: The fields of Settings for options whose names say less, or are Python's.
+_FIELDS = {LOSSES: "only", EXCEPT: "excluded"}
+
+
 @dataclass(frozen=True)
 class Settings:
-    """The options of the backend; None is the environment's setting.
+    """The options that were given at a door; None is the environment's setting.
 
     Attributes:
-        inductor: Inductor with its own options and the mode; None if another backend compiles.
+        inner_backend: the backend that compiles the rewritten graph: a name, or a function.
+        only, excluded: the options ``losses`` and ``except``.
+        door: how the options were given, for hints: one of ``switches.DOORS``.
+        inductor: Inductor with its own options and the mode; None if another backend compiles, and
+            until Inductor is called.
         others: the options that are not this package's.
     """
 
-    inner_backend: str
-    verify: bool | None
-    strict: bool | None
-    prefer_memory: bool | None
-    lazy_logits: bool | None
-    losses: frozenset[str]
-    inductor: Any
-    others: dict[str, Any]
+    inner_backend: Any = INDUCTOR
+    verify: bool | None = None
+    strict: bool | None = None
+    prefer_memory: bool | None = None
+    lazy_logits: bool | None = None
+    only: tuple[str, ...] | None = None
+    excluded: tuple[str, ...] | None = None
+    door: str = switches.BACKEND
+    inductor: Any = None
+    others: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, mode: str | None, options: dict[str, Any] | None) -> Settings:
-        """
+    def of(cls, mode: str | None, options: Mapping[str, Any] | None) -> Settings:
+        """The settings of our backend.
+
         Raises:
-            InvalidOptionError: an unknown mode, option or loss.
+            InvalidOptionError: an unknown mode, option or loss; a value of a wrong kind.
         """
-        others = dict(options or {})
-        inner = others.pop(INNER_BACKEND, "inductor")
-        verify, strict = others.pop(VERIFY, None), others.pop(STRICT, None)
-        prefer_memory = others.pop(PREFER_MEMORY, None)
-        lazy_logits = others.pop(switches.LAZY_LOGITS, None)
-        only, excluded = others.pop(LOSSES, None), others.pop(EXCEPT, None)
+        if options is not None and not isinstance(options, Mapping):
+            raise InvalidOptionError(f"options: expected a dictionary, got {options!r}")
+        given = dict(options or {})
+        own = {name: given.pop(name) for name in OPTIONS if name in given}
         try:
             switches.check_environment()
-            losses = switches.chosen(only, excluded)
-            inductor = InductorBackend(mode, others, dynamic=None) if inner == "inductor" else None
+            settings = cls(others=given).changed(own)
+            if settings.inner_backend != INDUCTOR:
+                return settings
+            inductors = list_options()
+            for name in given:
+                if str(name).replace("-", "_") not in inductors:
+                    raise unknown(name, inductors)
+            return replace(settings, inductor=InductorBackend(mode, given, dynamic=None))
         except RuntimeError as error:
             raise InvalidOptionError(str(error)) from None
-        return cls(inner, verify, strict, prefer_memory, lazy_logits, losses, inductor, others)
+
+    def changed(self, options: Mapping[str, Any]) -> Settings:
+        """These settings with some options of ours given anew; an option that is None stays.
+
+        Raises:
+            RuntimeError: an unknown option, loss or backend; a value of a wrong kind.
+        """
+        fields = {}
+        for name, value in options.items():
+            if name not in OPTIONS:
+                raise unknown(name)
+            if value is not None:
+                fields[_FIELDS.get(name, name)] = OPTIONS[name](name, value)
+        return replace(self, **fields)
+
+    @property
+    def losses(self) -> frozenset[str]:
+        """The losses that are rewritten."""
+        return switches.chosen(self.only, self.excluded)
+
+    @property
+    def prefers_memory(self) -> bool:
+        return prefer_memory_by_default() if self.prefer_memory is None else self.prefer_memory
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What compiled graphs depend on, for the keys of caches."""
+        verifies = verify_by_default() if self.verify is None else self.verify
+        is_lazy = switches.returns_lazy_logits(self.lazy_logits)
+        return (*sorted(self.losses), self.prefers_memory, verifies, is_lazy)
 
     def lazily(self, gm: GraphModule) -> Lazily | None:
         """Makes logits that a Dynamo graph returns lazy; None if that is not requested."""
@@ -87,14 +176,36 @@ class Settings:
 
     def rewrite(self, gm: GraphModule, lazily: Lazily | None = None) -> Report:
         """Rewrites a Dynamo graph."""
-        rewrite(
-            gm,
+        gm.meta["compile_losses"] = report = self.rewrite_graph(gm.graph, lazily)
+        gm.graph.lint()
+        gm.recompile()
+        return report
+
+    def rewrite_graph(self, graph: Graph, lazily: Lazily | None = None) -> Report:
+        return rewrite_graph(
+            graph,
             verify=self.verify,
             strict=self.strict,
             prefer_memory=self.prefer_memory,
             losses=self.losses,
-            lowers=self.inductor is not None and switches.runs(switches.PLAN),
+            lowers=self.inner_backend == INDUCTOR and switches.runs(switches.PLAN),
             lazily=lazily,
         )
-        report: Report = gm.meta["compile_losses"]
-        return report
+
+
+def unknown(name: str, inductors: Sequence[str] = ()) -> RuntimeError:
+    """The error of an unknown option.
+
+    Args:
+        inductors: Inductor's options, where they may be given as well.
+    """
+    if not inductors and name.replace("-", "_") in list_options():
+        return RuntimeError(
+            f"{name!r} is an option of Inductor: torch.compile(..., options={{{name!r}: ...}})"
+        )
+    also = "; torch._inductor.list_options() has Inductor's" if inductors else ""
+    # Among Inductor's 600 names there is one near to most others.
+    meant = guess(name, OPTIONS) if guess(name, OPTIONS) != "." else guess(name, inductors)
+    return RuntimeError(
+        f"unknown option {name!r}{meant} compile_losses has {', '.join(OPTIONS)}{also}"
+    )

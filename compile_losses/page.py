@@ -62,7 +62,7 @@ def _row(site: Site) -> str:
     where = f"{shorten(site.file)}:{site.line}"
     cells = [
         f'<td><code>{escape(site.op)}</code><small class="{escape(site.status)}">'
-        f"{escape(site.status)}</small></td>",
+        f"{escape(', '.join(filter(None, (site.status, site.gain))))}</small></td>",
         f"<td><code>{escape(source)}</code><small>{escape(where)}, graph {site.graph}</small></td>",
         f"<td>{escape(', '.join(site.plan))}</td>",
         _bytes(site.bytes_moved, site.bytes_held),

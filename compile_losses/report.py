@@ -6,8 +6,11 @@ import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from compile_losses.no_losses import why_none
 from compile_losses.page import page
-from compile_losses.sites import UNRECOGNISED, Site, first_line, number_of, shorten
+from compile_losses.sites import GAINED, UNRECOGNISED, Site, first_line, number_of, shorten
+
+_COLUMNS = ("status", "gain", "op", "where", "plan", "bytes / stock", "notes")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Report:
         results: the numbers that need a gradient, with the losses found below each; only from
             ``explain``.
         graphs: the number of graphs that Dynamo made of the function.
+        foreign: calls in which recognition does not look, and that may be a loss if none was found.
         graph_breaks: Dynamo's reasons for more than one graph.
         errors: why the plan of a graph is unknown, or why recognition did not run.
     """
@@ -43,14 +47,16 @@ class Report:
     sites: list[Site] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     graphs: int = 0
+    foreign: list[str] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, strings and numbers, as for ``json.dumps``."""
         result = asdict(self)
-        for site in result["sites"]:
+        for site, own in zip(result["sites"], self.sites, strict=True):
             del site["mark"]
+            site["gain"] = own.gain
             site["plan"], site["details"] = list(site["plan"]), list(site["details"])
         return result
 
@@ -67,7 +73,10 @@ class Report:
     def summary(self) -> str:
         losses = self.losses
         header = f"{number_of(self.graphs, 'graph')}, {number_of(len(losses), 'loss', 'losses')}"
-        header += f", {sum(site.status == 'rewritten' for site in losses)} rewritten"
+        rewritten = [site for site in losses if site.status == "rewritten"]
+        header += f", {len(rewritten)} rewritten"
+        if rewritten and all(site.gain for site in rewritten):
+            header += f", {sum(site.gain == GAINED for site in rewritten)} {GAINED}"
         others = len(self.sites) - len(losses)
         return f"{header}, {others} {UNRECOGNISED}" if others else header
 
@@ -75,8 +84,8 @@ class Report:
     def remarks(self) -> list[str]:
         """Further lines of the report."""
         lines = []
-        if self.graphs == 0 and not self.sites:
-            lines.append("Dynamo compiled nothing: is the function disabled or skipped?")
+        if not self.losses:
+            lines += why_none(self.graphs, len(self.results), self.foreign)
         if len(self.results) > 1 and self.losses != self.sites:
             lines += [
                 f"returned, {shorten(result.file)}:{result.line}: {', '.join(result.found)}"
@@ -91,6 +100,7 @@ class Report:
             rows: list[tuple[str, ...]] = [
                 (
                     site.status,
+                    site.gain,
                     site.op,
                     f"{shorten(site.file)}:{site.line}",
                     ", ".join(site.plan),
@@ -99,7 +109,7 @@ class Report:
                 )
                 for site in self.sites
             ]
-            lines += _table(("status", "op", "where", "plan", "bytes / stock", "notes"), rows)
+            lines += _table(_COLUMNS, rows)
         return "\n".join(lines + self.remarks)
 
 

@@ -31,6 +31,16 @@ _LIBRARIES = tuple(
 
 UNRECOGNISED = "unrecognised"
 
+#: Where packages are installed.
+_PACKAGES = tuple(
+    os.path.join(os.path.realpath(sysconfig.get_paths()[name]), "")
+    for name in ("purelib", "platlib")
+)
+
+GAINED, AS_STOCK = "gained", "as stock"
+#: The part of torch's bytes of which fewer are a gain.
+LEAST_GAIN = 0.99
+
 #: Tracing copies ``meta[CUSTOM]`` from a Dynamo node to all nodes that it becomes, and AOTAutograd
 #: copies it from a forward node to its backward. This is our entry in it.
 _SITE = "compile_losses"
@@ -73,6 +83,25 @@ class Site:
     stock_bytes_moved: int | None = None
     stock_bytes_held: int | None = None
     mark: int | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def gain(self) -> str:
+        """``"gained"`` if the plan of a rewritten loss moves or holds fewer bytes than torch's own
+        ops; ``"as stock"`` if not, and for other losses; empty if it is not known."""
+        if self.status == "declined":
+            return AS_STOCK
+        if self.bytes_moved is None or self.stock_bytes_moved is None:
+            return ""
+        moves_less = self.bytes_moved < LEAST_GAIN * self.stock_bytes_moved
+        return GAINED if moves_less or self.bytes_saved else AS_STOCK
+
+    @property
+    def bytes_saved(self) -> int:
+        """How many bytes less than for torch's own ops are held at a time."""
+        if self.bytes_held is None or self.stock_bytes_held is None:
+            return 0
+        less = self.bytes_held < LEAST_GAIN * self.stock_bytes_held
+        return self.stock_bytes_held - self.bytes_held if less else 0
 
     @property
     def traffic(self) -> str:
@@ -121,6 +150,21 @@ def line_in(trace: str) -> tuple[str, int]:
     ]
     frame = (own or models or frames)[-1]
     return frame["file"], int(frame["line"])
+
+
+def frames_of(node: Node) -> list[tuple[str, int]]:
+    """The files and lines of the calls that made a node, the innermost last."""
+    frames = _FRAME.finditer(node.meta.get("stack_trace") or "")
+    return [(frame["file"], int(frame["line"])) for frame in frames]
+
+
+def library_of(file: str) -> str | None:
+    """The installed package that a file belongs to; None for a user's own file, and Python's."""
+    path = os.path.realpath(file)
+    for place in _PACKAGES:
+        if path.startswith(place):
+            return path.removeprefix(place).split(os.sep)[0].removesuffix(".py")
+    return None
 
 
 def shorten(file: str) -> str:

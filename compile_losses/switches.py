@@ -5,9 +5,13 @@ If an option of the backend is not given, its environment variable counts, if it
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 from compile_losses import library
 
@@ -16,8 +20,17 @@ ELEMENTWISE = "elementwise"
 #: The passes, in their order: one on Dynamo's graph, and two on AOTAutograd's graphs.
 REWRITE, PLAN, IN_PLACE = PASSES = ("rewrite", "plan", "in_place")
 
-#: The option of the backend and of ``enable`` that returns lazy logits.
+#: The option that returns lazy logits.
 LAZY_LOGITS = "lazy_logits"
+#: The option that uses linear cross entropy also if it saves memory and may cost time.
+PREFER_MEMORY = "prefer_memory"
+#: The options that name the losses to rewrite, and those to leave alone.
+LOSSES, EXCEPT = "losses", "except"
+
+#: How options are given: to our backend, to ``enable``, or in the environment alone.
+BACKEND, ENABLE, ENVIRONMENT = DOORS = ("backend", "enable", "environment")
+#: The door of the compilation that runs.
+_door: ContextVar[str] = ContextVar("compile_losses_door", default=BACKEND)
 
 #: The variables that compiled graphs depend on.
 VARIABLES = (
@@ -59,13 +72,33 @@ def returns_lazy_logits(given: bool | None = None) -> bool:
     return is_set("COMPILE_LOSSES_LAZY_LOGITS") if given is None else given
 
 
+@contextmanager
+def through(door: str) -> Iterator[None]:
+    """Hints that are written inside of the block have the form of this door."""
+    token = _door.set(door)
+    try:
+        yield
+    finally:
+        _door.reset(token)
+
+
+def how_to_set(flag: str) -> str:
+    """How a user who came through the current door switches a flag on."""
+    return {
+        BACKEND: f"options={{{flag!r}: True}}",
+        ENABLE: f"enable({flag}=True)",
+        ENVIRONMENT: f"COMPILE_LOSSES_{flag.upper()}=1",
+    }[_door.get()]
+
+
 def check_environment() -> None:
     """
     Raises:
         RuntimeError: a variable names an unknown pass or loss.
     """
-    _check("COMPILE_LOSSES_PASSES", _names("COMPILE_LOSSES_PASSES") or [], PASSES)
-    chosen()
+    check_names("COMPILE_LOSSES_PASSES", _names("COMPILE_LOSSES_PASSES") or [], PASSES)
+    for variable in ("COMPILE_LOSSES_ONLY", "COMPILE_LOSSES_EXCEPT"):
+        check_names(variable, _names(variable) or [], losses())
 
 
 def losses() -> list[str]:
@@ -86,15 +119,21 @@ def chosen(
         RuntimeError: a name that is not in :func:`losses`.
     """
     known = losses()
-    wanted = _names("COMPILE_LOSSES_ONLY") if only is None else _listed("losses", only)
-    others = _names("COMPILE_LOSSES_EXCEPT") if excluded is None else _listed("except", excluded)
-    _check("losses", wanted or [], known)
-    _check("except", others or [], known)
+    wanted = _names("COMPILE_LOSSES_ONLY") if only is None else listed(LOSSES, only)
+    others = _names("COMPILE_LOSSES_EXCEPT") if excluded is None else listed(EXCEPT, excluded)
+    check_names(LOSSES, wanted or [], known)
+    check_names(EXCEPT, others or [], known)
     return frozenset(known if wanted is None else wanted) - frozenset(others or [])
 
 
-def _listed(option: str, names: Iterable[str]) -> list[str]:
-    if isinstance(names, str):
+def listed(option: str, names: Any) -> list[str]:
+    """
+    Raises:
+        RuntimeError: it is no list, tuple or set of strings.
+    """
+    if not isinstance(names, list | tuple | set | frozenset) or not all(
+        isinstance(name, str) for name in names
+    ):
         raise RuntimeError(f"{option}: expected a list of names, got {names!r}")
     return list(names)
 
@@ -106,19 +145,43 @@ def _names(variable: str) -> list[str] | None:
     ] or None
 
 
-def _check(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """
+    Raises:
+        RuntimeError: a name that is not known.
+    """
     for name in names:
         if name not in known:
-            raise RuntimeError(f"{what}: expected some of {', '.join(known)}, got {name!r}")
+            raise RuntimeError(
+                f"{what}: expected some of {', '.join(known)}, got {name!r}{guess(name, known)}"
+            )
+
+
+def _initials(name: str) -> str:
+    return "".join(word[:1] for word in name.split("_"))
+
+
+def guess(name: object, known: Iterable[str]) -> str:
+    """The end of a message about a wrong name: the known one that was meant, if one is near, or
+    begins with the name or with its letters as initials."""
+    text = str(name).lower().replace("-", "_")
+    near = difflib.get_close_matches(text, known, 1)
+    if len(text) > 1:
+        near += [k for k in known if k.startswith(text) or _initials(k) == text]
+    return f". Did you mean {near[0]!r}?" if near else "."
 
 
 def counters() -> defaultdict[str, Counter[str]]:
-    """Counts of losses compiled in this process, as ``torch._dynamo.utils.counters``.
+    """Counts of losses in this process's graphs, as ``torch._dynamo.utils.counters``.
 
     ``counters()["rewritten"]["mse_loss"]`` is the number of losses that became this op.
     ``counters()["declined"]`` counts, by name, losses that were seen and left to torch.
     ``counters()["plan"]`` counts the decisions about losses in AOTAutograd's graphs, in the words
-    of :func:`compile_losses.explain`. Graphs from a cache are not compiled, and not counted.
-    ``counters().clear()`` begins anew.
+    of :func:`compile_losses.explain`. ``counters().clear()`` begins anew.
+
+    The losses of each graph that ``torch.compile`` hands to its backend are counted, also if
+    Inductor then takes the compiled graph from a cache. In two cases losses are counted only if
+    nothing is taken from a cache: plans, and graphs that reach Inductor in another way than
+    through ``torch.compile``, such as AOTInductor's or those of ``torch._inductor.compile``.
     """
     return _counters

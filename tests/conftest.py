@@ -35,9 +35,11 @@ def has_cuda_kernels() -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     """The workers of a run share the cores: two threads each, and as many for their children.
-    Faults of the package end a compilation.
+    Faults of the package end a compilation, and no process tells what it
+    compiles first.
     """
     os.environ.setdefault("COMPILE_LOSSES_STRICT", "1")
+    os.environ.setdefault("COMPILE_LOSSES_LOG", "0")
     if hasattr(config, "workerinput"):
         os.environ.setdefault("OMP_NUM_THREADS", "2")
         torch.set_num_threads(min(2, torch.get_num_threads()))

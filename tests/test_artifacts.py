@@ -44,12 +44,17 @@ def python(script: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_ahead_of_time_artifact(tmp_path):
-    """What the backend made imports the package where it is loaded."""
+@pytest.mark.parametrize("way", ["backend", "enable"])
+def test_ahead_of_time_artifact(way, tmp_path):
+    """What either way made imports the package where it is loaded."""
     if not hasattr(torch.compile(torch.nn.Identity()).forward, "aot_compile"):
         pytest.skip(reason="this torch has no aot_compile of modules")
     save = """
-        compiled = torch.compile(model, backend="compile_losses", fullgraph=True)
+        if sys.argv[2] == "enable":
+            import compile_losses
+            compile_losses.enable()
+        backend = "compile_losses" if sys.argv[2] == "backend" else "inductor"
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
         with torch._dynamo.config.patch(enable_aot_compile=True):
             compiled.forward.aot_compile(((x, target), {})).save_compiled_function(sys.argv[1])
     """
@@ -66,7 +71,7 @@ def test_ahead_of_time_artifact(tmp_path):
         print([name for name in sys.modules if name == "compile_losses"])
     """
     path = str(tmp_path / "function.pt")
-    python(save, path)
+    python(save, path, way)
     assert python(load, path).split() == ["['compile_losses']"]
 
 

@@ -3,13 +3,21 @@ torch's keys do not hold."""
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo import lookup_backend
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
+import compile_losses
 from tests import WITHOUT_VECTORS
 
 SCRIPT = """
@@ -17,6 +25,7 @@ import sys
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
+from torch._dynamo import lookup_backend
 from torch._dynamo.utils import counters
 
 first_retains, way, aot_cache, threads = (argument == "yes" for argument in sys.argv[1:5])
@@ -99,3 +108,48 @@ def test_second_process(aot_cache, way, tmp_path):
     compile_and_run(tmp_path, True, way, aot_cache, True)
     names = "cross entropy", "plain cross entropy", "squares"  # compiled once more, to be verified
     compile_and_run(tmp_path, False, way, aot_cache, False, names=names, COMPILE_LOSSES_VERIFY="1")
+
+
+@pytest.mark.parametrize("way", ["backend", "enable"])
+def test_counts_on_a_warm_cache(way, caplog):
+    """A loss is counted once for each graph that has it, and told, wherever its code comes from.
+    The plan is counted where there is one: it is not made again."""
+    x, target = torch.randn(64, 8, requires_grad=True), torch.randint(8, (64,))
+    counts = compile_losses.counters()
+    found = []
+    caplog.set_level(logging.INFO, logger="compile_losses")
+    with fresh_cache(), compile_losses.enable() if way == "enable" else nullcontext():
+        for _ in range(2):
+            torch._dynamo.reset()
+            for each in (counts, counters, caplog):
+                each.clear()
+            backend = "compile_losses" if way == "backend" else "inductor"
+            torch.compile(lambda x: F.cross_entropy(x, target), backend=backend)(x).backward()
+            lines = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+            told = sum("1 graph, 1 loss, 1 rewritten" in line for line in lines)
+            hits = counters["aot_autograd"]["autograd_cache_hit"]
+            found.append((hits, dict(counts["rewritten"]), told, bool(counts["plan"])))
+    assert found == [
+        (0, {"cross_entropy": 1}, 1, True),
+        (1, {"cross_entropy": 1}, 1, False),
+    ]
+
+
+def test_counts_of_other_ways_into_inductor():
+    """A graph that torch.compile does not hand to its default backend is rewritten in Inductor's
+    slot, and counted when it is compiled."""
+    x, target = torch.randn(64, 8, requires_grad=True), torch.randint(8, (64,))
+    counts = compile_losses.counters()
+    found = []
+    with fresh_cache(), compile_losses.enable():
+        for _ in range(2):
+            torch._dynamo.reset()
+            counts.clear()
+            function = torch.compile(
+                lambda x: F.cross_entropy(x, target), backend=lookup_backend("inductor")
+            )
+            loss = function(x)
+            loss.backward()
+            torch.testing.assert_close(loss, F.cross_entropy(x, target))
+            found.append(dict(counts["rewritten"]))
+    assert found == [{"cross_entropy": 1}, {}]

@@ -19,6 +19,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 import compile_losses
 from compile_losses import inductor_passes, switches
 from compile_losses.inductor_passes import InPlacePass, Pass, forget_backwards, note_backward
+from compile_losses.options import Settings
 from tests import WITHOUT_VECTORS
 
 pytestmark = pytest.mark.usefixtures("kernels_for_small_losses")
@@ -364,13 +365,14 @@ def test_users_passes_keep_running(way):
 
 
 def test_pass_identity():
-    """The caches' key holds the package's fingerprint and its switches in the environment, and
-    nothing where a pass has no identity."""
+    """The caches' key holds the package's fingerprint, its switches in the environment and the
+    options, and nothing where a pass has no identity."""
     library = compile_losses.library
     fingerprint = inductor_passes.fingerprint()
     assert library.fingerprint() in fingerprint  # a fixture of ours adds its constants
-    package = ("Pass", fingerprint, library.loaded(), *switches.environment())
-    assert Pass(None).uuid() == package
+    given = (*switches.environment(), *Settings().key)
+    assert Pass(None).uuid() == ("Pass", fingerprint, library.loaded(), *given)
+    assert Pass(None, Settings(only=())).uuid() != Pass(None).uuid()
     assert "users pass" in Pass(UsersPass()).uuid()
     assert Pass(lambda graph: None).uuid() is None
 

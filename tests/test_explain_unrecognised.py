@@ -56,7 +56,7 @@ def test_custom_loss():
 def test_beside_a_loss():
     found, report = sites(lambda x, t: F.mse_loss(MODEL(x), t) + 0.1 * MODEL(x).exp().sum(), X, T)
     assert found == [("mse_loss", "rewritten"), ("sum", "unrecognised")]
-    assert report.summary == "1 graph, 1 loss, 1 rewritten, 1 unrecognised"
+    assert report.summary == "1 graph, 1 loss, 1 rewritten, 0 gained, 1 unrecognised"
     assert report.results[0].found == ("mse_loss (rewritten)", "sum (unrecognised)")
 
 

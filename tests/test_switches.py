@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ import compile_losses
 from compile_losses import __main__ as command_line
 from compile_losses import switches
 from compile_losses.explanation import explain_call
+from compile_losses.inductor_passes import SLOTS, installed_rewrite
 from compile_losses.library import public_ops
+from compile_losses.options import OPTIONS, InvalidOptionError, Settings
 from tests.graphs import recorded
 from tests.specs import SPECS
 
@@ -47,7 +51,7 @@ def compiled(way, **options):
         function = torch.compile(two_losses, backend="compile_losses", options=options)
         loss = function(*arguments)
     else:
-        with compile_losses.enable():
+        with compile_losses.enable(**options):
             loss = torch.compile(two_losses)(*arguments)
     gradient = torch.autograd.grad(loss, arguments[0])
     expected = two_losses(*arguments)
@@ -71,8 +75,9 @@ def test_names():
     ],
     ids=str,
 )
-def test_chosen_losses(options, expected, counted):
-    compiled("backend", **options)
+@pytest.mark.parametrize("way", ["backend", "enable"])
+def test_chosen_losses(options, expected, way, counted):
+    compiled(way, **options)
     assert counted["rewritten"] == expected
     assert sum(counted["declined"].values()) == 2 - len(expected)
     report = explain_call(two_losses, inputs(), options=options)
@@ -137,18 +142,122 @@ def test_keys_of_caches(monkeypatch):
             assert not seen & {each.uuid() for each in passes}, variable
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"losses": ["mse"]}, "losses: expected some of .*mse_loss.*, got 'mse'"),
-        ({"except": ["ce"]}, "except: expected some of .*, got 'ce'"),
-        ({"losses": "mse_loss"}, "losses: expected a list of names, got 'mse_loss'"),
-    ],
-    ids=str,
-)
-def test_wrong_names(options, message):
-    with pytest.raises(RuntimeError, match=message):
-        torch.compile(two_losses, backend="compile_losses", options=options)(*inputs())
+def test_both_doors_have_the_same_options():
+    """And the same defaults, in the record that the passes read."""
+    keywords = inspect.signature(compile_losses.enable).parameters
+    named = {name.removesuffix("_") for name in keywords if name != "others"}
+    assert named == set(OPTIONS)
+    assert all(p.default is None for p in keywords.values() if p.name != "others")
+    given = {
+        "losses": ["mse_loss"],
+        "except": ["kl_div"],
+        "lazy_logits": False,
+        "prefer_memory": True,
+        "verify": True,
+        "strict": False,
+        "inner_backend": "eager",
+    }
+    assert set(given) == set(OPTIONS)
+    for options in ({}, given):
+        backend = Settings.of(None, options)
+        with compile_losses.enable(**options):
+            enabled = installed_rewrite().settings
+            assert enabled.door == "enable"
+            assert replace(enabled, door="backend") == replace(backend, inductor=None)
+            for slot in SLOTS:
+                assert getattr(torch._inductor.config, slot).settings is enabled
+
+
+def test_options_of_nested_blocks():
+    def options():
+        settings = installed_rewrite().settings
+        return settings.verify, settings.prefer_memory, settings.only
+
+    with compile_losses.enable(verify=True, losses=["mse_loss"]):
+        with compile_losses.enable(prefer_memory=True, losses=[]):
+            assert options() == (True, True, ())
+        assert options() == (True, None, ("mse_loss",))
+
+
+def test_prefers_memory(graphs):
+    """An option of enable() that the plan reads as well as recognition."""
+
+    def step(h, w, t):
+        return F.cross_entropy(F.linear(h, w), t, reduction="none").square().square().sum()
+
+    h, w, t = torch.randn(64, 8, requires_grad=True), torch.randn(50, 8), torch.randint(50, (64,))
+    for prefer_memory in (False, True):
+        with compile_losses.enable(prefer_memory=prefer_memory):
+            first = installed_rewrite()
+            assert first.settings.prefers_memory == prefer_memory
+            assert prefer_memory in first.uuid()
+            torch.compile(step)(h, w, t)
+
+
+def test_another_backend_behind_enable():
+    graphs = []
+
+    def keep(gm, _):
+        graphs.append(gm.code)
+        return gm.forward
+
+    with compile_losses.enable(inner_backend=keep):
+        torch.compile(F.mse_loss)(*inputs()[:2])
+    assert "fused" in graphs[0]
+
+
+WRONG = [
+    ({"losses": ["mse"]}, r"losses: expected some of .*mse_loss.*, got 'mse'\. Did .*'mse_loss'"),
+    ({"except": ["ce"]}, r"except: .*got 'ce'\. Did you mean 'cross_entropy'\?"),
+    ({"losses": "mse_loss"}, "losses: expected a list of names, got 'mse_loss'"),
+    ({"losses": [3]}, r"losses: expected a list of names, got \[3\]"),
+    ({"verify": "yes"}, "verify: expected True or False, got 'yes'"),
+    ({"strict": 1}, "strict: expected True or False, got 1"),
+    ({"prefer_memory": "1"}, "prefer_memory: expected True or False, got '1'"),
+    ({"lazy_logits": []}, r"lazy_logits: expected True or False, got \[\]"),
+    ({"inner_backend": "aot_eagr"}, r"inner_backend: .*got 'aot_eagr'\. Did you mean 'aot_eager'"),
+    ({"inner_backend": 3}, "inner_backend: expected the name of a backend, got 3"),
+    ({"verfy": True}, r"unknown option 'verfy'\. Did you mean 'verify'\? compile_losses has"),
+    ({"quite": True}, r"unknown option 'quite'\."),
+    ({"lazy-logits": True}, r"unknown option 'lazy-logits'\. Did you mean 'lazy_logits'\?"),
+    ({"quite_another": True}, "unknown option 'quite_another'\\. compile_losses has losses"),
+]
+
+
+@pytest.mark.parametrize("way", ["backend", "enable"])
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=str)
+def test_wrong_options(options, message, way):
+    with pytest.raises(RuntimeError, match=message) as raised:
+        compiled(way, **options)
+    assert isinstance(raised.value, InvalidOptionError)
+    assert len(str(raised.value)) < 1500
+    assert installed_rewrite() is None
+
+
+def test_options_of_inductor(monkeypatch):
+    """The backend takes them, enable() says where they go, and a wrong one is told from ours."""
+    assert Settings.of(None, {"max-autotune": True}).inductor.config == {"max_autotune": True}
+    with pytest.raises(InvalidOptionError, match=r"'max_autotune' is an option of Inductor: torch"):
+        compile_losses.enable(max_autotune=True)
+    with pytest.raises(InvalidOptionError, match=r"Did you mean 'max_autotune'\? compile_losses"):
+        Settings.of(None, {"max_autotun": True})
+    with pytest.raises(InvalidOptionError, match=r"options: expected a dictionary, got \[1\]"):
+        Settings.of(None, [1])
+
+
+def test_hints_have_the_form_of_the_door(chunks, monkeypatch):
+    def step(h, w, t):
+        logits = F.linear(h, w)
+        return F.cross_entropy(logits, t), logits
+
+    def hints():
+        h, w = torch.randn(64, 8, requires_grad=True), torch.randn(50, 8)
+        report = compile_losses.explain(step, h, w, torch.randint(50, (64,)))
+        return " ".join(site.reason for site in report.sites)
+
+    assert ": options={'lazy_logits': True} would save" in hints()
+    with compile_losses.enable():
+        assert ": enable(lazy_logits=True) would save" in hints()
 
 
 def test_wrong_names_in_the_environment(monkeypatch):

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -631,6 +632,11 @@ def config():
         assert getattr(inductor.config, slot) is None
 
 
+@checks("inductor.list_options")
+def list_options():
+    assert {"max_autotune", inductor.JOINT} <= set(inductor.list_options())
+
+
 @checks("inductor.select_decomp_table")
 def decompositions():
     assert aten.huber_loss.default in inductor.select_decomp_table()
@@ -655,15 +661,18 @@ def without_autograd_cache():
 def around_inductor():
     given = []
 
-    def around(inductor_backend, gm, example_inputs, **options):
+    def around(following, inductor_backend, gm, example_inputs, **options):
         given.append(gm)
+        assert following is before
         return inductor.compile_with_inductor(inductor_backend, gm, example_inputs, **options)
 
-    try:
+    before = inductor.InductorBackend.__call__
+    with patch.object(inductor.InductorBackend, "__call__", before):
         inductor.go_around_inductor(around)
+        inductor.go_around_inductor(around)  # twice is once
         assert torch.compile(lambda x: x + 1)(torch.ones(2)).tolist() == [2, 2]
-    finally:
-        inductor.go_around_inductor(inductor.compile_with_inductor)
+    assert inductor.InductorBackend.__call__ is before
+    assert len(given) == 1
     assert isinstance(given[0], torch.fx.GraphModule)
 
 
@@ -765,9 +774,10 @@ def breaks():
     assert found == [(__file__, broken.__code__.co_firstlineno + 2), None]
 
 
-@checks("dynamo.lookup_backend")
+@checks("dynamo.lookup_backend", "dynamo.list_backends")
 def lookup_backend():
     assert dynamo.lookup_backend("compile_losses") is backend.compile_losses
+    assert {"aot_eager", "compile_losses", "inductor"} <= set(dynamo.list_backends(None))
 
 
 @checks("dynamo.without_recompile_limits")

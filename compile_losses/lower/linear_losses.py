@@ -46,6 +46,7 @@ from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, held_rows, pl
 from compile_losses.ops.linear.row_divergences import tensors_beside
 from compile_losses.ops.linear.row_function import encode
 from compile_losses.sites import site_of
+from compile_losses.switches import PREFER_MEMORY, how_to_set
 from compile_losses.torch_internals.graphs import EAGER_VALUES
 from compile_losses.torch_internals.inductor import activation_memory_budget
 from compile_losses.torch_internals.ops import named_arguments
@@ -131,7 +132,7 @@ def _plan_rows(node: Node, backwards: list[Node], prefer_memory: bool) -> Decisi
         reason = found
     if site is not None and not prefer_memory and named.get("z_loss", 0) == 0:
         take_logits_back(node, backwards)
-        reason += "; options={'prefer_memory': True} computes the logits twice instead"
+        reason += f"; {how_to_set(PREFER_MEMORY)} computes the logits twice instead"
         return Decision(site, name, "with its logits", reason)
     return Decision(site, name, "logits computed again", reason, cost, stock)
 

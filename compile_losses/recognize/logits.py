@@ -27,7 +27,7 @@ from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.returned_logits import outputs_of, readers
 from compile_losses.recognize.symbolic_tensors import Value, fake_mode
-from compile_losses.switches import LAZY_LOGITS
+from compile_losses.switches import LAZY_LOGITS, how_to_set
 from compile_losses.torch_internals.graphs import GRAPH_ARGUMENT
 from compile_losses.torch_internals.ops import packet_of
 
@@ -167,9 +167,7 @@ def _way_to(tensor: Node | Value, replay: AtenReplay, given: Head | None = None)
                 current = next((n for n in passed if replay.of(n) is value), value.node)
                 continue
         if value.op is None and _comes_from_outside(value.node):
-            raise NotAbsorbedError(
-                f"{OUTSIDE}: options={{{LAZY_LOGITS!r}: True}} may take them along"
-            )
+            raise NotAbsorbedError(f"{OUTSIDE}: {how_to_set(LAZY_LOGITS)} may take them along")
         if value.op is None:
             return None
         if _is_convolution_of_width_1(value):

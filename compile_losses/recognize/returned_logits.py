@@ -22,7 +22,7 @@ from compile_losses.recognize.head import Head, NotAbsorbedError, find_head
 from compile_losses.recognize.memory import memory_of, storage_of
 from compile_losses.recognize.symbolic_tensors import Value, example
 from compile_losses.sites import megabytes
-from compile_losses.switches import LAZY_LOGITS
+from compile_losses.switches import LAZY_LOGITS, how_to_set
 from compile_losses.torch_internals.ops import tree_leaves
 from compile_losses.torch_internals.tensors import FakeTensor, size_hint
 
@@ -106,7 +106,7 @@ def lazy_outputs(
     if lazily is None:
         size = logits.dtype.itemsize * math.prod(map(_hint, logits.shape))
         raise NotAbsorbedError(
-            f"{returned}: options={{{LAZY_LOGITS!r}: True}} would save {megabytes(size)}"
+            f"{returned}: {how_to_set(LAZY_LOGITS)} would save {megabytes(size)}"
         )
     return found
 

@@ -19,7 +19,7 @@ from compile_losses.recognize.head import NotAbsorbedError, computed
 from compile_losses.recognize.logits import Logits, find_logits
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.returned_logits import Lazily, lazy_outputs
-from compile_losses.switches import is_set
+from compile_losses.switches import PREFER_MEMORY, how_to_set, is_set
 from compile_losses.torch_internals.tensors import shard_of, size_hint
 
 #: What a reason begins with if a loss could not be taken along with its layer.
@@ -125,7 +125,7 @@ def check_gain(match: Match, logits: Logits, options: Options, beside: float = 0
         if chunk < made:
             told = (
                 f"chunks would save {(made - held) * row:.1f} of its {made * row:.1f} MiB of "
-                "logits, and take more launches: options={'prefer_memory': True} takes them"
+                f"logits, and take more launches: {how_to_set(PREFER_MEMORY)} takes them"
             )
         raise NotAbsorbedError(told)
     if logits.copies_weight and picked < COPIED_WEIGHTS * hidden:

@@ -27,6 +27,8 @@ from torch._dynamo.utils import counters as counters
 
 #: From the name of a backend to the backend, for the option ``inner_backend``.
 lookup_backend = torch._dynamo.lookup_backend
+#: The names of all backends, to say which one was meant.
+list_backends = torch._dynamo.list_backends
 
 
 def without_recompile_limits() -> AbstractContextManager[Any]:

@@ -21,6 +21,9 @@ from torch._inductor import compile_fx as compile_fx
 # Inductor's options, and the slots of its custom passes: without the slots no pass runs.
 from torch._inductor import config as config
 
+# The names of Inductor's options: without them a wrong one could not be told from those.
+from torch._inductor import list_options as list_options
+
 # The base class of a pass whose identity enters the keys of Inductor's caches. Of any other class,
 # a pass would switch the caches off.
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
@@ -40,9 +43,23 @@ def compile_with_inductor(backend: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def go_around_inductor(function: Any) -> None:
-    """Has ``torch.compile`` call a function in the place of its default backend, with the same
-    arguments. Without it ``enable`` could not change what a compiled graph returns."""
-    InductorBackend.__call__ = lambda *args, **kwargs: function(*args, **kwargs)  # type: ignore[method-assign]
+    """Has ``torch.compile`` call a function in the place of its default backend. Without it losses
+    in graphs from Inductor's caches were not counted, and ``enable`` could not change what a
+    compiled graph returns.
+
+    Args:
+        function: is called with what it replaces, and with the same arguments. It may be called
+            again for a graph that it has passed on, if others replace the backend as well.
+    """
+    following = InductorBackend.__call__
+    if getattr(following, "function", None) is function:
+        return
+
+    def around(*args: Any, **kwargs: Any) -> Any:
+        return function(following, *args, **kwargs)
+
+    around.function = function  # type: ignore[attr-defined]
+    InductorBackend.__call__ = around  # type: ignore[method-assign]
 
 
 #: The slots of the three passes. One of another name would be refused as an unknown option.

@@ -1,0 +1,81 @@
+"""The line of log about the first losses that a process compiles."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from compile_losses import switches
+from compile_losses.lower.decision import Decision
+from compile_losses.planned_sites import planned
+from compile_losses.report import Report
+from compile_losses.sites import GAINED, Site, megabytes, number_of
+
+_log = logging.getLogger("compile_losses.summary")
+_log.setLevel(logging.INFO)  # whatever the level of other people's logs is
+
+#: The decisions of the compilation that is to be told.
+_decisions: ContextVar[list[Decision] | None] = ContextVar("compile_losses_decisions", default=None)
+_told = False
+
+
+@contextmanager
+def first_losses(report: Report | None) -> Iterator[None]:
+    """Around the compilation of a rewritten graph. Logs a line after the first one with losses."""
+    global _told
+    if _told or report is None or not report.losses or not _is_wanted():
+        yield
+        return
+    decisions: list[Decision] = []
+    token = _decisions.set(decisions)
+    try:
+        yield
+    finally:
+        _decisions.reset(token)
+    if not _told:
+        _told = True
+        _tell(f"compile_losses: {line(planned(report.losses, decisions))}")
+
+
+def note(decisions: Sequence[Decision]) -> None:
+    """Keeps the decisions of a pass for the line."""
+    noted = _decisions.get()
+    if noted is not None:
+        noted += decisions
+
+
+def line(sites: Sequence[Site]) -> str:
+    """The number of losses, and an estimate of the memory that they hold less than stock's."""
+    rewritten = [site for site in sites if site.status == "rewritten"]
+    parts = [number_of(len(sites), "loss", "losses"), f"{len(rewritten)} rewritten"]
+    known = [site for site in rewritten if site.gain]
+    saved = sum(site.bytes_saved for site in known)
+    if saved:
+        parts.append(f"{megabytes(saved)} less")
+    elif any(site.gain == GAINED for site in known):
+        parts.append("as much memory, less traffic")
+    elif known:
+        parts.append("as stock")
+    return ", ".join(parts)
+
+
+def _is_wanted() -> bool:
+    """Whether COMPILE_LOSSES_LOG=0 or the logger's level don't forbid it; of the first rank."""
+    parent = logging.getLogger("compile_losses").level
+    is_first = os.environ.get("RANK", "0") == "0"
+    return switches.is_set("COMPILE_LOSSES_LOG", "1") and parent <= logging.INFO and is_first
+
+
+def _tell(text: str) -> None:
+    if _log.hasHandlers():
+        _log.info("%s", text)
+        return
+    handler = logging.StreamHandler()  # nobody has configured logging: to standard error
+    _log.addHandler(handler)
+    try:
+        _log.info("%s", text)
+    finally:
+        _log.removeHandler(handler)

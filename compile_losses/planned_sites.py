@@ -1,0 +1,75 @@
+"""The sites of a report with what the passes on AOTAutograd's graphs decided about their losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from compile_losses.lower.decision import Decision
+from compile_losses.sites import Site, line_in
+
+
+def planned(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[Site]:
+    """The sites of a graph with the decisions of the passes about its losses."""
+    return _with_elementwise([_planned(site, decisions) for site in sites], decisions)
+
+
+def _planned(site: Site, decisions: Sequence[Decision]) -> Site:
+    """A site with the decisions about it, which have its mark."""
+    own = [d for d in decisions if site.mark is not None and d.site == site.mark]
+    if site.status != "rewritten" or not own:
+        return site
+    compared = [d for d in own if d.cost is not None and d.stock is not None]
+    # An op that was decomposed and then moved has two decisions; the last one counts.
+    compared = [d for d in compared if d.loss == "elementwise"] or compared
+    if len(compared) == 1:
+        cost, stock = compared[0].cost, compared[0].stock
+        assert cost is not None
+        assert stock is not None
+        site = replace(
+            site,
+            bytes_moved=cost.moved,
+            bytes_held=cost.held,
+            stock_bytes_moved=stock.moved,
+            stock_bytes_held=stock.held,
+        )
+    details = [f"{d.choice}: {d.reason}" for d in own if d.reason]
+    return replace(site, plan=tuple(d.choice for d in own), details=tuple(details))
+
+
+def _with_elementwise(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[Site]:
+    """Sites, and sites of losses without an op. Such a loss takes the site that was declined in its
+    line, or gets a site of its own."""
+    result = list(sites)
+    for decision in (d for d in decisions if d.loss == "elementwise"):
+        file, line = line_in(decision.trace)
+        there = [
+            i
+            for i, site in enumerate(result)
+            if (
+                site.mark == decision.site
+                if decision.site is not None
+                else (site.file, site.line) == (file, line)
+            )
+        ]
+        declined = [i for i in there if result[i].status == "declined"]
+        if decision.cost is None or decision.stock is None:
+            if not there:
+                result.append(Site("elementwise", "declined", decision.reason, file, line))
+            continue
+        if there and not declined and decision.site is not None:
+            continue  # a decomposed op; this is one more step of its plan
+        if not declined:
+            result.append(Site("elementwise", "rewritten", "", file, line))
+        index = declined[0] if declined else -1
+        result[index] = replace(
+            result[index],
+            status="rewritten",
+            reason="",
+            plan=(f"elementwise, {decision.choice}",),
+            bytes_moved=decision.cost.moved,
+            bytes_held=decision.cost.held,
+            stock_bytes_moved=decision.stock.moved,
+            stock_bytes_held=decision.stock.held,
+        )
+    return result
