@@ -29,16 +29,17 @@ from compile_losses.sites import (
     UNRECOGNISED,
     Site,
     first_line,
+    function_of,
     number_of,
     shorten,
     source_of,
 )
 from compile_losses.torch_internals.dynamo import (
     break_after,
+    compiled_by_itself,
     counters,
     lookup_backend,
     uncompiled,
-    without_recompile_limits,
 )
 from compile_losses.torch_internals.ops import HigherOrderOperator
 
@@ -140,16 +141,23 @@ def explain_call(
             return lookup_backend("aot_eager")(gm, example_inputs)
         return gm.forward
 
-    breaks = dict(counters["graph_break"])
-    # A fresh backend never gets a cached graph, and the limit on cached graphs must not apply to it
-    # either.
-    with without_recompile_limits():
+    breaks = _graph_breaks()
+    with compiled_by_itself():
         torch.compile(uncompiled(function), backend=backend)(*args, **(kwargs or {}))
     report.sites = [_located(site, function) for site in report.sites]
     report.graph_breaks = [
-        reason for reason, count in counters["graph_break"].items() if count > breaks.get(reason, 0)
+        reason for reason, count in _graph_breaks().items() if count > breaks.get(reason, 0)
     ]
     return report
+
+
+def _graph_breaks() -> dict[str, int]:
+    """How often Dynamo broke a graph, or gave up a function with a break inside a loop, by its
+    reasons so far."""
+    found = dict(counters["graph_break"])
+    texts = "\n".join(found)
+    given_up = counters["unimplemented"].items()
+    return found | {why: n for why, n in given_up if first_line(why) not in texts}
 
 
 def _is_trained(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
@@ -172,7 +180,7 @@ def _add_results(report: Report, graph: Graph) -> None:
             if (file, line) in lines:
                 found.append("elementwise")
                 continue
-            found.append(f"{_function_of(node)} ({UNRECOGNISED})")
+            found.append(f"{function_of(node)} ({UNRECOGNISED})")
             there = reductions.setdefault((file, line, of_parameters(node)), [])
             there += [node] if node not in there else []
         file, line = source_of(returned.node)
@@ -183,18 +191,13 @@ def _add_results(report: Report, graph: Graph) -> None:
             last = report.sites[-1]
             report.sites[-1] = replace(last, reason=f"{last.reason}; {more}")
             break
-        names = ", ".join(_counted(map(_function_of, nodes)))
+        names = ", ".join(_counted(map(function_of, nodes)))
         reason = "of parameters alone" if parameters else "no loss that is known was found in it"
         if any(map(reads_a_function, nodes)):
             reason += "; it reads an autograd.Function, which is left as it is"
         reason = f"{names}: {reason}" if len(nodes) > 1 else reason
-        op = _function_of(nodes[0])
+        op = function_of(nodes[0])
         report.sites.append(Site(op, UNRECOGNISED, reason, file, line, graph=report.graphs))
-
-
-def _function_of(node: Node) -> str:
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return str(name).partition(".")[0]
 
 
 def _counted(names: Iterable[str]) -> list[str]:

@@ -17,6 +17,11 @@ NOTHING_COMPILED = (
     "disabled (torch.compiler.disable). Give explain the function that computes the loss; "
     "TORCH_LOGS=graph_breaks says what Dynamo skipped"
 )
+GIVEN_UP = (
+    "no graph was compiled: Dynamo gives up a function whose graph breaks inside a loop, as that "
+    "of gradient accumulation does at backward(). Compile what the loop calls, the model and its "
+    "loss in one function, and leave backward() outside"
+)
 OUTSIDE = (
     "no compiled graph returns a number that needs a gradient: the loss is outside of the compiled "
     "function. Compile the function that computes the loss as well: the model and its loss in one "
@@ -63,15 +68,16 @@ def _calls(nodes: Iterable[Node]) -> Iterator[str]:
         yield f"{what} {whose} ({shorten(file)}:{line})"
 
 
-def why_none(graphs: int, results: int, foreign: Sequence[str]) -> list[str]:
+def why_none(graphs: int, breaks: int, results: int, foreign: Sequence[str]) -> list[str]:
     """The lines of a report of so many graphs without a loss.
 
     Args:
+        breaks: how many reasons Dynamo gave for breaking a graph.
         results: how many numbers that need a gradient the graphs return.
         foreign: what :func:`foreign_calls` and :func:`broken_in` have found.
     """
     if graphs == 0:
-        return [NOTHING_COMPILED]
+        return [GIVEN_UP if breaks else NOTHING_COMPILED]
     if foreign:
         more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
         return [

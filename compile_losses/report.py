@@ -85,13 +85,14 @@ class Report:
         """Further lines of the report."""
         lines = []
         if not self.losses:
-            lines += why_none(self.graphs, len(self.results), self.foreign)
+            lines += why_none(self.graphs, len(self.graph_breaks), len(self.results), self.foreign)
         if len(self.results) > 1 and self.losses != self.sites:
             lines += [
                 f"returned, {shorten(result.file)}:{result.line}: {', '.join(result.found)}"
                 for result in self.results
             ]
-        lines += [f"graph break: {first_line(reason)}" for reason in self.graph_breaks]
+        breaks = dict.fromkeys(map(first_line, self.graph_breaks))
+        lines += [f"graph break: {reason}" for reason in breaks]
         return lines + self.errors
 
     def __str__(self) -> str:

@@ -152,6 +152,19 @@ def line_in(trace: str) -> tuple[str, int]:
     return frame["file"], int(frame["line"])
 
 
+def function_of(node: Node) -> str:
+    """The name of the function, method or op that a node calls."""
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return str(name).partition(".")[0] or node.name
+
+
+def told(node: Node) -> str:
+    """A node in words: what it calls, and the user's line."""
+    file, line = source_of(node)
+    name = function_of(node)
+    return f"{name} ({shorten(file)}:{line})" if line > 0 else name
+
+
 def frames_of(node: Node) -> list[tuple[str, int]]:
     """The files and lines of the calls that made a node, the innermost last."""
     frames = _FRAME.finditer(node.meta.get("stack_trace") or "")

@@ -15,6 +15,7 @@ from torch import nn
 import compile_losses
 from compile_losses import library
 from compile_losses.__main__ import main
+from compile_losses.explanation import explain_call
 from compile_losses.sites import shorten
 from tests.specs import SPECS
 from tests.test_layout import COMPOSED
@@ -127,8 +128,49 @@ def test_head_before_a_graph_break():
     assert (site.op, site.status, site.graph) == ("cross_entropy", "rewritten", 1)
     assert site.reason == (
         "without its linear layer: its logits are an input of this graph, after the graph break in "
-        f"{shorten(__file__)}:{line}: options={{'lazy_logits': True}} may take them along"
+        f"{shorten(__file__)}:{line}: options={{'lazy_logits': True}} takes them along, if a "
+        "compiled layer made them"
     )
+    report = explain_call(step, (torch.randn(6, 8), torch.arange(6)), options={"lazy_logits": True})
+    assert "lazy_logits" not in str(report)
+
+
+def test_logits_that_no_layer_made():
+    """Nothing is said of a head where there is none."""
+    scores = torch.randn(6, 8, requires_grad=True).exp()
+    (site,) = compile_losses.explain(F.cross_entropy, scores, torch.arange(6)).losses
+    assert site.reason == ""
+
+
+def test_accumulation_in_one_step():
+    """Dynamo compiles nothing of a loop with a graph break: the report says what broke it."""
+    head = torch.nn.Linear(8, 50)
+
+    def step(h, t):
+        for rows, classes in zip(h.split(3), t.split(3), strict=True):
+            (F.cross_entropy(head(rows), classes) / 2).backward()
+
+    inputs = torch.randn(6, 8), torch.arange(6)
+    report = compile_losses.explain(step, *inputs)
+    assert report.graphs == 0
+    assert "breaks inside a loop" in str(report)
+    assert str(report).count("graph break: Unsupported Tensor.backward() call") == 1
+
+
+def test_answers_do_not_depend_on_earlier_ones():
+    """Another length makes sizes symbols of what torch.compile compiles next, but not here."""
+    head = torch.nn.Linear(8, 50)
+
+    def step(h, t):
+        return F.cross_entropy(head(h[:4]), t[:4]) + h.square().mean()
+
+    def told(rows):
+        report = compile_losses.explain(step, torch.randn(rows, 8), torch.arange(rows))
+        return str(report)
+
+    first = told(6)
+    told(9)
+    assert told(6) == first
 
 
 def test_restarted_analysis():

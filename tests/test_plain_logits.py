@@ -301,18 +301,16 @@ def test_the_gradient_lies_over_logits_that_nothing_else_needs():
     assert check(function, inputs)[OP].plan == ("kernel", "gradient in place")
 
 
-@pytest.mark.parametrize(
-    ("function", "taken"), [(entropy_alone, True), (without_loops, True), (of_float32, False)]
-)
-def test_symbolic_sizes(function, taken):
-    """As verl compiles its entropy: no size is known. Chunks of an unknown size are left alone."""
+@pytest.mark.parametrize("function", [entropy_alone, without_loops, of_float32])
+def test_symbolic_sizes(function):
+    """As verl compiles its entropy: no size is known."""
     compile_losses.counters().clear()
     compiled = torch.compile(function, backend="compile_losses", dynamic=True)
     for tokens in (TOKENS, TOKENS + 3):
         x = torch.randn(BATCH, tokens, CLASSES, dtype=torch.float64, requires_grad=True)
         t = torch.randint(CLASSES, (BATCH, tokens))
         torch.testing.assert_close(outcome(compiled, x, t), outcome(function, x, t))
-    assert bool(compile_losses.counters()["rewritten"][OP]) == taken
+    assert compile_losses.counters()["rewritten"][OP]
 
 
 def test_symbolic_rows_are_taken():

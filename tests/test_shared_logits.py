@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import compile_losses
 from compile_losses.explanation import explain_call
+from compile_losses.sites import shorten
 from tests.accuracy import assert_accurate
 from tests.graphs import Compiled
 from tests.linear_problems import largest_allocation
@@ -559,3 +560,23 @@ def test_drawn_functions(seed):
 
     inputs = problem()
     assert len(check(step, inputs)) == 1
+
+
+def test_each_reason_once():
+    """Readers of logits that stay: the reason says who needs them, with the line, and once."""
+
+    def step(h, w, labels, *_):
+        logits = logits_of(h, w)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        second = F.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten())
+        return loss + second + entropy_of(logits).mean(), logits.std()
+
+    compiled, inputs = Compiled(step), problem()
+    torch.testing.assert_close(outcome(compiled, inputs), outcome(step, inputs))
+    line = f"std ({shorten(__file__)}:{step.__code__.co_firstlineno + 4}) needs the logits"
+    losses = [site for site in compiled.sites if site.op == "cross_entropy"]
+    assert len(losses) == 2
+    for site in losses:
+        clauses = site.reason.split("; ")
+        assert len(set(clauses)) == len(clauses), site.reason
+        assert site.reason.count(line) == 1, site.reason

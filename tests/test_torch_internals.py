@@ -780,7 +780,7 @@ def lookup_backend():
     assert {"aot_eager", "compile_losses", "inductor"} <= set(dynamo.list_backends(None))
 
 
-@checks("dynamo.without_recompile_limits")
+@checks("dynamo.compiled_by_itself")
 def recompile_limits():
     count = []
 
@@ -789,7 +789,7 @@ def recompile_limits():
         return gm.forward
 
     compiled = torch.compile(lambda x, n: x + n, backend=keep, dynamic=False)
-    with torch._dynamo.config.patch(recompile_limit=1), dynamo.without_recompile_limits():
+    with torch._dynamo.config.patch(recompile_limit=1), dynamo.compiled_by_itself():
         for n in range(3):
             compiled(torch.rand(3), n)
     assert len(count) == 3

@@ -214,8 +214,7 @@ class _Rewriting:
             marks = {site_of(reader) for reader in found.readers} - {None}
             if isinstance(found, Kept):
                 self.sites = [
-                    replace(s, reason=_with_readers(s, found.reason)) if s.mark in marks else s
-                    for s in self.sites
+                    _with_readers(s, found.reason) if s.mark in marks else s for s in self.sites
                 ]
                 if found.picking is not None:
                     where = source_of(found.picking)
@@ -235,12 +234,7 @@ class _Rewriting:
                 self._put_site("row_statistics", found, marks)
                 continue
             note = f"the entropy of its logits is read apart: {found.reason}"
-            self.sites = [
-                replace(s, reason="; ".join(filter(None, (s.reason, note))))
-                if s.mark in marks
-                else s
-                for s in self.sites
-            ]
+            self.sites = [_with_clause(s, note) if s.mark in marks else s for s in self.sites]
 
     def _put_site(self, name: str, found: Rewritten, marks: Set[int | None]) -> None:
         """Puts one site in the place of those that have the given marks."""
@@ -306,12 +300,20 @@ def _site(found: Match | Decline, reason: str | None, mark: int) -> Site:
     return Site(found.op, "rewritten", notes, file, line, mark=mark)
 
 
-def _with_readers(site: Site, reason: str) -> str:
-    """The reason of a site whose logits stay with all that reads them."""
-    note = f"and so do what else reads its logits: {reason}"
+def _with_readers(site: Site, reason: str) -> Site:
+    """A site whose logits stay with all that reads them."""
+    clause = f"the readers of its logits can't share one call: {reason}"
     if site.status == "rewritten" and HELD not in site.reason:
-        note = f"{HELD}: {reason}"  # its loss has no op together with the layer
-    return "; ".join(filter(None, (site.reason, note)))
+        clause = f"{HELD}: {reason}"  # its loss has no op together with the layer
+    return _with_clause(site, clause)
+
+
+def _with_clause(site: Site, clause: str) -> Site:
+    """A site that has one more reason, once."""
+    clauses = [site.reason] if site.reason else []
+    if clause not in site.reason:
+        clauses.append(clause)
+    return replace(site, reason="; ".join(clauses))
 
 
 def _failed(node: Node, failure: Failure) -> Site:

@@ -27,7 +27,7 @@ from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.returned_logits import outputs_of, readers
 from compile_losses.recognize.symbolic_tensors import Value, fake_mode
-from compile_losses.switches import LAZY_LOGITS, how_to_set
+from compile_losses.sites import told
 from compile_losses.torch_internals.graphs import GRAPH_ARGUMENT
 from compile_losses.torch_internals.ops import packet_of
 
@@ -42,6 +42,16 @@ _COPIES = (aten.clone.default, aten._to_copy.default, aten.alias.default)
 FURTHEST = 32
 #: Why the layer of some logits can't be found.
 OUTSIDE = "its logits are an input of this graph"
+#: How autograd names the backwards of layers, and of graphs that may have one.
+_BACKWARDS_OF_LAYERS = ("AddmmBackward", "CompiledFunctionBackward", "LinearBackward", "MmBackward")
+#: Those of views and ops on a layer's output.
+_BACKWARDS_OF_ONE = frozenset(
+    f"{name}Backward"
+    for name in (
+        *("Alias", "Clone", "Div", "Mul", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze"),
+        *("T", "Tanh", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View"),
+    )
+)
 #: Why a layer stays if one of these ops is between it and its loss, as in some models.
 _STAY = {
     **dict.fromkeys(
@@ -134,6 +144,10 @@ def is_made_of(tensor: Node | Value, replay: AtenReplay, given: Head) -> bool:
     return way is not None and way.head is given
 
 
+class OutsideError(NotAbsorbedError):
+    """The layer that makes the logits is in no graph, or in another."""
+
+
 @dataclass
 class _Way:
     """From a tensor back to a linear layer.
@@ -166,8 +180,8 @@ def _way_to(tensor: Node | Value, replay: AtenReplay, given: Head | None = None)
                 passed = (n for n in node.all_input_nodes if isinstance(example(n), Tensor))
                 current = next((n for n in passed if replay.of(n) is value), value.node)
                 continue
-        if value.op is None and _comes_from_outside(value.node):
-            raise NotAbsorbedError(f"{OUTSIDE}: {how_to_set(LAZY_LOGITS)} may take them along")
+        if value.op is None and _comes_from_a_layer(value.node):
+            raise OutsideError(OUTSIDE)
         if value.op is None:
             return None
         if _is_convolution_of_width_1(value):
@@ -198,12 +212,16 @@ def _logits(way: _Way, replay: AtenReplay, *, may_detach: bool = False) -> Logit
     return logits
 
 
-def _comes_from_outside(node: Node) -> bool:
-    """Whether a graph's input is the result of something that torch differentiates."""
-    if node.op != "placeholder":
-        return False
+def _comes_from_a_layer(node: Node) -> bool:
+    """Whether a graph's input may be the output of a linear layer, of another graph or of eager
+    code, perhaps cast, scaled or seen through views."""
     given = getattr(node.meta.get(GRAPH_ARGUMENT), "example", None)
-    return isinstance(given, Tensor) and given.grad_fn is not None
+    if node.op != "placeholder" or not isinstance(given, Tensor):
+        return False
+    made: Any = given.grad_fn
+    while made is not None and made.name().rstrip("0123456789") in _BACKWARDS_OF_ONE:
+        made = made.next_functions[0][0]
+    return made is not None and made.name().startswith(_BACKWARDS_OF_LAYERS)
 
 
 def _is_convolution_of_width_1(value: Value) -> bool:
@@ -236,7 +254,7 @@ def _check_readers(nodes: set[Node], root: Node) -> None:
     for user in readers(nodes, root):
         if _leads_to(user, {*nodes, root}):
             raise NotAbsorbedError(
-                f"{user.name} is made of the logits as well, and goes into the loss"
+                f"{told(user)} is made of the logits as well, and goes into the loss"
             )
 
 

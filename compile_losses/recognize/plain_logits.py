@@ -54,6 +54,7 @@ from compile_losses.recognize.shared_logits import (
 )
 from compile_losses.recognize.symbolic_tensors import Size, Value, example, fake_mode, whole
 from compile_losses.recognize.with_head import Options
+from compile_losses.sites import told
 from compile_losses.torch_internals.ops import tree_leaves
 from compile_losses.torch_internals.tensors import size_hint
 
@@ -191,7 +192,9 @@ class _Taking(Taking):
         """How what a reader reads is made of the logits."""
         head = self.shared.head
         logits = logits_of(reading.logits.argument, self.replay, head)
-        if logits is None or logits.head is not head:
+        if logits is None:
+            raise NotAbsorbedError("it reads something else than rows of the logits")
+        if logits.head is not head:
             raise NotAbsorbedError("it reads other logits as well")
         if logits.class_dim != reading.dim or logits.is_shifted:
             raise NotAbsorbedError("it reads something else than rows of classes")
@@ -286,7 +289,7 @@ class _Taking(Taking):
                 # A view that an earlier rewrite put into the graph does not say that it has one.
                 trained = user.op == "output" or any(map(_is_trained, (user, *user.users)))
                 if user not in inside and trained:
-                    raise NotAbsorbedError(f"the logits have a gradient from {user.name}, too")
+                    raise NotAbsorbedError(f"the logits have a gradient from {told(user)}, too")
 
 
 def _is_trained(node: Node) -> bool:

@@ -16,10 +16,10 @@ from compile_losses.ops.linear.chunk_size import chunk_rows, held_rows
 from compile_losses.recognize.aten_replay import AtenReplay, aten
 from compile_losses.recognize.guards import refusal
 from compile_losses.recognize.head import NotAbsorbedError, computed
-from compile_losses.recognize.logits import Logits, find_logits
+from compile_losses.recognize.logits import Logits, OutsideError, find_logits
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.returned_logits import Lazily, lazy_outputs
-from compile_losses.switches import PREFER_MEMORY, how_to_set, is_set
+from compile_losses.switches import LAZY_LOGITS, PREFER_MEMORY, how_to_set, is_set
 from compile_losses.torch_internals.tensors import shard_of, size_hint
 
 #: What a reason begins with if a loss could not be taken along with its layer.
@@ -77,6 +77,10 @@ def through_linear(match: Match, replay: AtenReplay, take: Take, options: Option
         reason = refusal(found)
         if reason is None:
             return found
+    except OutsideError as error:
+        reason = str(error)
+        if options.lazily is None:
+            reason += f": {how_to_set(LAZY_LOGITS)} takes them along, if a compiled layer made them"
     except NotAbsorbedError as error:
         reason = str(error)
     match.notes.append(f"{HELD}: {reason}")

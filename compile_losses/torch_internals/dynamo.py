@@ -31,9 +31,14 @@ lookup_backend = torch._dynamo.lookup_backend
 list_backends = torch._dynamo.list_backends
 
 
-def without_recompile_limits() -> AbstractContextManager[Any]:
-    """Compiles what was compiled often before; otherwise it would run uncompiled, unseen."""
-    return config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)
+def compiled_by_itself() -> AbstractContextManager[Any]:
+    """Compiles a function as if it had not been compiled before. Otherwise one that was compiled
+    often would run uncompiled, unseen, and one that was given other sizes would have symbols."""
+    return config.patch(
+        recompile_limit=2**16,
+        accumulated_recompile_limit=2**16,
+        automatic_dynamic_shapes=False,
+    )
 
 
 def source_of_input(placeholder: Any) -> Any:
