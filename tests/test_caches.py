@@ -152,4 +152,6 @@ def test_counts_of_other_ways_into_inductor():
             loss.backward()
             torch.testing.assert_close(loss, F.cross_entropy(x, target))
             found.append(dict(counts["rewritten"]))
-    assert found == [{"cross_entropy": 1}, {}]
+    first, warm = found
+    assert first == {"cross_entropy": 1}
+    assert warm in ({}, first)  # torch 2.11 runs the slot's pass on a warm cache, too
