@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import compile_losses
 from build_tools import cuda
 from build_tools.build_ext import BuildKernels
 from build_tools.libraries import ROOT, Library, elementwise_losses
@@ -342,3 +343,18 @@ def test_runs_are_recorded(tmp_path, monkeypatch):
         "2.12.1,3.11.7,-m 'not slow',16,2,2\n"
         "2.14.1,3.11.7,-m 'not slow',26,2,2\n"
     )
+
+
+def test_what_the_tests_of_a_wheel_see(tmp_path):
+    """What a source distribution has, without the package: the pages' tests read all of it."""
+    from build_tools import test_wheel
+
+    copy = test_wheel.checkout(tmp_path / "copy")
+    assert not (copy / "compile_losses").exists()
+    assert not (copy / "benchmarks" / "results").exists()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(compile_losses.__file__).parents[1])}
+    done = subprocess.run(
+        [*command, "tests/test_pages.py"], cwd=copy, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout

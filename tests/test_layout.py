@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
@@ -299,3 +300,27 @@ def test_no_private_name_of_torch(module):
 )
 def test_private_names_are_found(code):
     assert list(private_names(ast.parse(code)))
+
+
+def optional_packages():
+    """The names, for imports, of what only some environments of the tests have."""
+    extras = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    named = {
+        extra: set(re.findall(r'"([\w-]+)', packages))
+        for extra, packages in re.findall(r"^(\w+) = \[(.*)\]$", extras.partition("\n\n")[0], re.M)
+    }
+    names = {name.replace("-", "_") for name in set().union(*named.values()) - named["test"]}
+    return names - {"pyelftools"} | {"elftools"}
+
+
+def test_optional_packages_are_not_needed():
+    """A test that needs one skips without it: an import of a module would end the whole run."""
+    optional = optional_packages()
+    assert "transformers" in optional
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            needed = {name.partition(".")[0] for name in names} & optional
+            assert not needed, f"{path.relative_to(ROOT)} imports {needed}: pytest.importorskip"
