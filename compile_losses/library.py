@@ -122,9 +122,11 @@ def load_kernels() -> None:
     """
     built = [path for path in _cpu_candidates() if path.exists()]
     if not built:
+        others = ", ".join(sorted(path.name for path in PACKAGE.glob("_cpu_*.so")))
         raise ImportError(
-            f"compile_losses has no built kernels in {PACKAGE}. Build them with "
-            f"`{INSTALL_COMMAND}` in the source tree."
+            f"compile_losses has no built kernels in {PACKAGE}"
+            + (f" for this processor or ATEN_CPU_CAPABILITY, only {others}" if others else "")
+            + f". Build them with `{INSTALL_COMMAND}` in the source tree."
         )
     torch.ops.load_library(built[0])
     kernels["cpu"] = built[0]
