@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pydoc
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_losses.library import PACKAGE, public_ops
+from compile_losses.library import DECLARED, PACKAGE, documented_ops, public_ops
 from compile_losses.lower.fused_calls import is_elementwise
 from compile_losses.recognize.table import TABLE
 from tests import ROOT
@@ -24,7 +25,7 @@ LOSSES = public_ops()
 COMPOSED = {"linear_cross_entropy", "linear_softmax_js_div", "linear_softmax_kl_div"}
 #: The suites of those.
 SUITES = sorted((ROOT / "tests").glob("test_linear_*.py"))
-OPS = sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("fused::"))
+OPS = sorted(f"fused::{name}" for name in DECLARED)
 
 
 def kernel_sources(loss):
@@ -300,6 +301,22 @@ def test_no_private_name_of_torch(module):
 )
 def test_private_names_are_found(code):
     assert list(private_names(ast.parse(code)))
+
+
+def test_public_ops_are_told_from_internal_ones():
+    """By their names, by what ``help`` says, and by the reference, which has the public ones."""
+    public = {*LOSSES, "linear_log_probs", "selective_log_softmax", "softmax_entropy"}
+    assert set(documented_ops()) == public
+    reference = (ROOT / "docs/api/ops.rst").read_text()
+    for name in DECLARED:
+        packet = getattr(torch.ops.fused, name)
+        text = pydoc.plain(pydoc.render_doc(packet))
+        assert packet.default.__doc__ == packet.__doc__
+        if name in public:
+            assert f"torch.ops.fused.{name}(" in text, name
+        else:
+            assert "Internal to compile_losses" in text
+            assert f"compile_losses.ops.{name}\n" not in reference
 
 
 def optional_packages():
