@@ -1,4 +1,8 @@
 # `make demo` and `make test` are all that a fresh machine needs; both make the environment first.
+# That of the demo has what the demo needs, and kernels for this processor alone; every other target
+# adds the rest to it.
+#
+#   make demo QUICK=1               two of the demo's models
 #
 #   make setup PYTHON=python3.12    the interpreter to make the environment of
 #   make setup HOST_PACKAGES=1      download nothing: use the torch, setuptools, pytest, ... that PYTHON
@@ -19,13 +23,16 @@ PIP_FLAGS ?=
 HOST_PACKAGES ?=
 NVCC ?= nvcc
 TORCH ?=
+QUICK ?=
 # Of `make wheel`: with CUDA kernels or without, and where the objects lie that it compiles.
 CUDA ?= 1
 OBJECTS ?= $(CURDIR)/build/kernels
 
 VENV := .venv
 BIN := $(VENV)/bin
+# What stands in the environment: all, or what the demo needs of it.
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(or $(wildcard $(STAMP)),$(VENV)/.installed-for-the-demo)
 BUILT_FROM := constraints.txt pyproject.toml setup.py $(shell find csrc build_tools -name '*.py' -o -path 'csrc/*' -type f)
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 # What nvcc is called with: each source, and that of elementwise losses with the name of each.
@@ -49,27 +56,34 @@ help:  ## this list
 
 setup: $(STAMP)  ## create .venv, install the pinned torch, build the package
 
+# Each stamp has its extras, and the instruction sets that are compiled for.
+$(STAMP): EXTRAS := demo,docs,test,lint,models,wheel
+$(STAMP): INSTRUCTION_SETS := all
+$(VENV)/.installed-for-the-demo: EXTRAS := demo
+$(VENV)/.installed-for-the-demo: INSTRUCTION_SETS := native
+
 ifeq ($(HOST_PACKAGES),)
-$(STAMP): $(BUILT_FROM)
+$(STAMP) $(VENV)/.installed-for-the-demo: $(BUILT_FROM)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -c constraints.txt torch setuptools wheel ninja
-	PATH="$(abspath $(BIN)):$$PATH" $(PIP_INSTALL) -c constraints.txt --no-build-isolation \
-		-e ".[demo,docs,test,lint,models,wheel]"
+	PATH="$(abspath $(BIN)):$$PATH" COMPILE_LOSSES_CPU=$(INSTRUCTION_SETS) \
+		$(PIP_INSTALL) -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
 	touch $@
 else
 # PYTHON may itself be in a virtual environment, whose packages --system-site-packages would not find:
 # a .pth file names them instead.
-$(STAMP): $(BUILT_FROM)
+$(STAMP) $(VENV)/.installed-for-the-demo: $(BUILT_FROM)
 	test -x $(BIN)/python || $(PYTHON) -m venv --without-pip $(VENV)
 	$(PYTHON) -c "import sys; print(*(p for p in sys.path if p.endswith('-packages')), sep='\n')" \
 		> "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/host.pth"
 	PATH="$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$$PATH" \
+		COMPILE_LOSSES_CPU=$(INSTRUCTION_SETS) \
 		$(PIP_INSTALL) --no-index --no-deps --no-build-isolation -e .
 	touch $@
 endif
 
-demo: $(STAMP)  ## train real models with stock torch.compile and with this package, and compare
-	$(BIN)/python -m compile_losses demo
+demo: $(DEMO_STAMP)  ## train real models with stock torch.compile and with this package, and compare
+	$(BIN)/python -m compile_losses demo $(if $(QUICK),--quick)
 
 ifeq ($(TORCH),)
 test: $(STAMP)  ## the tests, less those marked slow; the last line says how many ran
@@ -147,7 +161,7 @@ RAW_WHEEL := build/wheel
 wheel: sdist  ## dist/*.whl for all GPUs, from the source distribution (CUDA=0: the CPU kernels alone)
 	rm -rf $(UNPACKED) $(RAW_WHEEL) dist/*.whl && mkdir -p $(UNPACKED)
 	tar -xzf dist/*.tar.gz -C $(UNPACKED) --strip-components=1
-	cd $(UNPACKED) && PATH="$(abspath $(BIN)):$$PATH" COMPILE_LOSSES_CUDA=$(CUDA) \
+	cd $(UNPACKED) && PATH="$(abspath $(BIN)):$$PATH" COMPILE_LOSSES_CUDA=$(CUDA) COMPILE_LOSSES_CPU=all \
 		TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-$(ARCHITECTURES)}" \
 		$(abspath $(BIN))/python setup.py build --build-temp $(OBJECTS) \
 		bdist_wheel --dist-dir $(CURDIR)/$(RAW_WHEEL)

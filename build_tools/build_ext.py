@@ -35,8 +35,10 @@ class BuildKernels(build_ext):
         folder = Path(self.build_lib, "compile_losses")
         if self.inplace:
             folder = Path(self.get_finalized_command("build_py").get_package_dir("compile_losses"))
-        if "missing" in self.built:  # or the library of an earlier build would be packed
-            (folder / "_cuda.so").unlink(missing_ok=True)
+        built = {Path(self.get_ext_filename(library.name)).name for library in self.extensions}
+        for library in folder.glob("_c*.so"):
+            if library.name not in built:  # of an earlier build, of older sources perhaps
+                library.unlink()
         (folder / "kernels.json").write_text(json.dumps({"cuda": self.built}, indent=2) + "\n")
 
     def build_extensions(self) -> None:

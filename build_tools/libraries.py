@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from setuptools import Extension
 from torch.utils import cpp_extension
 
@@ -102,11 +103,23 @@ def sources(*patterns: str) -> list[str]:
     )
 
 
-def cpu_libraries() -> list[Library]:
-    """One library for each instruction set that torch distinguishes, from the same sources."""
-    instruction_sets = {"default": []}
+def instruction_sets() -> dict[str, list[str]]:
+    """Those that torch distinguishes, with their flags; of COMPILE_LOSSES_CPU=native, only this
+    machine's."""
+    found: dict[str, list[str]] = {"default": []}
     if platform.machine().lower() in ("x86_64", "amd64"):
-        instruction_sets |= {"avx2": AVX2, "avx512": AVX2 + AVX512}
+        found |= {"avx2": AVX2, "avx512": AVX2 + AVX512}
+    wanted = os.environ.get("COMPILE_LOSSES_CPU") or "all"
+    if wanted not in ("all", "native"):
+        raise SystemExit(f"compile_losses: expected COMPILE_LOSSES_CPU=all or native, got {wanted}")
+    if wanted == "native":
+        native = torch.backends.cpu.get_cpu_capability().lower()
+        found = {name: found[name] for name in [native if native in found else "default"]}
+    return found
+
+
+def cpu_libraries() -> list[Library]:
+    """One library for each instruction set, from the same sources."""
     return [
         Library(
             f"_cpu_{name}",
@@ -114,7 +127,7 @@ def cpu_libraries() -> list[Library]:
             {".cpp": [*COMPILER, *CXX_FLAGS, *VECTOR_FLAGS, *flags, *INCLUDES]},
             ["-ltorch_cpu"],
         )
-        for name, flags in instruction_sets.items()
+        for name, flags in instruction_sets().items()
     ]
 
 

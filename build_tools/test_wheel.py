@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import os
 import shlex
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("benchmarks", "build_tools", "constraints.txt", "csrc", "docs", "examples", "tests")
+#: What setuptools adds to a source distribution beside the files that MANIFEST.in names.
+ALWAYS = ("LICENSE", "README.md", "pyproject.toml", "setup.py")
 #: The runs in a table of docs/conformance.md.
 RECORD = ROOT / "tests" / "conformance" / "counts" / "versions.csv"
 #: Commands that PyTorch or the tests start. None of them compiles.
@@ -27,10 +29,12 @@ COMMANDS = ("bash", "cat", "env", "file", "git", "ldconfig", "nvidia-smi", "sh",
 
 
 def checkout(folder: Path) -> Path:
-    """A copy of the checkout without the package."""
+    """A copy of the checkout without the package, of what a source distribution has."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for name in (*COPIED, "README.md", "CONTRIBUTING.md", "pyproject.toml"):
+    manifest = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
+    named = [words[1:] for words in manifest if words and words[0] in ("graft", "include")]
+    for name in ("MANIFEST.in", *ALWAYS, *itertools.chain(*named)):
         source = ROOT / name
         if source.is_dir():
             ignored = shutil.ignore_patterns("__pycache__", "results")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from compile_losses.eager import Leaf, below_autograd
-from compile_losses.torch_internals.ops import BelowAutograd, OpOverload, op_names
+from compile_losses.torch_internals.ops import BelowAutograd, OpOverload
 
 PACKAGE = Path(__file__).parent
 INSTALL_COMMAND = "pip install --no-build-isolation ."
@@ -25,18 +26,46 @@ INSTALL_CUDA = (
     "takes nvcc from PyPI."
 )
 
-#: ``fused::`` as PyTorch knows it. Every op, fake and formula is registered through it.
-LIBRARY = torch.library.Library("fused", "DEF")
+#: ``fused::`` as PyTorch knows it. Every op, fake and formula is registered through it. A fragment,
+#: because other packages may have ops of this namespace.
+LIBRARY = torch.library.Library("fused", "FRAGMENT")
+
+#: The names of this package's ops, internal ones too, without the namespace.
+DECLARED: set[str] = set()
+
+#: Internal ops: parts that public ops are composed of. They may change in any release.
+INTERNAL = re.compile(
+    r".*_(forward|backward|with_grad|value|)|vocabulary_parallel_.*"
+    r"|keep_gradient|row_ones|scale|scale_saved"
+)
 
 #: Device type -> the file its kernels were loaded from, or the reason why there are none.
 kernels: dict[str, Path | str] = {}
 
 
 def define(schema: str) -> OpOverload[..., Any]:
-    """Declares ``fused::schema`` and returns its overload."""
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    """Declares ``fused::schema`` and returns its overload.
+
+    Raises:
+        ImportError: another package has declared an op of this name; the message has the name.
+    """
     name = schema.split("(", 1)[0]
-    return getattr(torch.ops.fused, name).default
+    try:
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    except RuntimeError as error:
+        raise ImportError(
+            f"compile_losses cannot declare torch.ops.fused.{name}, because this process has an op "
+            "of that name already, of another package. Only one of both can be imported"
+        ) from error
+    DECLARED.add(name)
+    op: OpOverload[..., Any] = getattr(torch.ops.fused, name).default
+    return op
+
+
+def is_declared(op: OpOverload[..., Any]) -> bool:
+    """Whether an op is this package's. Others may have ops in its namespace."""
+    namespace, _, name = op.name().partition("::")
+    return namespace == "fused" and name in DECLARED
 
 
 def register_fake(op: OpOverload[..., Any], fake: Callable[..., Any]) -> None:
@@ -101,8 +130,18 @@ def implement_public(op: OpOverload[..., Any], kernel: Callable[..., Any]) -> No
 @cache
 def public_ops() -> list[str]:
     """The losses under ``torch.ops.fused``, without the ops that they are composed of."""
-    names = {name.removeprefix("fused::") for name in op_names() if name.startswith("fused::")}
-    return sorted(name for name in names if f"{name}_forward" in names)
+    return sorted(name for name in DECLARED if f"{name}_forward" in DECLARED)
+
+
+def documented_ops() -> list[str]:
+    """The ops that are public: the losses, and what computes no loss but numbers of rows."""
+    return sorted(name for name in DECLARED if not INTERNAL.fullmatch(name))
+
+
+def document(name: str, text: str | None) -> None:
+    """What ``help(torch.ops.fused.name)`` prints."""
+    packet = getattr(torch.ops.fused, name)
+    packet.__doc__ = packet.default.__doc__ = text
 
 
 def _cpu_candidates() -> list[Path]:
@@ -122,9 +161,11 @@ def load_kernels() -> None:
     """
     built = [path for path in _cpu_candidates() if path.exists()]
     if not built:
+        others = ", ".join(sorted(path.name for path in PACKAGE.glob("_cpu_*.so")))
         raise ImportError(
-            f"compile_losses has no built kernels in {PACKAGE}. Build them with "
-            f"`{INSTALL_COMMAND}` in the source tree."
+            f"compile_losses has no built kernels in {PACKAGE}"
+            + (f" for this processor or ATEN_CPU_CAPABILITY, only {others}" if others else "")
+            + f". Build them with `{INSTALL_COMMAND}` in the source tree."
         )
     torch.ops.load_library(built[0])
     kernels["cpu"] = built[0]

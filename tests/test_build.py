@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import compile_losses
 from build_tools import cuda
 from build_tools.build_ext import BuildKernels
-from build_tools.libraries import ROOT, Library, elementwise_losses
+from build_tools.libraries import ROOT, Library, cpu_libraries, elementwise_losses
 from build_tools.ninja_file import BuildFile
 
 KNOWN = "sm_75\nsm_80\nsm_86\nsm_89\nsm_90\nsm_100\nsm_120"
@@ -183,6 +184,7 @@ def test_cpu_kernels_are_installed_where_the_cuda_kernels_fail(tmp_path, monkeyp
     stale = Path(build.build_lib, "compile_losses", "_cuda.so")
     stale.parent.mkdir(parents=True)
     stale.touch()
+    (stale.parent / "_cpu_avx2.so").touch()
     build.run()
     assert sorted(p.name for p in stale.parent.iterdir()) == ["_cpu.so", "kernels.json"]
     told = json.loads((stale.parent / "kernels.json").read_text())
@@ -194,6 +196,23 @@ def test_cpu_kernels_are_installed_where_the_cuda_kernels_fail(tmp_path, monkeyp
     build = command(tmp_path, {"cpu": "not C++"})
     with pytest.raises(subprocess.CalledProcessError):
         build.run()
+
+
+def test_instruction_sets(monkeypatch):
+    """All, as in a wheel, or that of this machine."""
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    names = ["_cpu_default", "_cpu_avx2", "_cpu_avx512"]
+    for wanted in ("", "all"):
+        monkeypatch.setenv("COMPILE_LOSSES_CPU", wanted)
+        assert [library.name.split(".")[1] for library in cpu_libraries()] == names
+    monkeypatch.setenv("COMPILE_LOSSES_CPU", "native")
+    for capability, name in (("AVX2", "_cpu_avx2"), ("ZVECTOR", "_cpu_default")):
+        monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda told=capability: told)
+        (library,) = cpu_libraries()
+        assert library.name == f"compile_losses.{name}"
+    monkeypatch.setenv("COMPILE_LOSSES_CPU", "avx9")
+    with pytest.raises(SystemExit, match="COMPILE_LOSSES_CPU=all or native, got avx9"):
+        cpu_libraries()
 
 
 def test_the_command_runs_twice(tmp_path, monkeypatch):
@@ -342,3 +361,18 @@ def test_runs_are_recorded(tmp_path, monkeypatch):
         "2.12.1,3.11.7,-m 'not slow',16,2,2\n"
         "2.14.1,3.11.7,-m 'not slow',26,2,2\n"
     )
+
+
+def test_what_the_tests_of_a_wheel_see(tmp_path):
+    """What a source distribution has, without the package: the pages' tests read all of it."""
+    from build_tools import test_wheel
+
+    copy = test_wheel.checkout(tmp_path / "copy")
+    assert not (copy / "compile_losses").exists()
+    assert not (copy / "benchmarks" / "results").exists()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(compile_losses.__file__).parents[1])}
+    done = subprocess.run(
+        [*command, "tests/test_pages.py"], cwd=copy, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout

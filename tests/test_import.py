@@ -45,7 +45,7 @@ def test_eager_losses_load_no_compiler(script):
 def test_names_load_their_modules():
     for name in compile_losses.__all__:
         assert getattr(compile_losses, name) is not None
-        assert name in dir(compile_losses)
+    assert dir(compile_losses) == sorted([*compile_losses.__all__, "__version__"])
     assert compile_losses.backend is sys.modules["compile_losses.backend"]
     with pytest.raises(AttributeError, match="nothing_of_this_name"):
         _ = compile_losses.nothing_of_this_name
@@ -66,3 +66,51 @@ def test_garbage_is_collected_as_before(state):
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout == f"{state == 'enable'}\n"
+
+
+#: Another package's ops of the same namespace, declared before or after ours.
+OTHERS = """
+import torch
+def declare(kind, *schemas):
+    library = torch.library.Library("fused", kind)
+    for schema in schemas:
+        name = schema.partition("(")[0]
+        library.define(schema)
+        library.impl(name, lambda x: x.square(), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fused::{name}", torch.empty_like, lib=library)
+    return library
+"""
+
+BOTH = """
+kept = declare("DEF", "other(Tensor x) -> Tensor", "other_forward(Tensor x) -> Tensor")
+import compile_losses
+from compile_losses import library
+late = declare("FRAGMENT", "late_with_grad(Tensor x) -> Tensor")
+assert not any("other" in name or "late" in name for name in library.public_ops())
+def function(x, y):
+    pieces = torch.ops.fused.other_forward(x) + torch.ops.fused.late_with_grad(x)
+    return torch.nn.functional.mse_loss(x, y) + pieces.sum()
+x, y = torch.randn(8), torch.randn(8)
+options = {"inner_backend": "aot_eager", "strict": True}
+compiled = torch.compile(function, backend="compile_losses", options=options)
+torch.testing.assert_close(compiled(x, y), function(x, y))
+assert compile_losses.counters()["rewritten"] == {"mse_loss": 1}
+"""
+
+CLASH = """
+kept = declare("FRAGMENT", "mse_loss(Tensor x) -> Tensor")
+try:
+    import compile_losses
+except ImportError as error:
+    assert "cannot declare torch.ops.fused.mse_loss, because" in str(error), error
+else:
+    raise AssertionError("imported")
+"""
+
+
+@pytest.mark.parametrize("script", [BOTH, CLASH], ids=["other ops", "the same op"])
+def test_another_package_of_the_namespace(script):
+    done = subprocess.run(
+        [sys.executable, "-c", OTHERS + script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import pydoc
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
@@ -12,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_losses.library import PACKAGE, public_ops
+from compile_losses.library import DECLARED, PACKAGE, documented_ops, public_ops
 from compile_losses.lower.fused_calls import is_elementwise
 from compile_losses.recognize.table import TABLE
 from tests import ROOT
@@ -23,7 +25,7 @@ LOSSES = public_ops()
 COMPOSED = {"linear_cross_entropy", "linear_softmax_js_div", "linear_softmax_kl_div"}
 #: The suites of those.
 SUITES = sorted((ROOT / "tests").glob("test_linear_*.py"))
-OPS = sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("fused::"))
+OPS = sorted(f"fused::{name}" for name in DECLARED)
 
 
 def kernel_sources(loss):
@@ -299,3 +301,43 @@ def test_no_private_name_of_torch(module):
 )
 def test_private_names_are_found(code):
     assert list(private_names(ast.parse(code)))
+
+
+def test_public_ops_are_told_from_internal_ones():
+    """By their names, by what ``help`` says, and by the reference, which has the public ones."""
+    public = {*LOSSES, "linear_log_probs", "selective_log_softmax", "softmax_entropy"}
+    assert set(documented_ops()) == public
+    reference = (ROOT / "docs/api/ops.rst").read_text()
+    for name in DECLARED:
+        packet = getattr(torch.ops.fused, name)
+        text = pydoc.plain(pydoc.render_doc(packet))
+        assert packet.default.__doc__ == packet.__doc__
+        if name in public:
+            assert f"torch.ops.fused.{name}(" in text, name
+        else:
+            assert "Internal to compile_losses" in text
+            assert f"compile_losses.ops.{name}\n" not in reference
+
+
+def optional_packages():
+    """The names, for imports, of what only some environments of the tests have."""
+    extras = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    named = {
+        extra: set(re.findall(r'"([\w-]+)', packages))
+        for extra, packages in re.findall(r"^(\w+) = \[(.*)\]$", extras.partition("\n\n")[0], re.M)
+    }
+    names = {name.replace("-", "_") for name in set().union(*named.values()) - named["test"]}
+    return names - {"pyelftools"} | {"elftools"}
+
+
+def test_optional_packages_are_not_needed():
+    """A test that needs one skips without it: an import of a module would end the whole run."""
+    optional = optional_packages()
+    assert "transformers" in optional
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            needed = {name.partition(".")[0] for name in names} & optional
+            assert not needed, f"{path.relative_to(ROOT)} imports {needed}: pytest.importorskip"

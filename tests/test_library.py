@@ -50,6 +50,17 @@ def test_cuda_kernels_that_were_not_built(package):
     assert library._load_cuda() == "not built: nvcc was not found (set CUDA_HOME)"
 
 
+def test_cpu_kernels_of_another_instruction_set(package, monkeypatch):
+    """As in an environment of the demo, which has those of one."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    with pytest.raises(ImportError, match=f"no built kernels in {package}. Build them with"):
+        library.load_kernels()
+    (package / "_cpu_avx512.so").touch()
+    expected = r"for this processor or ATEN_CPU_CAPABILITY, only _cpu_avx512\.so\. Build them with"
+    with pytest.raises(ImportError, match=expected):
+        library.load_kernels()
+
+
 def test_cuda_kernels_of_another_cuda(package, monkeypatch):
     write(package, version="13.0", architectures=["9.0"])
     assert library._load_cuda() == package / "_cuda.so"

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
+ROOTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+PAGES = [*(ROOT / name for name in ROOTS), *DOCS]
 #: Those that only bring a page from elsewhere into the site.
 INCLUDES = [page for page in DOCS if page.read_text().startswith("```{include} ")]
 _CODE = re.compile(r"```.*?```", re.DOTALL)
@@ -66,6 +67,23 @@ def test_links(page):
         assert path.exists(), f"{page.name} links to {target}"
         if anchor and path.suffix == ".md":
             assert anchor in anchors(path), f"{page.name} links to {target}"
+
+
+def test_page_of_an_index():
+    """Its links and images are addresses, of files that are there."""
+    from build_tools import index_page
+
+    page = index_page.with_addresses((ROOT / "README.md").read_text(), "https://host/us/it", "v1")
+    targets = _LINK.findall(_CODE.sub("", page))
+    assert any(target.startswith("https://host/us/it/raw/v1/") for target in targets)
+    for target in targets:
+        kind, tag, name = target.removeprefix("https://host/us/it/").split("/", 2)
+        assert (kind, tag) in (("raw", "v1"), ("blob", "v1")), target
+        assert (ROOT / name.partition("#")[0]).exists(), target
+    assert index_page.with_addresses(page, "https://host/us/it", "v2") == page
+    within = "[up](#use), [torch](https://pytorch.org)"
+    assert index_page.with_addresses(within, "https://host/us/it", "v1") == within
+    assert 'Source = "https://host/us/it"\n' in index_page.urls("https://host/us/it", "v1")
 
 
 def test_every_page_is_linked():

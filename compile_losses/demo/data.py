@@ -170,7 +170,7 @@ def cases(steps: int) -> list[Case]:
         Case(
             "GPT",
             "F.cross_entropy(logits.view(-1, V), targets.view(-1))",
-            lambda: language_models.GPT(time=128),
+            lambda: language_models.GPT(layers=1, time=128),
             next_tokens(source, batch=8, time=128),
             learning_rate=1e-3,
             steps=steps,

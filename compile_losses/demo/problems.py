@@ -50,15 +50,15 @@ def of_words(
     **others: Any,
 ) -> Case:
     """A GPT of words; nearly all of its memory is the logits."""
-    width, layers, time, batch = (32, 1, 256, 32) if quick else (64, 2, 256, 32)
+    width, time, batch = 32 if quick else 64, 256, 32
     return Case(
         name,
         loss,
-        lambda: kind(width, layers, time=time, vocabulary=VOCABULARY),
+        lambda: kind(width, 1, time=time, vocabulary=VOCABULARY),
         sampler(words(), batch, time),
         learning_rate=1e-3,
-        steps=4 if quick else 6,
-        warm_up=1 if quick else 2,
+        steps=4,
+        warm_up=1,
         **others,
     )
 
@@ -117,7 +117,7 @@ def of_a_matrix(
     entries: Callable[[Tensor], Tensor],
 ) -> Case:
     """A large matrix, fitted by the product of two thin ones: all that is large is in the loss."""
-    rows, cols, rank = (1024 if quick else 4096), 16384, 4
+    rows, cols, rank = (1024 if quick else 2048), 16384, 4
     return Case(
         name,
         formula,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torch.fx import Graph
 
 from compile_losses.guard import Failure, Snapshot, attempt
+from compile_losses.library import is_declared
 from compile_losses.lower.dead_buffers import donated_buffers
 from compile_losses.lower.decision import Decision
 from compile_losses.lower.elementwise import scalar_tangents
@@ -34,7 +35,7 @@ def lower_or_leave(
     calls = [
         (node, node.target)
         for node in graph.nodes
-        if isinstance(node.target, OpOverload) and node.target.namespace == "fused"
+        if isinstance(node.target, OpOverload) and is_declared(node.target)
     ]
     if not calls and not scalar_tangents(graph):
         return []

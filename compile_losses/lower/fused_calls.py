@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from compile_losses.library import DECLARED, is_declared
 from compile_losses.lower.node_relations import graph_outputs, storage_of
 from compile_losses.torch_internals.graphs import EAGER_VALUES
 from compile_losses.torch_internals.ops import OpOverload, named_arguments, schema_of
@@ -23,9 +24,9 @@ def fused_call(node: Node) -> tuple[str, str] | None:
     """The loss and the part of a call of ``fused::<loss>_<part>``; None for any other node."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    namespace, _, name = schema_of(node.target).name.partition("::")
-    if namespace != "fused":
+    if not is_declared(node.target):
         return None
+    name = schema_of(node.target).name.removeprefix("fused::")
     for part in PARTS:
         if name.endswith(f"_{part}"):
             return name.removesuffix(f"_{part}"), part
@@ -34,7 +35,7 @@ def fused_call(node: Node) -> tuple[str, str] | None:
 
 def has_part(loss: str, part: str) -> bool:
     """Whether a loss has an op; one that is composed of others has no ``with_grad_``."""
-    return hasattr(torch.ops.fused, f"{loss}_{part}")
+    return f"{loss}_{part}" in DECLARED
 
 
 def is_elementwise(loss: str) -> bool:

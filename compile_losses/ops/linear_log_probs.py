@@ -13,7 +13,7 @@ Input is [hidden], [rows, hidden] or with any other leading dimensions, linear_w
 hidden], linear_bias [classes]; index int64, of input's leading shape, or with one more dimension, K
 classes of each row. Results are float32, and float64 for float64. Autocast casts input,
 linear_weight and linear_bias as it casts those of ``linear``. The logits are computed a chunk of
-rows at a time, as for :mod:`compile_losses.ops.linear_row_statistics`: once in the forward, and
+rows at a time, as for ``compile_losses.ops.linear_row_statistics``: once in the forward, and
 once more in the backward; in a compiled step the gradients may be in the forward, too. Tensors
 inside ``torch.func``, and DTensors with K classes of each row, are computed as torch does, over all
 logits. Other DTensors may be sharded by rows, or linear_weight by classes; gradients with sharded

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from compile_losses.library import DECLARED
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.recognize.absorb import absorb
 from compile_losses.recognize.aten_replay import AtenReplay, aten, compute
@@ -140,7 +141,7 @@ class Recognizer:
             yield from self._differences(node, form)
             yield from self._logistic(node, form)
         for written in written_probabilities(form, self.algebra):
-            if _declared(written.op):
+            if written.op in DECLARED:
                 yield from self._probabilities(node, written)
         if node in self._from_softmax:
             yield from self._without_infinities(node, form)
@@ -178,7 +179,7 @@ class Recognizer:
         found = find_difference(form.body, self.replay)
         matches = []
         for one in found:
-            if not _declared(one.family.op):
+            if one.family.op not in DECLARED:
                 continue
             # A weighted mean of torch's divides by the weights' sum: such a loss is a sum.
             counts = {} if form.weights else {"mean": math.prod(form.body.fake.shape)}
@@ -343,11 +344,6 @@ def _needs_gradient(value: Value | None) -> bool:
         return False
     nodes = sources(value.argument)
     return any(getattr(example(node), "requires_grad", False) for node in nodes)
-
-
-@cache
-def _declared(op: str) -> bool:
-    return hasattr(torch.ops.fused, op)
 
 
 @cache

@@ -57,8 +57,6 @@ has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 #: The name of a device type's dispatch key. A wrong one has no kernel, and its gradients stay in
 #: the backward.
 key_of_device = torch._C._dispatch_key_for_device
-#: The names of all ops that are declared, of which ``python -m compile_losses info`` lists ours.
-op_names = torch._C._dispatch_get_all_op_names
 
 
 def schema_of(op: Any) -> Any:

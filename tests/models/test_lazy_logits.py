@@ -7,7 +7,6 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-import transformers
 
 import compile_losses
 from compile_losses.lazy import LazyLogits
@@ -17,6 +16,8 @@ from tests.constants import set_constants
 from tests.graphs import interpreted
 from tests.models.test_linear_cross_entropy import MODELS
 from tests.models.test_transformers import SIZES, VOCABULARY, gpt2, tokens
+
+transformers = pytest.importorskip("transformers", reason="pip install .[models]")
 
 #: The head of BART adds a tensor to its logits, which stays with them.
 LAZY = {name: model for name, model in MODELS.items() if name != "BART"}
