@@ -23,6 +23,7 @@ Public names:
 import gc
 import importlib
 import importlib.metadata
+import os
 from typing import TYPE_CHECKING, Any
 
 # During these imports the garbage collector would go through all of torch's objects, which takes as
@@ -42,6 +43,12 @@ try:
 finally:
     if _collects:
         gc.enable()
+
+if os.environ.get("COMPILE_LOSSES_ENABLE"):
+    # By torch's entry point it is done already, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.
+    import _compile_losses_autoload
+
+    _compile_losses_autoload.autoload()
 
 if TYPE_CHECKING:
     from compile_losses.default_backend import disable, enable
