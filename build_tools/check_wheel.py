@@ -29,6 +29,7 @@ VERSIONED = re.compile(r"(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+|libcudart\.so\.13")
 MEGABYTES = 60
 FILES = re.compile(
     r"compile_losses/([a-z0-9_]+/)*[A-Za-z0-9_]+\.py"
+    r"|_compile_losses_autoload\.py"
     r"|compile_losses/(py\.typed|kernels\.json|_cuda\.so|_cpu_(default|avx2|avx512)\.so)"
     r"|compile_losses-[^/]+\.dist-info/(METADATA|WHEEL|RECORD|top_level\.txt|entry_points\.txt"
     r"|licenses/LICENSE)"

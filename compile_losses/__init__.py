@@ -7,6 +7,7 @@ Public names:
 
 ``enable``, ``disable``     make plain ``torch.compile`` rewrite losses, or stop it
 ``explain``                 runs a call and reports its losses, as a ``Report`` of ``Site``
+``compare``                 a step by stock torch.compile and with this package, side by side
 ``counters``                counts of the losses rewritten in this process
 ``rewrite``                 the first pass alone, for other backends
 ``functional``              torch's loss functions over the ops, for eager code
@@ -23,6 +24,7 @@ Public names:
 import gc
 import importlib
 import importlib.metadata
+import os
 from typing import TYPE_CHECKING, Any
 
 # During these imports the garbage collector would go through all of torch's objects, which takes as
@@ -43,7 +45,14 @@ finally:
     if _collects:
         gc.enable()
 
+if os.environ.get("COMPILE_LOSSES_ENABLE"):
+    # By torch's entry point it is done already, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.
+    import _compile_losses_autoload
+
+    _compile_losses_autoload.autoload()
+
 if TYPE_CHECKING:
+    from compile_losses.comparison import Comparison, compare
     from compile_losses.default_backend import disable, enable
     from compile_losses.distributed.data_parallel import global_mean
     from compile_losses.explanation import explain
@@ -53,9 +62,11 @@ if TYPE_CHECKING:
     from compile_losses.switches import counters
 
 __all__ = [
+    "Comparison",
     "LinearCrossEntropyLoss",
     "Report",
     "Site",
+    "compare",
     "counters",
     "disable",
     "enable",
@@ -74,6 +85,8 @@ __all__ = [
 _LAZY = {
     "Report": "report",
     "Site": "sites",
+    "Comparison": "comparison",
+    "compare": "comparison",
     "counters": "switches",
     "disable": "default_backend",
     "enable": "default_backend",

@@ -1,4 +1,4 @@
-"""``python -m compile_losses info | explain | demo``."""
+"""``python -m compile_losses info | explain | compare | run | demo``."""
 
 from __future__ import annotations
 
@@ -114,6 +114,39 @@ def explain(arguments: argparse.Namespace, _: list[str]) -> int:
     return int(any(site.status in arguments.fail_on for site in report.sites))
 
 
+def compare(arguments: argparse.Namespace, _: list[str]) -> int:
+    """Runs a step by stock torch.compile and with this package, in turns: time, memory, numbers."""
+    from compile_losses.comparison import compare_call
+    from compile_losses.options import InvalidOptionError
+
+    function = load(arguments.target)
+    try:
+        found = compare_call(
+            function, mode=arguments.mode, options=arguments.options, steps=arguments.steps
+        )
+    except (InvalidOptionError, ValueError) as error:
+        raise SystemExit(str(error)) from None
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        say(found)
+    return 0
+
+
+def run(arguments: argparse.Namespace, program: list[str]) -> int:
+    """Runs a training script, or -m MODULE, as it is: torch.compile rewrites its losses."""
+    from compile_losses.options import InvalidOptionError
+    from compile_losses.running import run as run_program
+
+    if not program:
+        raise SystemExit("run: expected a script, or -m and a module")
+    try:
+        run_program(program, arguments.options or {})
+    except InvalidOptionError as error:
+        raise SystemExit(str(error)) from None
+    return 0
+
+
 def options_of(text: str) -> dict[str, Any]:
     """The backend's options, written as JSON."""
     try:
@@ -123,6 +156,16 @@ def options_of(text: str) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
     return options
+
+
+def before_program(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Our arguments, and the program that ``run`` is given, whose arguments look like ours."""
+    if argv[:1] != ["run"]:
+        return argv, []
+    end = 1
+    while end < len(argv) and argv[end].startswith("--"):
+        end += 1 if "=" in argv[end] or argv[end] == "--help" else 2
+    return argv[:end], argv[end:]
 
 
 def demo(_: argparse.Namespace, rest: list[str]) -> int:
@@ -135,19 +178,22 @@ def demo(_: argparse.Namespace, rest: list[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m compile_losses", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (info, explain, demo):
+    for command in (info, explain, compare, run, demo):
         summary = (command.__doc__ or "").splitlines()[0]
         sub = commands.add_parser(
             command.__name__, help=summary, description=summary, add_help=command is not demo
         )
         sub.set_defaults(command=command)
-        if command is explain:
+        if command in (explain, compare):
             sub.add_argument("target", metavar="SCRIPT_OR_MODULE:FUNCTION")
             sub.add_argument("--mode", help="as for torch.compile")
             sub.add_argument(
                 "--options", type=options_of, metavar="JSON", help="as for torch.compile"
             )
             sub.add_argument("--json", action="store_true", help="for programs to read")
+        if command is compare:
+            sub.add_argument("--steps", type=int, default=10, help="measured steps of each side")
+        if command is explain:
             sub.add_argument("--html", type=Path, metavar="FILE", help="writes a page as well")
             sub.add_argument(
                 "--fail-on",
@@ -156,10 +202,18 @@ def main(argv: list[str] | None = None) -> int:
                 choices=("declined", "unrecognised"),
                 help="exits with 1 if there is such a loss; may be given twice",
             )
+        if command is run:
+            sub.usage = "python -m compile_losses run [--options JSON] SCRIPT | -m MODULE [ARG ...]"
+            sub.add_argument(
+                "--options", type=options_of, metavar="JSON", help="as for compile_losses.enable"
+            )
         if command is info:
             sub.add_argument("--json", action="store_true", help="for programs to read")
-    arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.command is not demo:
+    given = sys.argv[1:] if argv is None else argv
+    given, program = before_program(given)
+    arguments, rest = parser.parse_known_args(given)
+    rest += program
+    if rest and arguments.command not in (run, demo):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return arguments.command(arguments, rest)
 

@@ -24,6 +24,9 @@ from compile_losses.torch_internals import warn_if_untested
 from compile_losses.torch_internals.dynamo import lookup_backend
 from compile_losses.torch_internals.inductor import go_around_inductor
 
+#: Whether COMPILE_LOSSES_ENABLE=1 switches the package on, and whether ``disable`` was called.
+_in_every_thread = _was_disabled = False
+
 
 class _Enabled:
     """The result of enable(): the end of a ``with`` block undoes the call."""
@@ -46,7 +49,7 @@ class _Enabled:
             if first.calls > 0:
                 set_settings(self.before)
                 return
-        disable()
+        take_out()
 
 
 def _compile(
@@ -61,6 +64,9 @@ def _compile(
         following: the default backend, which has the same other arguments.
     """
     first = installed_rewrite()
+    if first is None and _in_every_thread:
+        install(Settings(door=switches.ENVIRONMENT))
+        first = installed_rewrite()
     if first is None or first.has_run(gm):
         return following(inductor, gm, example_inputs, **options)
     settings, other = first.settings, first.settings.inner_backend
@@ -76,6 +82,24 @@ def _compile(
     if not switches.runs(switches.REWRITE):
         return inner(gm, example_inputs)
     return rewritten(gm, example_inputs, settings, inner)
+
+
+def enable_in_every_thread() -> None:
+    """As ``enable()`` for each thread that compiles, by COMPILE_LOSSES_ENABLE=1; until ``disable``.
+
+    Raises:
+        InvalidOptionError: a variable in the environment names an unknown loss or pass.
+    """
+    global _in_every_thread
+    if _was_disabled:
+        return
+    try:
+        switches.check_environment()
+    except RuntimeError as error:
+        raise InvalidOptionError(str(error)) from None
+    warn_if_untested()
+    _in_every_thread = True
+    go_around_inductor(_compile)
 
 
 def enable(
@@ -140,4 +164,6 @@ def disable() -> None:
     pass stays in its slot, where it does nothing to other graphs; call this again later to take it
     out.
     """
+    global _in_every_thread, _was_disabled
+    _in_every_thread, _was_disabled = False, True
     take_out()

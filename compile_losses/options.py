@@ -84,6 +84,8 @@ OPTIONS: dict[str, Callable[[str, Any], Any]] = {
 }
 #: The fields of Settings for options whose names say less, or are Python's.
 _FIELDS = {LOSSES: "only", EXCEPT: "excluded"}
+#: The variables of options that have another name there.
+_VARIABLES = {LOSSES: "COMPILE_LOSSES_ONLY", EXCEPT: "COMPILE_LOSSES_EXCEPT"}
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,32 @@ class Settings:
             if value is not None:
                 fields[_FIELDS.get(name, name)] = OPTIONS[name](name, value)
         return replace(self, **fields)
+
+    @classmethod
+    def variables(cls, options: Mapping[str, Any]) -> dict[str, str]:
+        """Options of ours as variables in the environment.
+
+        Raises:
+            InvalidOptionError: an unknown option or loss; a value of a wrong kind; an option that
+                has no variable.
+        """
+        try:
+            cls().changed(options)
+        except RuntimeError as error:
+            raise InvalidOptionError(str(error)) from None
+        found = {}
+        for name, value in options.items():
+            if name == INNER_BACKEND:
+                raise InvalidOptionError(f"{name} has no variable in the environment")
+            if name in (LOSSES, EXCEPT):
+                # An empty list of losses is not the variable that is not set.
+                if not value and name == LOSSES:
+                    raise InvalidOptionError("losses: expected at least one, got []")
+                variable, text = _VARIABLES[name], ",".join(value)
+            else:
+                variable, text = f"COMPILE_LOSSES_{name.upper()}", str(int(value))
+            found[variable] = text
+        return found
 
     @property
     def losses(self) -> frozenset[str]:

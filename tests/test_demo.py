@@ -11,7 +11,8 @@ from compile_losses import demo
 from compile_losses.demo import data, gains, problems
 from compile_losses.demo.data import Case
 from compile_losses.demo.language_models import GPT, next_token_loss
-from compile_losses.demo.train import Result, Run, peak_memory
+from compile_losses.demo.train import Result, Run
+from compile_losses.measuring import peak_memory
 from compile_losses.report import Report
 from compile_losses.sites import Site
 from tests.constants import set_constants

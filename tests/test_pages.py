@@ -162,7 +162,7 @@ def test_commands(command, monkeypatch, capsys):
         project = (ROOT / "pyproject.toml").read_text()
         _, _, declared = project.partition("[project.optional-dependencies]")
         assert set(extras) <= set(re.findall(r"^(\w+) = \[", declared, re.M))
-    elif scripts:
+    elif scripts and "compile_losses" not in words:
         source = "".join((ROOT / script).read_text() for script in scripts)
         own = [option for option in options if option != "--nproc-per-node"]
         assert all(f'"{option}"' in source for option in own)
@@ -176,7 +176,7 @@ def test_commands(command, monkeypatch, capsys):
                 importlib.import_module(f"{module}.__main__").main()
             assert ended.value.code == 0
             told = capsys.readouterr().out
-            assert all(option in told for option in options)
+            assert all(option in told for option in set(options) - {"--nproc-per-node"})
 
 
 def test_navigation_of_the_site():

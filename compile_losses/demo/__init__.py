@@ -30,9 +30,9 @@ from compile_losses.demo.train import (
     Result,
     in_two,
     side_by_side,
-    synchronize,
 )
 from compile_losses.explanation import explain_call
+from compile_losses.measuring import synchronize
 from compile_losses.report import Report
 from compile_losses.terminal import say
 
