@@ -121,6 +121,18 @@ def of_blocks(x, t):
     return charbonnier(x.view(4, 8, 64), t.view(4, 8, 64))
 
 
+#: The sum of all elements, with arguments left out or given.
+SUMS_OF_ALL = {
+    "sum()": lambda a: a.sum(),
+    "mean()": lambda a: a.mean(),
+    "sum(None)": lambda a: torch.sum(a, dim=None),
+    "sum([])": lambda a: a.sum([]),
+    "mean(None, keepdim)": lambda a: torch.mean(a, dim=None, keepdim=True).view(()),
+    "sum(all)": lambda a: a.sum(list(range(a.dim()))),
+    "sum(all, keepdim)": lambda a: a.sum(list(range(a.dim())), keepdim=True).view(()),
+}
+
+
 @pytest.mark.usefixtures("merging")
 class TestLoopsOfRows:
     """A number that is read for each row keeps the loop of the sum for the gradient."""
@@ -198,6 +210,14 @@ class TestLoopsOfRows:
     @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (7919,), (127, 131), (3, 1, 5, 7)])
     def test_shapes(self, shape, no_code):
         check(LOSSES["gaussian_nll"][0], inputs_of("gaussian_nll", shape), 3.0)
+
+    @pytest.mark.parametrize("shape", [(48,), (1, 48), (1, 1, 6, 8)])
+    @pytest.mark.parametrize("reduce", SUMS_OF_ALL)
+    def test_one_row(self, shape, reduce, decisions, no_code):
+        """The sum of one row is one of rows, however torch is asked for it."""
+        check(lambda x, t: SUMS_OF_ALL[reduce](((x - t) ** 2 + 1e-3).sqrt()), pair(*shape), 3.0)
+        (decision,) = decisions
+        assert decision.choice == "gradient in forward"
 
 
 def test_gradients_stay(graphs, no_code):

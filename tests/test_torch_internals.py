@@ -224,6 +224,20 @@ def arguments_by_name():
     assert ops.named_arguments(node) == {"self": x, "dim": [0], "keepdim": True, "dtype": None}
 
 
+@checks("ops.with_defaults")
+def arguments_left_out():
+    for op, given, whole in [
+        (aten.sum.dim_IntList, ("a", [0]), ("a", [0], False)),
+        (aten.slice.Tensor, ("a",), ("a", 0, None, None, 1)),
+        (aten.clamp.default, ("a", 0), ("a", 0, None)),
+        (aten.add.Scalar, ("a", 1), ("a", 1)),  # and no multiple
+        (aten.rsub.Scalar, ("a", 1, 3), ("a", 1, 3)),
+        (aten.mse_loss.default, ("a", "b"), ("a", "b", 1)),
+        (aten.zeros_like.default, ("a",), ("a",)),  # only keywords follow
+    ]:
+        assert ops.with_defaults(op, given) == whole
+
+
 @checks("ops.is_pure", "ops.draws_random_numbers")
 def pure_ops():
     assert ops.is_pure(aten.add.Tensor)

@@ -31,6 +31,7 @@ from compile_losses.torch_internals.ops import (
     schema_of,
     tree_leaves,
     tree_map_only,
+    with_defaults,
 )
 from compile_losses.torch_internals.tensors import FakeTensor, size_hint
 
@@ -45,6 +46,9 @@ _REPEATABLE = {
     *(aten.lt, aten.where, aten.reciprocal),
 }
 
+
+#: Ops that reduce all dimensions if they are given none.
+_REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default)
 
 #: The same numbers in the same order, in another shape.
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -84,7 +88,8 @@ class _Recorder(TorchDispatchMode):
         if func is aten.log_sigmoid_forward.default:  # with a buffer for its backward
             first, whole = result[0], aten.log_sigmoid.default
         if isinstance(first, Tensor):
-            named = tree_map_only(Tensor, self.value_of, (args, kwargs))
+            given = _over_all_dimensions(func, with_defaults(func, args))
+            named = tree_map_only(Tensor, self.value_of, (given, kwargs))
             self.values[id(first)] = Value(first, self.node, whole, *named)
         return result
 
@@ -179,6 +184,13 @@ class AtenReplay:
         if value.op is None:  # a node that returns an argument, such as float() of float32
             return self.of(value.node)
         return value if value.op not in JOINS else rejoined(value, self.resolve, compute) or value
+
+
+def _over_all_dimensions(op: OpOverload[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An op's arguments, with all dimensions of a reduction named that names none."""
+    if op not in _REDUCTIONS or args[1]:
+        return args
+    return args[0], list(range(args[0].dim())), *args[2:]
 
 
 def expanded_source(node: Node) -> Node | None:

@@ -405,7 +405,7 @@ def _unbounded(value: Value, replay: AtenReplay) -> Value:
     ``Categorical.entropy`` has this bound, so that 0 times -inf becomes 0.
     """
     resolved = replay.resolve(value)
-    if resolved.op is not aten.clamp.default or len(resolved.args) != 2:
+    if resolved.op is not aten.clamp.default or resolved.args[2] is not None:
         return value
     bounded: Value = resolved.args[0]
     return bounded if resolved.args[1] == torch.finfo(resolved.fake.dtype).min else value

@@ -171,6 +171,8 @@ class SoftmaxAlgebra:
     def _arithmetic(self, packet: Any, value: Value, depth: int) -> Polynomial:
         if set(value.kwargs) - {"alpha"} or value.kwargs.get("alpha", 1) != 1:
             raise OpaqueError
+        if len(value.args) > 2:  # a multiple
+            raise OpaqueError
         left, right = operands = [self._operand(a, value, depth) for a in value.args[:2]]
         self._check_selection(value, operands)
         result = combined(packet, left, right)

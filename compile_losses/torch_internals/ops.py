@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -77,6 +78,18 @@ def named_arguments(node: Node) -> dict[str, Any]:
     arguments = schema_of(node.target).arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return {**defaults, **given_arguments(node.target, node.args, node.kwargs)}
+
+
+def with_defaults(op: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    """The positional arguments of a call, with the defaults that the dispatcher leaves out.
+
+    The multiple that an addition takes stays out: whatever it takes besides two operands is one.
+    """
+    rest = schema_of(op).arguments[len(args) :]
+    given = takewhile(
+        lambda a: a.has_default_value() and not a.kwarg_only and a.name != "alpha", rest
+    )
+    return (*args, *(argument.default_value for argument in given))
 
 
 def draws_random_numbers(op: Any) -> bool:

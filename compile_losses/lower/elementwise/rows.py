@@ -54,12 +54,14 @@ class Sum:
 
     Attributes:
         node: the call.
-        row: the dimensions that are summed up first; empty where that is the whole call.
+        row: the dimensions that are summed up first.
+        is_whole: whether these are all dimensions of the call.
         shape: what the tensor is viewed as before, or None.
     """
 
     node: Node
     row: tuple[int, ...]
+    is_whole: bool = False
     shape: tuple[int, ...] | None = None
 
 
@@ -109,11 +111,9 @@ def _row_of(node: Node, like: Tensor) -> Sum | None:
     dims = {d % value.dim() for d in dims} if dims else set(range(value.dim()))
     if len(dims) == value.dim() and value.shape != like.shape and _is_static(value, like):
         row = _innermost(like, set(range(like.dim())))
-        return None if row is None else Sum(node, row, tuple(like.shape))
+        return None if row is None else Sum(node, row, shape=tuple(like.shape))
     row = _innermost(like if value.shape == like.shape else value, dims)
-    if row is None:
-        return None
-    return Sum(node, () if set(row) == dims else row)
+    return None if row is None else Sum(node, row, is_whole=set(row) == dims)
 
 
 def _is_static(*values: Tensor) -> bool:
@@ -176,9 +176,8 @@ def rows_to_keep(sums: Sequence[Sum], gradients: Part) -> Rows | str | None:
         )
     if not move_before(gradients.operands, found.node):
         return "what it is computed from comes after the sum"
-    dims: Any = found.row or found.node.args[1]
-    summed = {d % len(shape) for d in dims}
-    return Rows(found.node, tuple(1 if d in summed else size for d, size in enumerate(shape)))
+    one_a_row = tuple(1 if d in found.row else size for d, size in enumerate(shape))
+    return Rows(found.node, one_a_row)
 
 
 def _functions(nodes: Iterable[Node]) -> int:
@@ -196,7 +195,7 @@ def _functions(nodes: Iterable[Node]) -> int:
 def sum_in_rows(sums: Iterable[Sum], loss: Node) -> Node:
     """Rewrites sums; the loss, which may be one of them."""
     for found in sums:
-        if found.row:
+        if not found.is_whole:
             total = _sum_rows_first(found)
             loss = total if found.node is loss else loss
     return loss
