@@ -64,7 +64,7 @@ class Comparison:
 
     @property
     def ratios(self) -> list[float]:
-        """Ours by stock's time in each turn: whatever else the machine does meets both."""
+        """Ours by stock's time in each turn. Whatever else the machine does meets both."""
         pairs = zip(self.stock.times, self.ours.times, strict=True)
         return sorted(ours / stock for stock, ours in pairs)
 

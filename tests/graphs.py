@@ -19,7 +19,7 @@ from torch._inductor import compile_fx
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.virtualized import V
 
-from compile_losses import backend, explanation, inductor_passes
+from compile_losses import backend, inductor_passes, planned_sites
 from compile_losses.lower.decision import Decision
 from compile_losses.sites import Site
 
@@ -156,7 +156,7 @@ class Compiled:
         return [
             site
             for found, decisions in self._graphs
-            for site in explanation.planned(found, decisions)
+            for site in planned_sites.planned(found, decisions)
         ]
 
 

@@ -12,7 +12,7 @@ import pytest
 from torch._inductor.utils import fresh_cache
 
 import compile_losses
-from compile_losses import inductor_passes, recognize
+from compile_losses import options, recognize
 from tests import ROOT
 from tests.constants import set_constants
 
@@ -24,13 +24,13 @@ def reports(monkeypatch):
     """What was rewritten while the example ran."""
     found = []
 
-    def spy(graph, **options):
-        found.append(rewrite_graph(graph, **options))
+    def spy(graph, **given):
+        found.append(rewrite_graph(graph, **given))
         return found[-1]
 
     rewrite_graph = recognize.rewrite_graph
     monkeypatch.setattr(recognize, "rewrite_graph", spy)
-    monkeypatch.setattr(inductor_passes, "rewrite_graph", spy)
+    monkeypatch.setattr(options, "rewrite_graph", spy)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     yield found
     compile_losses.disable()

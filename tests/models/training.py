@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -35,15 +36,15 @@ def reported() -> Iterator[Report]:
     """What is found in the graphs that the backend compiles meanwhile; see explain for the rest."""
     report, breaks = Report(), dict(counters["graph_break"])
 
-    def rewrite(gm: torch.fx.GraphModule, **options: bool | None) -> None:
-        recognize.rewrite(gm, **options)
-        found = gm.meta["compile_losses"]
+    def rewrite_graph(graph: torch.fx.Graph, **given: Any) -> Report:
+        found = recognize.rewrite_graph(graph, **given)
         report.sites += found.sites
         report.errors += found.errors
         report.graphs += 1
+        return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "rewrite", rewrite)
+        patch.setattr(options, "rewrite_graph", rewrite_graph)
         yield report
     report.graph_breaks = [
         reason for reason, count in counters["graph_break"].items() if count > breaks.get(reason, 0)
