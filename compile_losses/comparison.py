@@ -19,7 +19,7 @@ from compile_losses.measuring import peak_memory, synchronize
 from compile_losses.options import Settings
 from compile_losses.report import Report
 from compile_losses.sites import megabytes
-from compile_losses.torch_internals.dynamo import uncompiled, compiled_by_itself
+from compile_losses.torch_internals.dynamo import compiled_by_itself, uncompiled
 from compile_losses.torch_internals.ops import tree_leaves
 
 #: Steps of each side that are measured; as many more warm up.
