@@ -160,6 +160,25 @@ def trees():
     assert ops.tree_map_only(int, lambda x: 0, tree) == {"a": [0, 2.0], "b": (0,)}
 
 
+@checks("ops.enter_autocast", "ops.exit_autocast")
+def autocast_in_a_graph():
+    graphs = []
+
+    def keep(gm, _):
+        graphs.append(gm.graph)
+        return gm.forward
+
+    def function(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    torch.compile(function, backend=keep)(torch.ones(2, 2))
+    (enter,) = graphs[0].find_nodes(op="call_function", target=ops.enter_autocast)
+    assert enter.args[:3] == ("cpu", torch.bfloat16, True)
+    (leave,) = graphs[0].find_nodes(op="call_function", target=ops.exit_autocast)
+    assert leave.args == (enter,)
+
+
 @checks("ops.nn_functions")
 def nn_functions():
     assert ops.nn_functions.linear is F.linear

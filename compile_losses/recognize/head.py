@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from compile_losses.recognize.aten_replay import aten, compute
+from compile_losses.recognize.autocast import autocast_dtype, cast_by
 from compile_losses.recognize.match import example
 from compile_losses.recognize.symbolic_tensors import Value, whole
 from compile_losses.torch_internals.ops import nn_functions
@@ -47,7 +48,9 @@ class Head:
 def find_head(node: Node) -> Head | None:
     """The linear layer whose output a node holds, its arguments in the output's dtype.
 
-    Autocast casts each argument of another dtype.
+    Raises:
+        NotAbsorbedError: torch refuses the arguments' dtypes when it runs the layer, as its fakes
+            do not. Autocast casts each argument of another dtype.
     """
     if node.op not in ("call_function", "call_method"):
         return None
@@ -55,7 +58,17 @@ def find_head(node: Node) -> Head | None:
     if found is None:
         return None
     (input, weight, bias), dtype = found, example(node).dtype
+    _check_dtypes(node, [part.fake.dtype for part in found if part is not None])
     return Head(node, _cast(input, dtype), _cast(weight, dtype), bias and _cast(bias, dtype))
+
+
+def _check_dtypes(node: Node, dtypes: list[torch.dtype]) -> None:
+    if len(set(dtypes)) == 1:
+        return
+    autocast = autocast_dtype(node, example(node).device.type)
+    if len({cast_by(autocast, dtype) for dtype in dtypes}) > 1:
+        names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
+        raise NotAbsorbedError(f"a linear layer of {names} without autocast, which torch refuses")
 
 
 def _operands(node: Node) -> tuple[Value, Value, Value | None] | None:

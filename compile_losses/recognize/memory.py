@@ -64,6 +64,7 @@ class Memory:
     """
 
     def __init__(self, graph: Graph, outer: Memory | None = None, at: Node | None = None):
+        self.at = at
         #: For each piece of memory, the nodes that write to it, in order.
         self.writers: dict[int | None, list[Node]] = {}
         #: Those of them that are sums over their first term.

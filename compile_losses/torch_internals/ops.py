@@ -60,6 +60,12 @@ has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 key_of_device = torch._C._dispatch_key_for_device
 
 
+#: What Dynamo calls where an autocast begins and ends. Without them a layer would be taken for one
+#: that torch refuses.
+enter_autocast = torch.amp.autocast_mode._enter_autocast
+exit_autocast = torch.amp.autocast_mode._exit_autocast
+
+
 def schema_of(op: Any) -> Any:
     """An overload's schema: names, defaults and aliases of its arguments. Without it no argument of
     a call is known by its name, and no write to one is seen."""
