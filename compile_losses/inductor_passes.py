@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from compile_losses import switches
+from compile_losses.guard import attempt
 from compile_losses.library import fingerprint, loaded
 from compile_losses.lower import Decision, donated_buffers, in_place, lower_or_leave, plan
 from compile_losses.lower.decision import log
@@ -52,7 +53,7 @@ class Pass(CustomGraphPass):
         """Runs the pass itself; the base class only identifies the package."""
 
     def __call__(self, graph: Graph) -> None:
-        self.run(graph)
+        attempt(lambda: self.run(graph), strict=self.strict)
         for other in self.previous:
             other(graph)
 
@@ -91,7 +92,8 @@ class RewritePass(Pass):
         module = graph.owning_module
         if module is not None and self.has_run(module):
             return
-        report = rewrite_graph(graph, strict=self.strict, lowers=switches.runs(switches.PLAN))
+        lowers = switches.runs(switches.PLAN)
+        report = rewrite_graph(graph, module=module, strict=self.strict, lowers=lowers)
         if module is not None:
             module.meta["compile_losses"] = report
             log_and_count(module)
