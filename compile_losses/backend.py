@@ -6,15 +6,18 @@ The name is an entry point, so the model's code needs no import.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.fx import GraphModule
 
 from compile_losses import switches
+from compile_losses.guard import Failure, attempt
 from compile_losses.inductor_passes import LOWERING, told, users_passes
 from compile_losses.lazy import Compiled, open_lazy_inputs, plain, return_lazily
 from compile_losses.options import InvalidOptionError as InvalidOptionError
 from compile_losses.options import Settings
+from compile_losses.recognize import failed
+from compile_losses.recognize.steps import Graphs
 from compile_losses.torch_internals import warn_if_untested
 from compile_losses.torch_internals.dynamo import is_captured, lookup_backend
 from compile_losses.torch_internals.inductor import compile_with_inductor
@@ -111,16 +114,56 @@ def _rewritten(
     settings: Settings,
     inner: Callable[[GraphModule, list[Any]], Compiled],
 ) -> Compiled:
+    made: list[Compiled] = []
+    before: list[Graphs] = []
+
+    def compiled(*given: Any) -> Any:
+        return made[0](*given)
+
+    def prepare() -> _Prepared:
+        before.append(Graphs(gm.graph, gm))
+        return _prepared(gm, example_inputs, settings, compiled)
+
+    prepared = attempt(prepare, strict=settings.strict)
+    if isinstance(prepared, Failure):
+        for graphs in before:
+            graphs.restore()
+        prepared = _as_torch_has_it(gm, example_inputs, prepared, compiled)
+    graph, examples, function = prepared
+    made.append(inner(graph, examples))
+    return made[0] if function is compiled else function
+
+
+#: A graph to compile, examples of its inputs, and a function that takes the inputs of another.
+_Prepared: TypeAlias = tuple[GraphModule, list[Any], Compiled]
+
+
+def _prepared(
+    gm: GraphModule, example_inputs: list[Any], settings: Settings, compiled: Compiled
+) -> _Prepared:
+    """The graph to compile, examples of its inputs, and the function that takes gm's inputs.
+
+    Args:
+        compiled: will be the compiled graph.
+    """
     opened, examples, around = open_lazy_inputs(gm, example_inputs)
     lazily = settings.lazily(opened)
-    settings.rewrite(opened, lazily)
+    gm.meta["compile_losses"] = settings.rewrite(opened, lazily)
+    function = compiled
     if lazily is not None and lazily.outputs:
-        compiled = return_lazily(opened, lazily.outputs, lambda graph: inner(graph, examples))
-    else:
-        compiled = inner(opened, examples)
+        function = return_lazily(opened, lazily.outputs, lambda _: compiled)
     if around is not None:
-        gm.meta["compile_losses"] = opened.meta["compile_losses"]
-        return around(compiled)
+        return opened, examples, around(function)
     if lazily is not None and not is_captured(gm):  # a part takes plain logits
-        return lambda *given: compiled(*map(plain, given))
-    return compiled
+        return opened, examples, lambda *given: function(*map(plain, given))
+    return opened, examples, function
+
+
+def _as_torch_has_it(
+    gm: GraphModule, example_inputs: list[Any], failure: Failure, compiled: Compiled
+) -> _Prepared:
+    """The same without rewrites: the graph takes the numbers of lazy inputs."""
+    opened, examples, around = open_lazy_inputs(gm, example_inputs, as_numbers=True)
+    for each in (gm, opened):
+        each.meta["compile_losses"] = failed(failure)
+    return opened, examples, compiled if around is None else around(compiled)

@@ -12,11 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from compile_losses.switches import is_set
 from compile_losses.torch_internals.dynamo import RestartAnalysis
+from compile_losses.torch_internals.ops import tree_leaves
 
 T = TypeVar("T")
 
@@ -35,12 +37,15 @@ def strict_by_default() -> bool:
     return is_set("COMPILE_LOSSES_STRICT")
 
 
-def attempt(action: Callable[[], T], *, strict: bool | None = None) -> T | Failure:
+def attempt(
+    action: Callable[[], T], *, strict: bool | None = None, warns: bool = True
+) -> T | Failure:
     """The result of ``action``, or the reason for its failure.
 
     Args:
-        action: if it raises, it has changed nothing.
+        action: if it raises, it has changed nothing, or the caller undoes what it has.
         strict: whether its exceptions are raised; by default as the environment says.
+        warns: whether the user is told at once.
 
     Raises:
         torch._dynamo.exc.RestartAnalysis: Dynamo's request to itself to trace a function anew.
@@ -48,22 +53,32 @@ def attempt(action: Callable[[], T], *, strict: bool | None = None) -> T | Failu
     try:
         return action()
     except Exception as error:
-        if isinstance(error, RestartAnalysis) or (
-            strict_by_default() if strict is None else strict
-        ):
+        if is_restart(error):
             raise
-        lines = str(error).strip().splitlines()
-        what = ": ".join([type(error).__name__, *lines[:1]])
-        reason = f"internal error: {what}; please report it"
-        if reason not in _warned:
-            _warned.add(reason)
-            warnings.warn(
-                f"compile_losses: a loss is left to torch because of an {reason}. "
-                "COMPILE_LOSSES_STRICT=1 raises it",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return Failure(reason)
+        failure = failure_of(error)
+        if strict_by_default() if strict is None else strict:
+            raise
+        if warns:
+            warn_of(failure)
+        return failure
+
+
+def failure_of(error: Exception) -> Failure:
+    lines = str(error).strip().splitlines()
+    what = ": ".join([type(error).__name__, *lines[:1]])
+    return Failure(f"internal error: {what}; please report it")
+
+
+def warn_of(failure: Failure) -> None:
+    """Warns once in a process."""
+    if failure.reason not in _warned:
+        _warned.add(failure.reason)
+        warnings.warn(
+            f"compile_losses: a loss is left to torch because of an {failure.reason}. "
+            "COMPILE_LOSSES_STRICT=1 raises it",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def is_restart(error: Exception) -> bool:
@@ -76,10 +91,41 @@ class Snapshot:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.nodes = [(node, node.args, node.kwargs, dict(node.meta)) for node in graph.nodes]
+        self._take()
+
+    def _take(self) -> None:
+        nodes = self.graph.nodes
+        self.nodes = [(node, node.args, node.kwargs, dict(node.meta)) for node in nodes]
+        self.names = {node: node.name for node in nodes}
+        self.users = {node: list(node.users) for node in nodes}
+
+    def is_intact(self) -> bool:
+        """Whether the graph has the same nodes with the same arguments."""
+        present = list(self.graph.nodes)
+        return len(present) == len(self.nodes) and all(
+            node is now and args is now.args and kwargs is now.kwargs
+            for (node, args, kwargs, _), now in zip(self.nodes, present, strict=True)
+        )
+
+    def check(self) -> None:
+        """Checks that a graph which was changed is one that torch can run.
+
+        Raises:
+            Exception: it is not.
+        """
+        if self.is_intact():
+            return
+        self.graph.lint()
+        for node in self.graph.nodes:
+            if node in self.names:
+                continue
+            for argument in tree_leaves((node.args, node.kwargs)):
+                is_ours = type(argument).__module__.partition(".")[0] == __package__
+                if is_ours or isinstance(argument, Tensor):
+                    raise TypeError(f"{node.name} reads {argument}, which no graph can hold")
 
     def restore(self) -> None:
-        """Nodes that were erased come back as new ones, which may have other names."""
+        """Nodes that were erased come back as new ones, which have the same names."""
         graph, present = self.graph, set(self.graph.nodes)
         restored: dict[Node, Node] = {}
 
@@ -88,9 +134,8 @@ class Snapshot:
 
         for node, args, kwargs, _ in self.nodes:
             if node not in present:
-                copy = graph.create_node(
-                    node.op, node.target, mapped(args), mapped(kwargs), node.name, node.type
-                )
+                copy = graph.create_node(node.op, node.target, mapped(args), mapped(kwargs))
+                copy.name, copy.type = self.names[node], node.type
                 restored[node] = copy
         for node, args, kwargs, meta in self.nodes:
             current = restored.get(node, node)
@@ -106,6 +151,13 @@ class Snapshot:
                 following.prepend(current)
             following = current
         kept = {restored.get(node, node) for node, *_ in self.nodes}
-        for node in reversed(list(graph.nodes)):
-            if node not in kept:
-                graph.erase_node(node)
+        others = [node for node in graph.nodes if node not in kept]
+        for node in others:  # which may read each other in any order
+            node.args, node.kwargs = (), {}
+        for node in others:
+            graph.erase_node(node)
+        for node, users in self.users.items():  # in the same order
+            current = restored.get(node, node)
+            current.users.clear()
+            current.users.update(dict.fromkeys(restored.get(user, user) for user in users))
+        self._take()

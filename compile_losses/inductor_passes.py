@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from compile_losses import switches
+from compile_losses.guard import attempt
 from compile_losses.library import fingerprint, loaded
 from compile_losses.log_line import first_losses, note
 from compile_losses.lower import Decision, donated_buffers, in_place, lower_or_leave, plan
@@ -52,7 +53,7 @@ class Pass(CustomGraphPass):
         """Runs the pass itself; the base class only identifies the package."""
 
     def __call__(self, graph: Graph) -> None:
-        self.run(graph)
+        attempt(lambda: self.run(graph), strict=self.settings.strict)
         for other in self.previous:
             other(graph)
 
@@ -89,7 +90,7 @@ class RewritePass(Pass):
         if module is not None and self.has_run(module):
             return
         with switches.through(self.settings.door):
-            report = self.settings.rewrite_graph(graph)
+            report = self.settings.rewrite_graph(graph, module=module)
         if module is not None:
             module.meta["compile_losses"] = report
             log_and_count(module)

@@ -204,14 +204,15 @@ class Settings:
 
     def rewrite(self, gm: GraphModule, lazily: Lazily | None = None) -> Report:
         """Rewrites a Dynamo graph."""
-        gm.meta["compile_losses"] = report = self.rewrite_graph(gm.graph, lazily)
-        gm.graph.lint()
-        gm.recompile()
+        gm.meta["compile_losses"] = report = self.rewrite_graph(gm.graph, lazily, module=gm)
         return report
 
-    def rewrite_graph(self, graph: Graph, lazily: Lazily | None = None) -> Report:
+    def rewrite_graph(
+        self, graph: Graph, lazily: Lazily | None = None, *, module: GraphModule | None = None
+    ) -> Report:
         return rewrite_graph(
             graph,
+            module=module,
             verify=self.verify,
             strict=self.strict,
             prefer_memory=self.prefer_memory,

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch._dynamo.guards
 
-from compile_losses import functional, inductor_passes, library
+from compile_losses import functional, guard, inductor_passes, library
 from tests.conformance import ledger
 from tests.constants import plan_small_as_large
 from tests.graphs import interpreted, recorded
@@ -160,6 +160,23 @@ def fresh_dynamo():
     yield
     torch._dynamo.reset()
     inductor_passes.forget_backwards()
+
+
+@pytest.fixture(autouse=True)
+def no_faults(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """No program of a test may end in a fault of the package, also where the fault is only told:
+    in a report, or as the plan that is not known. Tests that plant faults are marked so."""
+    found = []
+
+    def recorded(error: Exception) -> guard.Failure:
+        failure = failure_of(error)
+        found.append(failure.reason)
+        return failure
+
+    failure_of = guard.failure_of
+    monkeypatch.setattr(guard, "failure_of", recorded)
+    yield
+    assert not found or request.node.get_closest_marker("planted"), found
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -19,61 +15,11 @@ from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import compile_losses
-from compile_losses import guard, inductor_passes, lower, recognize, sites
+from compile_losses import guard, inductor_passes, recognize
+from tests.faults import Faults, PlantedError
 from tests.graphs import Head, classes, distributions, interpreted, real
 
-pytestmark = pytest.mark.usefixtures("kernels_for_small_losses")
-
-#: Where the functions are: two folders, and the module that both take sites from.
-SOURCES = (*(str(Path(module.__file__).parent) for module in (recognize, lower)), sites.__file__)
-
-
-class PlantedError(Exception):
-    pass
-
-
-class Faults:
-    """Counts the calls of the functions of the passes, or lets one of them raise."""
-
-    def __init__(self, target: types.CodeType | None = None, at: int = 1) -> None:
-        self.calls: Counter[types.CodeType] = Counter()
-        self.target = target
-        self.at = at
-        self.raised = False
-
-    def profile(self, frame: types.FrameType, event: str, _) -> None:
-        code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(SOURCES):
-            return
-        # A generator is called again whenever it goes on, and when it is thrown away.
-        if code.co_name == "<genexpr>" or (
-            code.co_flags & inspect.CO_GENERATOR and frame.f_lineno != code.co_firstlineno
-        ):
-            return
-        self.calls[code] += 1
-        if code is self.target and self.calls[code] == self.at:
-            self.raised = True
-            raise PlantedError(code.co_name)
-
-    @contextmanager
-    def planted(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """Inside of what guard.attempt runs, and nowhere else."""
-
-        def attempt(action, *, strict=None):
-            def watched():
-                sys.setprofile(self.profile)
-                try:
-                    return action()
-                finally:
-                    sys.setprofile(None)
-
-            return original(watched, strict=strict)
-
-        original = guard.attempt
-        with monkeypatch.context() as patch:
-            for module in (recognize, lower):
-                patch.setattr(module, "attempt", attempt)
-            yield
+pytestmark = [pytest.mark.usefixtures("kernels_for_small_losses"), pytest.mark.planted]
 
 
 class Checkpointed(Head):
@@ -162,11 +108,13 @@ class Injection:
             )
 
     def every_fault(
-        self, seen: Counter[types.CodeType], calls_of: Callable[[int], set[int]]
+        self,
+        seen: Counter[types.CodeType],
+        places_of: Callable[[int], Iterable[tuple[int, str]]],
     ) -> tuple[int, int]:
-        """Lets each function raise that is not in ``seen``, at those of its calls that ``calls_of``
-        names; how often one did, and how often the user was told. Some only make a recogniser look
-        no further. Those that raise before Inductor compiles do so without it."""
+        """Lets each function raise that is not in ``seen``, in those of its calls that
+        ``places_of`` names; how often one did, and how often the user was told. Some only make a
+        recogniser look no further. Those that raise before Inductor compiles do so without it."""
         recognising, whole = Faults(), Faults()
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
@@ -177,8 +125,8 @@ class Injection:
             if seen[code]:
                 continue
             seen[code] += 1
-            for at in calls_of(calls):
-                faults = Faults(code, at)
+            for at, event in places_of(calls):
+                faults = Faults(code, at, event)
                 with warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
                     self.compile(faults, "eager" if at <= recognising.calls[code] else "inductor")
@@ -187,7 +135,7 @@ class Injection:
                 )  # not where a result is kept from one compilation to another
                 messages = [str(w.message) for w in caught if w.category is RuntimeWarning]
                 told += any("internal error: PlantedError" in message for message in messages)
-                assert len(messages) <= 1
+                assert len(messages) <= 1, messages
         return raised, told
 
 
@@ -197,12 +145,13 @@ def one_chunk_of_sixteen_rows(chunks):
 
 
 def test_faults(monkeypatch, one_chunk_of_sixteen_rows):
-    """Every function that one of the models calls raises in one of them, by turns at its first call
-    and at its last."""
+    """Every function that one of the models calls raises in one of them, by turns before and after
+    it does its work, and in its first call and in its last."""
     seen: Counter[types.CodeType] = Counter()
 
-    def one(calls: int) -> set[int]:
-        return {1 if len(seen) % 2 else calls}
+    def one(calls: int) -> list[tuple[int, str]]:
+        turn = len(seen)
+        return [(1 if turn % 2 else calls, "call" if turn // 2 % 2 else "return")]
 
     counts = [Injection(name, monkeypatch).every_fault(seen, one) for name in MODELS]
     raised, told = (sum(count) for count in zip(*counts, strict=True))
@@ -212,9 +161,12 @@ def test_faults(monkeypatch, one_chunk_of_sixteen_rows):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("event", ["call", "return"])
 @pytest.mark.parametrize("name", MODELS)
-def test_faults_in_every_model(name, monkeypatch, one_chunk_of_sixteen_rows):
-    raised, told = Injection(name, monkeypatch).every_fault(Counter(), lambda calls: {1, calls})
+def test_faults_in_every_model(name, event, monkeypatch, one_chunk_of_sixteen_rows):
+    raised, told = Injection(name, monkeypatch).every_fault(
+        Counter(), lambda calls: {(1, event), (calls, event)}
+    )
     assert raised > 20
     assert told > 0.8 * raised
 

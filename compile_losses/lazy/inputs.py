@@ -26,12 +26,13 @@ aten = torch.ops.aten
 
 
 def open_lazy_inputs(
-    gm: GraphModule, example_inputs: list[Any]
+    gm: GraphModule, example_inputs: list[Any], *, as_numbers: bool = False
 ) -> tuple[GraphModule, list[Any], Callable[[Compiled], Compiled] | None]:
     """Gives a graph the hidden state and the head of its lazy inputs, in which it finds its loss.
 
     Args:
         gm, example_inputs: what Dynamo passes to a backend; they stay as they are.
+        as_numbers: whether the graph gets the numbers of all lazy inputs instead.
 
     Returns:
         If no input is lazy, the same and None; else a new graph, examples of its inputs, and a
@@ -50,7 +51,7 @@ def open_lazy_inputs(
             copies[node] = graph.node_copy(node)
             examples.append(given)
             continue
-        opened[place] = one = _open(graph, node, fake)
+        opened[place] = one = None if as_numbers else _open(graph, node, fake)
         if one is None:
             copies[node] = _plain_input(graph, node, fake)
         examples += one.examples if one else [copies[node].meta[EXAMPLE]]

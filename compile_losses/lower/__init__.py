@@ -37,13 +37,21 @@ def lower_or_leave(
         for node in graph.nodes
         if isinstance(node.target, OpOverload) and is_declared(node.target)
     ]
-    if not calls and not scalar_tangents(graph):
-        return []
-    snapshot = Snapshot(graph)
-    found = attempt(lambda: lower(graph), strict=strict)
+    snapshots: list[Snapshot] = []
+
+    def lowered() -> list[Decision]:
+        if not calls and not scalar_tangents(graph):
+            return []
+        snapshots.append(Snapshot(graph))
+        decisions = lower(graph)
+        snapshots[0].check()
+        return decisions
+
+    found = attempt(lowered, strict=strict)
     if not isinstance(found, Failure):
         return found
-    snapshot.restore()
+    for snapshot in snapshots:
+        snapshot.restore()
     decisions = []
     if not calls:
         decisions.append(Decision(None, "elementwise", "gradient in backward", found.reason))

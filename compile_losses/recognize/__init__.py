@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Set
+from collections.abc import Callable, Container, Sequence, Set
 from dataclasses import replace
 
 from torch.fx import Graph, GraphModule, Node
@@ -16,6 +16,7 @@ from compile_losses.recognize.memory import bodies, look_at
 from compile_losses.recognize.plain_logits import take_plain_logits
 from compile_losses.recognize.returned_logits import Lazily, add_logits_without_loss
 from compile_losses.recognize.shared_logits import Kept, Rewritten, take_shared_logits
+from compile_losses.recognize.steps import Graphs, Steps
 from compile_losses.recognize.table import bind
 from compile_losses.recognize.verify import verify as compare
 from compile_losses.recognize.verify import verify_by_default
@@ -50,6 +51,10 @@ _THROUGH_LINEAR: dict[str, Take] = {
     "softmax_js_div": take_divergence,
     "softmax_kl_div": take_divergence,
 }
+#: The steps on whole graphs, as the report names them if one failed.
+_SHARED = "heads whose logits several losses read"
+_PLAIN = "logits of which an entropy is read"
+_LAZY = "logits that are returned without a loss"
 _NOT_CHOSEN = "it is not among the losses that options name"
 
 
@@ -89,6 +94,7 @@ def rewrite(
     """
     gm.meta["compile_losses"] = rewrite_graph(
         gm.graph,
+        module=gm,
         verify=verify,
         strict=strict,
         prefer_memory=prefer_memory,
@@ -96,14 +102,13 @@ def rewrite(
         lowers=lowers,
         lazily=lazily,
     )
-    gm.graph.lint()
-    gm.recompile()
     return gm
 
 
 def rewrite_graph(
     graph: Graph,
     *,
+    module: GraphModule | None = None,
     verify: bool | None = None,
     strict: bool | None = None,
     prefer_memory: bool | None = None,
@@ -111,18 +116,46 @@ def rewrite_graph(
     lowers: bool = False,
     lazily: Lazily | None = None,
 ) -> Report:
-    """As :func:`rewrite`, for a graph and the graphs of its higher-order ops."""
-    verify = verify_by_default() if verify is None else verify
-    if prefer_memory is None:
-        prefer_memory = prefer_memory_by_default()
+    """As :func:`rewrite`, for a graph and the graphs of its higher-order ops.
+
+    Args:
+        module: whose graph it is; recompiled if the graph changes.
+    """
     if losses is None:
         losses = chosen()
-    rewriting = _Rewriting(verify, strict, prefer_memory, losses, lowers, lazily)
-    failure = attempt(lambda: rewriting.run(graph), strict=strict)
-    report = Report(rewriting.sites[::-1], graphs=1)
+    steps = attempt(lambda: Steps(Graphs(graph, module), strict), strict=strict)
+    if isinstance(steps, Failure):
+        return failed(steps)
+    turns: list[_Rewriting] = []
+
+    def turn() -> None:
+        lazy = None if lazily is None else Lazily(lazily.refusal)
+        turns.append(_Rewriting(steps, verify, prefer_memory, losses, lowers, lazy))
+        turns[-1].run(graph)
+
+    failure = steps.repeat(turn)
     if isinstance(failure, Failure):
-        report.errors.append(f"losses are left to torch: {failure.reason}")
+        return failed(failure, turns[-1].sites[::-1] if turns else ())
+    report = Report(turns[-1].sites[::-1], graphs=1)
+    if steps.unexplained is not None:
+        report.errors.append(f"looked for losses twice: {steps.unexplained.reason}")
+    report.errors += [
+        f"{name}: {left.reason}" for name, left in steps.failures.items() if isinstance(name, str)
+    ]
+    if lazily is not None and turns[-1].lazily is not None:
+        lazily.outputs += turns[-1].lazily.outputs
     return report
+
+
+def failed(failure: Failure, sites: Sequence[Site] = ()) -> Report:
+    """The report of a graph that is left to torch, with the sites that were found before."""
+    found = [
+        replace(site, status="declined", reason=failure.reason)
+        if site.status == "rewritten"
+        else site
+        for site in sites
+    ]
+    return Report(found, graphs=1, errors=[f"losses are left to torch: {failure.reason}"])
 
 
 class _Rewriting:
@@ -130,16 +163,17 @@ class _Rewriting:
 
     def __init__(
         self,
-        verify: bool,
-        strict: bool | None,
-        prefer_memory: bool,
+        steps: Steps,
+        verify: bool | None,
+        prefer_memory: bool | None,
         losses: Container[str],
         lowers: bool,
         lazily: Lazily | None,
     ) -> None:
-        self.verify = verify
-        self.strict = strict
-        self.prefer_memory = prefer_memory
+        self.steps = steps
+        self.verify = verify_by_default() if verify is None else verify
+        by_default = prefer_memory is None and prefer_memory_by_default()
+        self.prefer_memory = by_default or bool(prefer_memory)
         self.losses = losses
         self.lowers = lowers
         self.lazily = lazily
@@ -173,9 +207,9 @@ class _Rewriting:
                 self._bodies(node, inside)
                 continue
             lazily = self.lazily if outer is None else Lazily("the graph is inside of another")
-            found = attempt(
+            found = self.steps.run(
+                (graph, node.name),
                 lambda: self._loss(node, recognizer, inside, lazily),  # noqa: B023
-                strict=self.strict,
             )
             if found is None:
                 continue
@@ -197,14 +231,23 @@ class _Rewriting:
         if inside is None and _LINEAR in self.losses:
             lazily = self.lazily if outer is None else Lazily("the graph is inside of another")
             options = Options(self.prefer_memory, self.lowers, lazily)
-            attempt(lambda: self._shared_logits(graph, options), strict=self.strict)
+            self._change(_SHARED, lambda: self._shared_logits(graph, options))
 
         if inside is None and outer is None and _CROSS_ENTROPY in self.losses:
-            attempt(lambda: self._plain_logits(graph), strict=self.strict)
+            self._change(_PLAIN, lambda: self._plain_logits(graph))
 
         if self.lazily is not None and outer is None and _LINEAR in self.losses:
             lazily, replay = self.lazily, recognizer.replay
-            attempt(lambda: add_logits_without_loss(graph, replay, lazily), strict=self.strict)
+            self._change(_LAZY, lambda: add_logits_without_loss(graph, replay, lazily))
+
+    def _change(self, name: str, action: Callable[[], None]) -> None:
+        """A step that looks for losses and changes the graph in turns."""
+
+        def change() -> None:
+            self.steps.changes()
+            action()
+
+        self.steps.run(name, change)
 
     def _shared_logits(self, graph: Graph, options: Options) -> None:
         """Takes heads whose logits several losses and metrics read."""
@@ -251,7 +294,6 @@ class _Rewriting:
         for _, body in bodies(node):
             if body.graph not in self.seen:
                 self.run(body.graph, node.graph, node, inside)
-                body.recompile()
 
     def _loss(
         self, node: Node, recognizer: Recognizer, inside: str | None, lazily: Lazily | None
@@ -279,6 +321,7 @@ class _Rewriting:
             if reason is None:
                 assert isinstance(found, Match)
                 site = _site(found, None, mark(found.root))
+                self.steps.changes()
                 replaced = found.replace()
                 if lazily is not None:
                     lazily.outputs += found.returned
