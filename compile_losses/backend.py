@@ -105,33 +105,24 @@ def rewritten(
         The compiled graph. If logits are lazy, a wrapper opens lazy inputs or makes lazy outputs.
     """
     with switches.through(settings.door):
-        return _rewritten(gm, example_inputs, settings, inner)
+        made: list[Compiled] = []
+        before: list[Graphs] = []
 
+        def compiled(*given: Any) -> Any:
+            return made[0](*given)
 
-def _rewritten(
-    gm: GraphModule,
-    example_inputs: list[Any],
-    settings: Settings,
-    inner: Callable[[GraphModule, list[Any]], Compiled],
-) -> Compiled:
-    made: list[Compiled] = []
-    before: list[Graphs] = []
+        def prepare() -> _Prepared:
+            before.append(Graphs(gm.graph, gm))
+            return _prepared(gm, example_inputs, settings, compiled)
 
-    def compiled(*given: Any) -> Any:
-        return made[0](*given)
-
-    def prepare() -> _Prepared:
-        before.append(Graphs(gm.graph, gm))
-        return _prepared(gm, example_inputs, settings, compiled)
-
-    prepared = attempt(prepare, strict=settings.strict)
-    if isinstance(prepared, Failure):
-        for graphs in before:
-            graphs.restore()
-        prepared = _as_torch_has_it(gm, example_inputs, prepared, compiled)
-    graph, examples, function = prepared
-    made.append(inner(graph, examples))
-    return made[0] if function is compiled else function
+        prepared = attempt(prepare, strict=settings.strict)
+        if isinstance(prepared, Failure):
+            for graphs in before:
+                graphs.restore()
+            prepared = _as_torch_has_it(gm, example_inputs, prepared, compiled)
+        graph, examples, function = prepared
+        made.append(inner(graph, examples))
+        return made[0] if function is compiled else function
 
 
 #: A graph to compile, examples of its inputs, and a function that takes the inputs of another.
