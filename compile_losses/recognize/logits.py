@@ -48,8 +48,9 @@ _BACKWARDS_OF_LAYERS = ("AddmmBackward", "CompiledFunctionBackward", "LinearBack
 _BACKWARDS_OF_ONE = frozenset(
     f"{name}Backward"
     for name in (
-        *("Alias", "Clone", "Div", "Mul", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze"),
-        *("T", "Tanh", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View"),
+        *("Add", "Alias", "Clone", "Div", "Index", "IndexSelect", "Mul", "Permute", "ReshapeAlias"),
+        *("Select", "Slice", "Squeeze", "T", "Tanh", "ToCopy", "Transpose", "UnsafeView"),
+        *("Unsqueeze", "View"),
     )
 )
 #: Why a layer stays if one of these ops is between it and its loss, as in some models.
