@@ -19,7 +19,7 @@ from compile_losses.measuring import peak_memory, synchronize
 from compile_losses.options import Settings
 from compile_losses.report import Report
 from compile_losses.sites import megabytes
-from compile_losses.torch_internals.dynamo import compiled_by_itself, uncompiled
+from compile_losses.torch_internals.dynamo import uncompiled, without_recompile_limits
 from compile_losses.torch_internals.ops import tree_leaves
 
 #: Steps of each side that are measured; as many more warm up.
@@ -151,7 +151,7 @@ def compare_call(
         "ours": _Runner(lambda: ours(*args, **(kwargs or {})), {}),
     }
     report = explain_call(function, args, dict(kwargs or {}), mode=mode, options=options)
-    with compiled_by_itself():
+    with without_recompile_limits():
         leaves = sides["stock"].find_leaves()
         for side in sides.values():
             side.learn(leaves)

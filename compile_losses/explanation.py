@@ -36,10 +36,11 @@ from compile_losses.sites import (
 )
 from compile_losses.torch_internals.dynamo import (
     break_after,
-    compiled_by_itself,
     counters,
     lookup_backend,
     uncompiled,
+    without_earlier_sizes,
+    without_recompile_limits,
 )
 from compile_losses.torch_internals.ops import HigherOrderOperator
 
@@ -141,23 +142,24 @@ def explain_call(
             return lookup_backend("aot_eager")(gm, example_inputs)
         return gm.forward
 
-    breaks = _graph_breaks()
-    with compiled_by_itself():
+    before = _reasons()
+    with without_recompile_limits(), without_earlier_sizes():
         torch.compile(uncompiled(function), backend=backend)(*args, **(kwargs or {}))
     report.sites = [_located(site, function) for site in report.sites]
-    report.graph_breaks = [
-        reason for reason, count in _graph_breaks().items() if count > breaks.get(reason, 0)
-    ]
+    report.graph_breaks = _graph_breaks(before)
     return report
 
 
-def _graph_breaks() -> dict[str, int]:
-    """How often Dynamo broke a graph, or gave up a function with a break inside a loop, by its
-    reasons so far."""
-    found = dict(counters["graph_break"])
-    texts = "\n".join(found)
-    given_up = counters["unimplemented"].items()
-    return found | {why: n for why, n in given_up if first_line(why) not in texts}
+def _reasons() -> tuple[Counter[str], Counter[str]]:
+    """How often Dynamo has broken a graph, and met what it can't trace, by its reasons."""
+    return Counter(counters["graph_break"]), Counter(counters["unimplemented"])
+
+
+def _graph_breaks(before: tuple[Counter[str], Counter[str]]) -> list[str]:
+    """Why Dynamo broke graphs since then, or gave up a function that would break in a loop."""
+    breaks, untraced = (now - then for now, then in zip(_reasons(), before, strict=True))
+    texts = "\n".join(breaks)
+    return [*breaks, *(reason for reason in untraced if first_line(reason) not in texts)]
 
 
 def _is_trained(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
 import compile_losses
 from compile_losses.__main__ import main
@@ -121,3 +123,24 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert told["stock"]["loss"] == told["ours"]["loss"]
     with pytest.raises(SystemExit, match="steps: expected at least 1, got 0"):
         main(["compare", "train.py:step", "--steps", "0"])
+
+
+def test_another_length_in_each_step():
+    """As for torch.compile itself sizes become symbols: no measured step compiles anew."""
+    model, x, t = problem()
+    x, t = x.repeat(10, 1), t.repeat(10)
+    lengths = itertools.count(4)
+
+    @torch.compiler.disable
+    def batch():
+        length = next(lengths)
+        return x[:length], t[:length]
+
+    def step():
+        inputs, classes = batch()
+        return F.cross_entropy(model(inputs), classes)
+
+    before = counters["stats"]["unique_graphs"]
+    compare_call(step, steps=4)
+    assert counters["stats"]["unique_graphs"] - before <= 6
+    assert next(lengths) > 20

@@ -150,7 +150,12 @@ def test_accumulation_in_one_step():
         for rows, classes in zip(h.split(3), t.split(3), strict=True):
             (F.cross_entropy(head(rows), classes) / 2).backward()
 
+    def broken(h, t):
+        F.cross_entropy(head(h), t).backward()
+        return h + 1
+
     inputs = torch.randn(6, 8), torch.arange(6)
+    compile_losses.explain(broken, *inputs)  # whose reason is the same
     report = compile_losses.explain(step, *inputs)
     assert report.graphs == 0
     assert "breaks inside a loop" in str(report)

@@ -808,7 +808,7 @@ def lookup_backend():
     assert {"aot_eager", "compile_losses", "inductor"} <= set(dynamo.list_backends(None))
 
 
-@checks("dynamo.compiled_by_itself")
+@checks("dynamo.without_recompile_limits")
 def recompile_limits():
     count = []
 
@@ -817,10 +817,25 @@ def recompile_limits():
         return gm.forward
 
     compiled = torch.compile(lambda x, n: x + n, backend=keep, dynamic=False)
-    with torch._dynamo.config.patch(recompile_limit=1), dynamo.compiled_by_itself():
+    with torch._dynamo.config.patch(recompile_limit=1), dynamo.without_recompile_limits():
         for n in range(3):
             compiled(torch.rand(3), n)
     assert len(count) == 3
+
+
+@checks("dynamo.without_earlier_sizes")
+def earlier_sizes():
+    shapes = []
+
+    def keep(gm, inputs):
+        shapes.append([*inputs])
+        return gm.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=keep)
+    with dynamo.without_earlier_sizes():
+        for size in (4, 5, 6):
+            compiled(torch.rand(size))
+    assert [len(inputs) for inputs in shapes] == [1, 1, 1]  # a symbol would be an input, too
 
 
 @checks("dynamo.uncompiled")

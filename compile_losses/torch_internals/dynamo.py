@@ -31,14 +31,15 @@ lookup_backend = torch._dynamo.lookup_backend
 list_backends = torch._dynamo.list_backends
 
 
-def compiled_by_itself() -> AbstractContextManager[Any]:
-    """Compiles a function as if it had not been compiled before. Otherwise one that was compiled
-    often would run uncompiled, unseen, and one that was given other sizes would have symbols."""
-    return config.patch(
-        recompile_limit=2**16,
-        accumulated_recompile_limit=2**16,
-        automatic_dynamic_shapes=False,
-    )
+def without_recompile_limits() -> AbstractContextManager[Any]:
+    """Compiles what was compiled often before; otherwise it would run uncompiled, unseen."""
+    return config.patch(recompile_limit=2**16, accumulated_recompile_limit=2**16)
+
+
+def without_earlier_sizes() -> AbstractContextManager[Any]:
+    """Compiles for the sizes that are given. Otherwise what was given others before, as by an
+    earlier ``explain``, would have symbols in their place."""
+    return config.patch(automatic_dynamic_shapes=False)
 
 
 def source_of_input(placeholder: Any) -> Any:
