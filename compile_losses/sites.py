@@ -158,7 +158,7 @@ def function_of(node: Node) -> str:
     return str(name).partition(".")[0] or node.name
 
 
-def told(node: Node) -> str:
+def in_words(node: Node) -> str:
     """A node in words: what it calls, and the user's line."""
     file, line = source_of(node)
     name = function_of(node)

@@ -83,18 +83,17 @@ def plan_linear(graph: Graph) -> list[Decision]:
 
 def plan_rows(graph: Graph, *, prefer_memory: bool = False) -> list[Decision]:
     """Decides how the gradients of losses that are not reduced are computed."""
-    decisions = []
     calls = [(node, *found) for node in graph.nodes if (found := fused_call(node))]
+    differentiated = []
     for node, name, part in calls:
-        if name not in _NAMES or part != "forward":
-            continue
-        if not _is_by_row(node):
+        if name not in _NAMES or part != "forward" or not _is_by_row(node):
             continue
         own = [n for n, *c in calls if c == [name, "backward"] and same_arguments(node, n)]
         if own:
-            compute_sizes_early(graph)
-            decisions.append(_plan_rows(node, own, prefer_memory))
-    return decisions
+            differentiated.append((node, own))
+    if differentiated:
+        compute_sizes_early(graph)
+    return [_plan_rows(node, own, prefer_memory) for node, own in differentiated]
 
 
 def of_rows(graph: Graph, inputs: Sequence[Node]) -> list[Node]:

@@ -52,6 +52,7 @@ from compile_losses.ops.linear.row_function import (
 )
 from compile_losses.ops.linear.row_statistics import LOG_PROBS
 from compile_losses.torch_internals.graphs import EAGER_VALUES
+from compile_losses.torch_internals.symbols import expression_of
 
 aten = torch.ops.aten
 
@@ -399,7 +400,7 @@ class _Writer:
             if node is self.losses:
                 break
             value = node.meta.get("val")
-            if isinstance(value, SymInt) and value.node.expr == size.node.expr:
+            if isinstance(value, SymInt) and expression_of(value) == expression_of(size):
                 return node
         return None
 
@@ -414,7 +415,7 @@ class _Writer:
 
 def _in_shape(node: Node, shape: Sequence[Any]) -> tuple[Any, ...]:
     """A key for a tensor that is read in a shape, whose symbols can't be keys themselves."""
-    return node, *(size.node.expr if isinstance(size, SymInt) else size for size in shape)
+    return node, *(expression_of(size) if isinstance(size, SymInt) else size for size in shape)
 
 
 def _part(node: Node) -> tuple[Node, int, int]:

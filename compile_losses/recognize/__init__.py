@@ -172,8 +172,7 @@ class _Rewriting:
     ) -> None:
         self.steps = steps
         self.verify = verify_by_default() if verify is None else verify
-        by_default = prefer_memory is None and prefer_memory_by_default()
-        self.prefer_memory = by_default or bool(prefer_memory)
+        self.prefer_memory = prefer_memory_by_default() if prefer_memory is None else prefer_memory
         self.losses = losses
         self.lowers = lowers
         self.lazily = lazily
@@ -353,10 +352,9 @@ def _with_readers(site: Site, reason: str) -> Site:
 
 def _with_clause(site: Site, clause: str) -> Site:
     """A site that has one more reason, once."""
-    clauses = [site.reason] if site.reason else []
-    if clause not in site.reason:
-        clauses.append(clause)
-    return replace(site, reason="; ".join(clauses))
+    if clause in site.reason:
+        return site
+    return replace(site, reason="; ".join(filter(None, (site.reason, clause))))
 
 
 def _failed(node: Node, failure: Failure) -> Site:

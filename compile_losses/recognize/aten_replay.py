@@ -33,6 +33,7 @@ from compile_losses.torch_internals.ops import (
     tree_map_only,
     with_defaults,
 )
+from compile_losses.torch_internals.symbols import expression_of
 from compile_losses.torch_internals.tensors import FakeTensor, size_hint
 
 aten = torch.ops.aten
@@ -243,7 +244,7 @@ def _hashable(argument: Any) -> Hashable:
     if isinstance(argument, dict):
         return tuple(sorted((key, _hashable(item)) for key, item in argument.items()))
     if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
-        return (type(argument), argument.node.expr)  # hashing one itself may specialise it
+        return (type(argument), expression_of(argument))  # hashing one itself may specialise it
     try:
         hash(argument)
     except TypeError:

@@ -23,17 +23,22 @@ def autocast_dtype(node: Node, device: str) -> torch.dtype | None:
     else:  # a graph is compiled with the autocast of its call
         state = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     states: dict[Any, torch.dtype | None] = {}
-    for each in node.graph.nodes:
-        if each is node:
-            break
+    # Under autocast most layers of a model have mixed dtypes: none goes through the whole graph.
+    changes = (
+        change
+        for target in (enter_autocast, exit_autocast)
+        for change in node.graph.find_nodes(op="call_function", target=target)
+        if change < node
+    )
+    for each in sorted(changes):
         if each.target is exit_autocast:
             state = states.pop(each.args[0], state)
-        elif each.target is enter_autocast:
-            given: Any = each.args
-            of_device, dtype, enabled, *_ = given
-            if of_device == device:
-                states[each] = state
-                state = (dtype or torch.get_autocast_dtype(device)) if enabled else None
+            continue
+        given: Any = each.args
+        of_device, dtype, enabled, *_ = given
+        if of_device == device:
+            states[each] = state
+            state = (dtype or torch.get_autocast_dtype(device)) if enabled else None
     return state
 
 

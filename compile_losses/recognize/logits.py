@@ -27,7 +27,7 @@ from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.returned_logits import outputs_of, readers
 from compile_losses.recognize.symbolic_tensors import Value, fake_mode
-from compile_losses.sites import told
+from compile_losses.sites import in_words
 from compile_losses.torch_internals.graphs import GRAPH_ARGUMENT
 from compile_losses.torch_internals.ops import packet_of
 
@@ -255,7 +255,7 @@ def _check_readers(nodes: set[Node], root: Node) -> None:
     for user in readers(nodes, root):
         if _leads_to(user, {*nodes, root}):
             raise NotAbsorbedError(
-                f"{told(user)} is made of the logits as well, and goes into the loss"
+                f"{in_words(user)} is made of the logits as well, and goes into the loss"
             )
 
 

@@ -37,7 +37,7 @@ from compile_losses.recognize.aten_replay import AtenReplay, aten
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
 from compile_losses.recognize.logits import Logits, is_made_of, logits_of
 from compile_losses.recognize.match import Match
-from compile_losses.recognize.row_classes import computed_alike, unshaped
+from compile_losses.recognize.row_classes import unshaped
 from compile_losses.recognize.row_statistics import Reading, reading_of
 from compile_losses.recognize.shared_logits import (
     LEAST_PART,
@@ -52,9 +52,16 @@ from compile_losses.recognize.shared_logits import (
     made_of,
     moves_between,
 )
-from compile_losses.recognize.symbolic_tensors import Size, Value, example, fake_mode, whole
+from compile_losses.recognize.symbolic_tensors import (
+    Size,
+    Value,
+    computed_alike,
+    example,
+    fake_mode,
+    whole,
+)
 from compile_losses.recognize.with_head import Options
-from compile_losses.sites import told
+from compile_losses.sites import in_words
 from compile_losses.torch_internals.ops import tree_leaves
 from compile_losses.torch_internals.tensors import size_hint
 
@@ -289,7 +296,7 @@ class _Taking(Taking):
                 # A view that an earlier rewrite put into the graph does not say that it has one.
                 trained = user.op == "output" or any(map(_is_trained, (user, *user.users)))
                 if user not in inside and trained:
-                    raise NotAbsorbedError(f"the logits have a gradient from {told(user)}, too")
+                    raise NotAbsorbedError(f"the logits have a gradient from {in_words(user)}, too")
 
 
 def _is_trained(node: Node) -> bool:

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.recognize.aten_replay import RESHAPES, AtenReplay, aten
 from compile_losses.recognize.head import NotAbsorbedError, computed
 from compile_losses.recognize.probabilities import NOTHING_IGNORED
 from compile_losses.recognize.row_statistics import Move, Reading
-from compile_losses.recognize.symbolic_tensors import Value
+from compile_losses.recognize.symbolic_tensors import Value, computed_alike
 
 
 @dataclass
@@ -154,22 +153,3 @@ def _flat(value: Value) -> Value:
 def as_rows(value: Value) -> Value:
     """A tensor as [rows, last dimension]."""
     return computed(aten.reshape.default, value, [-1, value.fake.shape[-1]])
-
-
-def computed_alike(one: Any, other: Any) -> bool:
-    """Whether two arguments are computed in the same way from the same nodes."""
-    if isinstance(one, Value) and isinstance(other, Value):
-        if one is other:
-            return True
-        if one.whole or other.whole:
-            return one.whole and other.whole and one.node is other.node
-        return (
-            one.op is other.op
-            and one.kwargs == other.kwargs
-            and computed_alike(one.args, other.args)
-        )
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(computed_alike, one, other))
-    if isinstance(one, torch.SymInt) or isinstance(other, torch.SymInt):
-        return statically_known_true(one == other)
-    return type(one) is type(other) and one == other

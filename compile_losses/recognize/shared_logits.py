@@ -38,7 +38,6 @@ from compile_losses.recognize.returned_logits import lazy_outputs, readers
 from compile_losses.recognize.row_classes import (
     Classes,
     as_rows,
-    computed_alike,
     sets_of_classes,
     side_by_side,
 )
@@ -55,6 +54,7 @@ from compile_losses.recognize.row_statistics import (
 from compile_losses.recognize.symbolic_tensors import (
     Size,
     Value,
+    computed_alike,
     emit,
     example,
     fake_mode,
@@ -62,7 +62,7 @@ from compile_losses.recognize.symbolic_tensors import (
 )
 from compile_losses.recognize.verify import verify as compare
 from compile_losses.recognize.with_head import Options, check_gain, check_rows, rows_of
-from compile_losses.sites import told
+from compile_losses.sites import in_words
 from compile_losses.torch_internals.graphs import EXAMPLE
 from compile_losses.torch_internals.ops import schema_of
 
@@ -186,7 +186,7 @@ def _shared(head: Head, replay: AtenReplay) -> Shared | Kept | None:
     """The readers of a head's output, or why they keep it; None if one loss alone reads it."""
     found, needs = look_for_readers(head, replay)
     if needs is not None:
-        return _kept(found, f"{told(needs)} needs the logits")
+        return _kept(found, f"{in_words(needs)} needs the logits")
     return None if _is_declined(found, replay) else found
 
 
@@ -296,9 +296,13 @@ class Taking:
         for reader, reading in readings.items():
             value = example(reader)
             if value.requires_grad and not set(reading.terms) <= set(range(self.differentiable)):
-                raise NotAbsorbedError(f"{told(reader)} has a gradient that goes to single logits")
+                raise NotAbsorbedError(
+                    f"{in_words(reader)} has a gradient that goes to single logits"
+                )
             if value.dtype == torch.float64 and logits.input.fake.dtype != torch.float64:
-                raise NotAbsorbedError(f"{told(reader)} is computed in float64 of narrower logits")
+                raise NotAbsorbedError(
+                    f"{in_words(reader)} is computed in float64 of narrower logits"
+                )
             sizes[reader] = _sizes_of(value.shape, needed)
             batch = reading.batch
             batches[reader] = None if batch is None else _size_of(batch, needed)
@@ -307,7 +311,7 @@ class Taking:
             if reason is None and self.verify:
                 reason, _ = compare(match)
             if reason is not None:
-                raise NotAbsorbedError(f"{told(reader)}: {reason}")
+                raise NotAbsorbedError(f"{in_words(reader)}: {reason}")
         inside = sorted(self._inside(), reverse=True)
         reason = mutated(Match(max(*readings, place), self.op, args, {}, inside))
         if reason is not None:
@@ -385,13 +389,15 @@ class Taking:
         for node, reading in self.shared.readings.items():
             logits = logits_of(reading.logits.argument, self.replay)
             if logits is None:
-                raise NotAbsorbedError(f"{told(node)} reads something else than rows of the logits")
+                raise NotAbsorbedError(
+                    f"{in_words(node)} reads something else than rows of the logits"
+                )
             if logits.head.node is not self.shared.head.node:
-                raise NotAbsorbedError(f"{told(node)} reads other logits as well")
+                raise NotAbsorbedError(f"{in_words(node)} reads other logits as well")
             if logits.class_dim != reading.dim:
-                raise NotAbsorbedError(f"{told(node)} does not read rows of classes")
+                raise NotAbsorbedError(f"{in_words(node)} does not read rows of classes")
             if logits.is_shifted:
-                raise NotAbsorbedError(f"{told(node)} reads logits that a number is added to")
+                raise NotAbsorbedError(f"{in_words(node)} reads logits that a number is added to")
             logits.input = classes_last(logits.input, logits.class_dim)
             logits.class_dim = logits.input.fake.dim() - 1
             every[node] = logits
@@ -411,10 +417,10 @@ class Taking:
         for node, found in moves.items():
             if found is None:
                 raise NotAbsorbedError(
-                    f"{told(node)} reads other rows than the rest, or scales them otherwise"
+                    f"{in_words(node)} reads other rows than the rest, or scales them otherwise"
                 )
             if found and readings[node].divergence is not None:
-                raise NotAbsorbedError(f"{told(node)} has a teacher of some of the rows alone")
+                raise NotAbsorbedError(f"{in_words(node)} has a teacher of some of the rows alone")
             self.moves[node] = found
         chosen.absorbed = max((one.absorbed for one in every.values()), key=len)
         return chosen
@@ -586,7 +592,7 @@ class Taking:
                 if user in inside or _is_size(example(user)):
                     continue
                 if user.op != "output" or node not in self.shared.outputs:
-                    raise NotAbsorbedError(f"{told(user)} needs the logits")
+                    raise NotAbsorbedError(f"{in_words(user)} needs the logits")
 
     def _match(
         self, reader: Node, reading: Reading, args: tuple[Any, ...], sizes: list[Any], batch: Any

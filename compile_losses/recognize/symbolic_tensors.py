@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.distributed import are_dtensors
 from compile_losses.torch_internals.graphs import EXAMPLE
@@ -124,3 +125,22 @@ def emit(graph: Graph, argument: Any, meta: dict[str, Any]) -> Any:
 def has_gradient(argument: Node | Value) -> bool:
     """Whether a tensor has a gradient when the rewrite reads or computes it."""
     return any(getattr(example(node), "requires_grad", False) for node in sources((argument,)))
+
+
+def computed_alike(one: Any, other: Any) -> bool:
+    """Whether two arguments are computed in the same way from the same nodes."""
+    if isinstance(one, Value) and isinstance(other, Value):
+        if one is other:
+            return True
+        if one.whole or other.whole:
+            return one.whole and other.whole and one.node is other.node
+        return (
+            one.op is other.op
+            and one.kwargs == other.kwargs
+            and computed_alike(one.args, other.args)
+        )
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(computed_alike, one, other))
+    if isinstance(one, SymInt) or isinstance(other, SymInt):
+        return statically_known_true(one == other)
+    return type(one) is type(other) and one == other

@@ -17,7 +17,7 @@ from torch import SymInt, Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from compile_losses.recognize.symbolic_tensors import Value, example, whole
+from compile_losses.recognize.symbolic_tensors import Value, computed_alike, example, whole
 
 aten = torch.ops.aten
 
@@ -53,7 +53,9 @@ def rejoined(value: Value, resolve: Resolve, compute: Compute) -> Value | None:
     found = join(list(pieces), stacks, resolve, compute)
     if found is None or found.op is None or found.whole:
         return None
-    if found.fake.dtype != value.fake.dtype or not _same(found.fake.shape, value.fake.shape):
+    if found.fake.dtype != value.fake.dtype or not computed_alike(
+        found.fake.shape, value.fake.shape
+    ):
         return None
     return Value(value.fake, value.node, found.op, found.args, found.kwargs)
 
@@ -83,7 +85,7 @@ def join(pieces: list[Any], stacks: bool, resolve: Resolve, compute: Compute) ->
             if joined is None:
                 return None
             arguments.append(joined)
-        elif all(_same(one, each[0]) for one in each):
+        elif all(computed_alike(one, each[0]) for one in each):
             arguments.append(each[0])
         else:
             return None
@@ -100,16 +102,6 @@ def join(pieces: list[Any], stacks: bool, resolve: Resolve, compute: Compute) ->
         if first.op is aten.select.int:
             return _without_dimension(*arguments, compute=compute)
     return compute(first.op, *arguments)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two arguments of ops are certainly equal; sizes may be symbols."""
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, SymInt) or isinstance(other, SymInt):
-        sizes = isinstance(one, int | SymInt) and isinstance(other, int | SymInt)
-        return sizes and statically_known_true(one == other)
-    return type(one) is type(other) and bool(one == other)
 
 
 def _without_dimension(value: Value, dim: int, _: Any, *, compute: Compute) -> Value | None:
@@ -141,12 +133,14 @@ def _source(values: list[Value], stacks: bool, resolve: Resolve) -> Value | None
     place: int | SymInt = 0
     for value in values:
         piece = _piece(value, stacks, resolve)
-        if piece is None or not _same(piece.start, place):
+        if piece is None or not computed_alike(piece.start, place):
             return None
         pieces.append(piece)
         place = piece.stop
     (first, *others) = pieces
-    if not _same(place, first.rows) or any(other.tensor is not first.tensor for other in others):
+    if not computed_alike(place, first.rows) or any(
+        other.tensor is not first.tensor for other in others
+    ):
         return None
     return whole(first.tensor)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from torch import SymInt
+from torch import SymBool, SymFloat, SymInt
 from torch.fx import Graph, Node, Proxy
+from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -15,14 +16,14 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 Expression: TypeAlias = Any
 
 
-def expression_of(size: SymInt) -> Expression:
+def expression_of(size: SymInt | SymFloat | SymBool) -> Expression:
     """What a size is of the symbols of the inputs. Without it equal sizes are taken for others."""
     return size.node.expr
 
 
 def symbols_of(*sizes: SymInt) -> set[Expression]:
     """The symbols in some sizes. Without them a size would be computed of what is not there."""
-    return {symbol for size in sizes for symbol in size.node.expr.free_symbols}
+    return {symbol for size in sizes for symbol in expression_of(size).free_symbols}
 
 
 def emit(graph: Graph, expression: Expression, known: Mapping[Expression, Node]) -> Node:
@@ -33,23 +34,18 @@ def emit(graph: Graph, expression: Expression, known: Mapping[Expression, Node])
     Args:
         known: the nodes that hold the expression's symbols.
     """
-    before = set(graph.nodes)
-    tracer = GraphAppendingTracer(graph)
+    tracer = _Tracer(graph)
     symbols = {symbol: Proxy(known[symbol], tracer) for symbol in expression.free_symbols}
     node: Node = sympy_interp(PythonReferenceAnalysis, symbols, expression).node
-    for new in graph.nodes:
-        if new not in before:
-            new.meta["val"] = _value(new)
     return node
 
 
-def _value(node: Node) -> Any:
-    def value(argument: Any) -> Any:
-        return argument.meta["val"] if isinstance(argument, Node) else argument
+class _Tracer(GraphAppendingTracer):
+    """Gives each node that it makes its value."""
 
-    target: Any = node.target
-    args = map(value, node.args)
-    if node.op == "call_method":
-        first, *rest = args
-        return getattr(first, target)(*rest)
-    return target(*args, **{name: value(a) for name, a in node.kwargs.items()})
+    def create_node(self, *args: Any, **kwargs: Any) -> Node:
+        node = super().create_node(*args, **kwargs)
+        target: Any = node.target
+        given, named = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+        node.meta["val"] = target(*given, **named)
+        return node
