@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from compile_losses.lazy.head import Head
-from compile_losses.lazy.tensor import LazyLogits, lazy_logits
+from compile_losses.lazy.node import lazy_logits
+from compile_losses.lazy.tensor import LazyLogits
 from tests.constants import set_constants
 from tests.linear_problems import largest_allocation
 

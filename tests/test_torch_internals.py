@@ -354,6 +354,82 @@ def no_torch_function():
     assert getattr(override, "__func__", override) is eager.NO_TORCH_FUNCTION
 
 
+@checks("eager.backward_number", "eager.is_on_the_way")
+def backwards():
+    x = torch.ones(2, requires_grad=True)
+    side, way = x.detach().requires_grad_() * 1, x * 1
+    seen = []
+
+    def note(grad):
+        nodes = side.grad_fn, way.grad_fn
+        seen.append((eager.backward_number(), *map(eager.is_on_the_way, nodes)))
+
+    total = (side + way).sum()
+    total.register_hook(note)
+    assert eager.backward_number() == -1
+    total.backward(retain_graph=True)
+    torch.autograd.grad(total, x)
+    (first, *everything), (second, *of_input) = seen
+    assert -1 != first != second
+    assert everything == [True, True]
+    assert of_input == [False, True]
+
+
+@checks("dynamo.in_compiled_backward")
+def compiled_backward():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    total = (x * 2).sum()
+
+    def keep(gm):
+        seen.append(dynamo.in_compiled_backward())
+        return gm
+
+    total.register_hook(lambda grad: seen.append(dynamo.in_compiled_backward()))
+    with torch._dynamo.compiled_autograd._enable(keep):
+        total.backward()
+    assert True in seen
+    assert not dynamo.in_compiled_backward()
+
+
+@checks("eager.at_end_of_backward")
+def end_of_backward():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    total = (x * 2).sum()
+    total.register_hook(lambda _: eager.at_end_of_backward(lambda: seen.append(x.grad is not None)))
+    total.backward()
+    assert seen == [True]
+
+
+@checks("eager.is_tracing")
+def tracing():
+    seen = []
+
+    def keep(gm, inputs):
+        seen.append(eager.is_tracing())
+        return gm.forward
+
+    torch.compile(torch.sin, backend=keep)(torch.rand(2))
+    assert seen == [True]
+    assert not eager.is_tracing()
+
+
+@checks("eager.recording")
+def recording():
+    class Inside(Wrapper):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            x = torch.ones(2, requires_grad=True)
+            with eager.recording():
+                return torch.tensor([(x * 2).requires_grad, True])
+
+    wrapper = tensors.make_wrapper(Inside, torch.empty(2, device="meta"), torch.device("cpu"))
+    assert torch.sin(wrapper).all()
+    with eager.recording():
+        assert (torch.ones(2, requires_grad=True) * 2).requires_grad
+
+
 @checks("eager.in_forward_mode")
 def forward_mode():
     assert not eager.in_forward_mode()
@@ -449,6 +525,47 @@ def without_dispatch():
     with tensors.without_dispatch():
         wrapper.t_()
     assert wrapper.shape == (5, 2)
+
+
+@checks("tensors.refuse_pointer")
+def pointers():
+    wrapper = tensors.make_wrapper(Wrapper, torch.empty(2, 5, device="meta"), torch.device("cpu"))
+    tensors.refuse_pointer(wrapper)
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(wrapper)
+
+
+@checks("tensors.set_data", "tensors.data_of")
+def data():
+    class Hidden(Wrapper):
+        data = None
+
+    wrapper = tensors.make_wrapper(Hidden, torch.empty(2, 5, device="meta"), torch.device("cpu"))
+    like = torch.arange(12.0).view(3, 4).t()
+    tensors.set_data(wrapper, like)
+    assert (wrapper.shape, wrapper.stride()) == (like.shape, like.stride())
+    assert wrapper.data_ptr() == like.data_ptr()
+    assert tensors.data_of(like).data_ptr() == like.data_ptr()
+    assert type(wrapper) is Hidden
+    assert torch.sin(wrapper).item() == 7
+
+
+@checks("tensors.autograd_node", "tensors.function_of_node")
+def autograd_nodes():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    x = torch.ones(2, requires_grad=True)
+    assert tensors.autograd_node(x) is None
+    node = tensors.autograd_node(Twice.apply(x))
+    assert tensors.function_of_node(node) is Twice
+    assert tensors.function_of_node(tensors.autograd_node(x * 2)) is None
 
 
 @checks("tensors.has_hooks")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compile_losses.torch_internals.ops import schema_of
+
 aten = torch.ops.aten
 
-#: Ops whose result is another view of the same memory.
+#: Ops whose result is another view of the same memory, as between a head and its loss.
 VIEWS = frozenset(
     (
         *(aten.alias.default, aten.detach.default, aten.view.default, aten._unsafe_view.default),
@@ -27,8 +30,8 @@ COPIES = frozenset(
         *(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar),
     )
 )
-#: Ops whose result holds the same numbers at the same places.
-SAME = (aten.alias.default, aten.detach.default, aten.clone.default)
+#: Ops whose result is the same view.
+SAME = (aten.alias.default, aten.detach.default)
 
 #: One op after the head: the op, its arguments after the first, and those with names.
 Step = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...]]
@@ -86,6 +89,21 @@ class Head:
             if self.bias is not None and needed[2]:
                 found[2] = rows.sum(0).to(self.bias.dtype)
         return found
+
+
+@cache
+def is_view(op: Any) -> bool:
+    """Whether an op's result is another view of the memory of its first argument."""
+    schema = schema_of(op)
+    first = schema.arguments[0].alias_info if schema.arguments else None
+    aliases = [result.alias_info for result in schema.returns]
+    return (
+        len(aliases) == 1
+        and None not in (first, *aliases)
+        and not any(alias.is_write for alias in (first, *aliases))
+        and str(schema.returns[0].type) == "Tensor"
+        and all(argument.alias_info is None for argument in schema.arguments[1:])
+    )
 
 
 def apply(tensor: Tensor, steps: tuple[Step, ...]) -> Tensor:

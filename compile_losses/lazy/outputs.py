@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compile_losses.lazy.head import Head, Step, apply
-from compile_losses.lazy.tensor import lazy_logits
+from compile_losses.lazy.node import lazy_logits
 
 #: A compiled graph, or what stands for one.
 Compiled = Callable[..., Any]
@@ -114,7 +114,8 @@ def return_lazily(
                 head = Head(input, weight, bias[0] if bias else None, one.dtype, one.is_transposed)
                 heads[one.sources] = lazy_logits(head)
             result = apply(heads[one.sources], one.steps)
-            results.append(result if one.requires_grad else result.detach())
+            is_cut = result.requires_grad and not one.requires_grad
+            results.append(result.detach() if is_cut else result)
         return results
 
     return run

@@ -1,16 +1,13 @@
-"""The head and the memory of lazy logits. The head must not change before they are computed."""
+"""The head behind lazy logits, which must not change before they are computed."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from compile_losses.lazy.head import Head
@@ -92,47 +89,3 @@ def _refuse(what: str) -> NoReturn:
         f"returned them. Read them before, or compile with options={{{LAZY_LOGITS!r}: False}}, "
         "which keeps all logits"
     )
-
-
-class Memory:
-    """The counterpart of a plain tensor's storage: one for a tensor and all its views.
-
-    Args:
-        make: computes the tensor.
-        source: the memory that it is computed of, if any.
-
-    Attributes:
-        made: the tensor, once it was read.
-    """
-
-    def __init__(self, make: Callable[[], Tensor], source: Memory | None = None) -> None:
-        self.made: Tensor | None = None
-        self._make: Callable[[], Tensor] | None = make
-        self._source = source
-        #: The memories that are computed of this one, and must be before its numbers change.
-        self._readers: WeakSet[Memory] = WeakSet()
-        self._lock: threading.RLock = threading.RLock() if source is None else source._lock
-        if source is not None:
-            source._readers.add(self)
-
-    def read(self) -> Tensor:
-        with self._lock:
-            if self.made is None:
-                assert self._make is not None
-                with torch.no_grad():
-                    self.made = self._make()
-                self._make = self._source = None
-            return self.made
-
-    def is_unread(self) -> bool:
-        """Whether neither this memory nor its source has been computed."""
-        with self._lock:
-            return self.made is None and (self._source is None or self._source.is_unread())
-
-    def share(self) -> Tensor:
-        """Reads it for somebody who may write to it; waiting memories are computed before."""
-        with self._lock:
-            made = self.read()
-            for reader in list(self._readers):
-                reader.read()
-            return made

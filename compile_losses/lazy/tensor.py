@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from compile_losses.lazy.head import COPIES, SAME, VIEWS, Head, Step, apply, picked
-from compile_losses.lazy.source import Memory, Source
-from compile_losses.ops.linear.chunk_size import chunk_rows
+from compile_losses.lazy.head import COPIES, SAME, VIEWS, Head, Step, apply, is_view
+from compile_losses.lazy.memory import Memory
+from compile_losses.lazy.methods import Methods
+from compile_losses.lazy.path import Path, nodes_to_head
+from compile_losses.lazy.rows import by_row, few_rows
+from compile_losses.lazy.source import Source
 from compile_losses.torch_internals.eager import NO_TORCH_FUNCTION, not_compiled
 from compile_losses.torch_internals.ops import schema_of, tree_map_only
 from compile_losses.torch_internals.tensors import (
-    FakeTensor,
-    has_hooks,
+    autograd_node,
     make_wrapper,
+    refuse_pointer,
+    set_data,
     without_dispatch,
 )
 
@@ -33,27 +37,21 @@ _IN_PLACE_VIEWS = {
     aten.squeeze_.dims: aten.squeeze.dims,
 }
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
-#: Ops that make a few numbers of each row, with the place of the dimensions among their arguments
-#: and the default of these.
-_BY_ROW: dict[Any, tuple[int, Any]] = {
-    **dict.fromkeys((aten.argmax.default, aten.argmin.default), (0, None)),
-    **dict.fromkeys((aten.max.dim, aten.min.dim), (0, None)),
-    **dict.fromkeys((aten.amax.default, aten.logsumexp.default, aten.sum.dim_IntList), (0, [])),
-    aten.topk.default: (1, -1),
-}
-#: A read of at most this part of the rows computes these alone, and for this reader alone. All such
-#: reads together compute at most this many times all rows.
-_LARGEST_PART = 0.25
-_MOST_TIMES = 2
 
 
-class LazyLogits(Tensor):
+class LazyLogits(Methods):
     """A linear layer's output, computed when it is first read.
 
     Casts, views, slices, copies and soft-caps of it are lazy as well. All other ops compute the
     numbers, once for all views, and return plain tensors. A few rows are computed without the
     others, and so are numbers of each row, such as argmax. To autograd it is a tensor like any
     other.
+
+    Attributes:
+        source: whether the head still holds what it did; None if the head is not known.
+        steps: all ops that lead from the head's output to this tensor.
+        made_by: in tracing, the tensor and the op that it was made of, if any.
+        is_replaced: whether it became another tensor since, in place.
 
     Raises:
         RuntimeError: in reading, if hidden state, weight or bias were changed in place before.
@@ -63,13 +61,14 @@ class LazyLogits(Tensor):
     _head: Head | None
     #: The head in the autograd graph, if gradients go to it from this tensor.
     _origin: Head | None
-    #: Whether the head still holds what it did; None in tracing.
-    _source: Source | None
-    _memory: Memory
-    #: The views that lead from the memory's tensor to this one.
-    _views: tuple[Step, ...]
-    #: All ops that lead from the head's output to this tensor.
+    #: What tracing was shown, of which it keeps no reference.
+    _shown: Tensor | None
+    #: Whether the next alias is to be a plain tensor.
+    _is_asked: bool = False
+    source: Source | None
     steps: tuple[Step, ...]
+    made_by: tuple[LazyLogits, Step] | None
+    is_replaced: bool
 
     # A class without one would get the result of every function as one of its own.
     __torch_function__ = NO_TORCH_FUNCTION
@@ -86,14 +85,24 @@ class LazyLogits(Tensor):
         source: Source | None = None,
         views: tuple[Step, ...] = (),
         steps: tuple[Step, ...] = (),
+        before: Path | None = None,
+        is_traced: bool = False,
     ) -> LazyLogits:
         """
         Args:
             like: has the dtype, shape, strides and offset.
+            before: the path of the tensor that it is made of.
+            is_traced: whether it stands for a tensor in tracing, whose numbers nobody knows.
         """
         self: LazyLogits = make_wrapper(cls, like, device)
-        self._head, self._origin, self._source = head, origin, source
+        self._head, self._origin, self.source = head, origin, source
         self._memory, self._views, self.steps = memory, views, steps
+        self.path = Path(self, before)
+        self.is_traced, self.made_by, self.is_replaced = is_traced, None, False
+        self._shown = None
+        if not is_traced:
+            refuse_pointer(self)
+            memory.hold(self)
         return self
 
     @classmethod
@@ -113,21 +122,33 @@ class LazyLogits(Tensor):
             if argument.alias_info is not None
         ]
         tree_map_only(LazyLogits, lambda lazy: lazy._memory.share(), shared)
-        result = func(*_plain(args), **_plain(kwargs))
+        plain = _plain(args)
+        result = func(*plain, **_plain(kwargs))
         is_written = [r.alias_info is not None and r.alias_info.is_write for r in schema.returns]
-        return shared[0] if is_written == [True] else result
+        if is_written != [True]:
+            return result
+        if isinstance(args[0], LazyLogits) and _layout(args[0]) != _layout(plain[0]):
+            args[0]._become(plain[0])
+        return shared[0]
 
     def _without_numbers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an op that does not need all numbers of this tensor; else None."""
+        if func is aten.alias.default and self._is_asked:
+            return aten.alias.default(self.numbers)
+        if func is aten.detach_.default:
+            return self
         if func in _IN_PLACE_VIEWS:
-            return self._become(func, args, kwargs)
-        if self._memory.made is not None:
-            return None
-        if can_wait(func, args, kwargs):
+            return self._become_view(func, args, kwargs)
+        is_read = self._memory.made is not None
+        waits = is_view(func) or (func in COPIES and not is_read)
+        if waits and _are_known(args, kwargs):
             return self._then(func, args, kwargs)
         if func in _SPLITS:
             return self._split(func, args, kwargs)
-        return self._by_row(func, args, kwargs) if func in _BY_ROW else None
+        if func is aten.unbind.int:
+            dim = args[0] if args else kwargs.get("dim", 0)
+            return [self._then(aten.select.int, (dim, i), {}) for i in range(self.size(dim))]
+        return None if is_read else by_row(self, func, args, kwargs)
 
     def _then(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits:
         """The result of an op, to be computed later."""
@@ -136,130 +157,101 @@ class LazyLogits(Tensor):
         # In tracing the origin holds nothing, and goes along.
         is_recorded = torch.is_grad_enabled() and func is not aten.detach.default
         is_copy = func in COPIES
-        return LazyLogits(
-            func(_shape_of(self), *args, **kwargs),
+        like = func(shape_of(self), *args, **kwargs)
+        # A step that changes nothing would be a reason to compile the next graph anew.
+        is_same = func in SAME or (
+            func is aten.clone.default and not self.is_traced and _layout(like) == _layout(self)
+        )
+        made = LazyLogits(
+            like,
             self.device,
             Memory(lambda: apply(before.read(), views), before) if is_copy else before,
             head=self._head,
-            origin=self._origin if is_recorded or self._source is None else None,
-            source=self._source,
+            origin=self._origin if is_recorded or self.is_traced else None,
+            source=self.source,
             views=() if is_copy else views,
-            steps=self.steps if func in SAME and not kwargs else (*self.steps, step),
+            steps=self.steps if is_same else (*self.steps, step),
+            before=self.path,
+            is_traced=self.is_traced,
         )
+        if self.is_traced:
+            made.made_by = self, step
+        return made
 
     def _split(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[LazyLogits]:
         """Slices of it, one after the other."""
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         parts, at = [], 0
-        for part in func(_shape_of(self), *args, **kwargs):
+        for part in func(shape_of(self), *args, **kwargs):
             parts.append(self._then(aten.slice.Tensor, (dim, at, at + part.shape[dim]), {}))
             at += part.shape[dim]
         return parts
 
-    def _become(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits:
+    def _become_view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits:
         """Another view, in place."""
         with without_dispatch():
             func(self, *args, **kwargs)
         step: Step = (_IN_PLACE_VIEWS[func], args, tuple(sorted(kwargs.items())))
         self._views, self.steps = (*self._views, step), (*self.steps, step)
+        self._shown, self.is_replaced = None, True
         return self
 
-    def _by_row(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An op's numbers of each row, a chunk of rows at a time; None if it makes others."""
-        place, default = _BY_ROW[func]
-        dims = args[place] if len(args) > place else default
-        (dim,) = dims if isinstance(dims, list) and len(dims) == 1 else (dims,)
-        found = self._picked() if dim in (-1, self.dim() - 1) else None
-        if found is None:
-            return None
-        head, steps = found
-        shape, hidden = head.input.shape[:-1], head.input.shape[-1]
-        input = head.input.reshape(-1, hidden)
-        chunk = chunk_rows(len(input), hidden, head.classes, head.dtype, input.device)
-        if chunk >= len(input):
-            return None
-        args = (*args[:place], [-1] if isinstance(dims, list) else -1, *args[place + 1 :])
-        parts = [
-            func(apply(replace(head, input=rows).output(), steps), *args, **kwargs)
-            for rows in input.split(chunk)
-        ]
-        is_one = isinstance(parts[0], Tensor)
-        columns = [parts] if is_one else zip(*parts, strict=True)
-        joined = [torch.cat(column) for column in columns]
-        results = [column.reshape(*shape, *column.shape[1:]) for column in joined]
-        return results[0] if is_one else tuple(results)
+    def _become(self, other: Tensor) -> None:
+        """Another tensor, in place: its numbers, sizes and strides."""
+        like = make_wrapper(LazyLogits, other, other.device)
+        set_data(self, like)
+        self.take_over(other)
 
-    def _picked(self) -> tuple[Head, tuple[Step, ...]] | None:
-        """A head of this tensor's rows, and the steps after its output; see ``picked``.
+    def take_over(self, other: Tensor) -> None:
+        """Takes over the numbers of a tensor whose sizes it has already, and forgets its head."""
+        if isinstance(other, LazyLogits):
+            self._memory, self._views = other._memory, other._views
+        else:
+            self._memory, self._views = Memory.of(other.detach()), ()
+        self._head = self._origin = self.source = self.made_by = None
+        self._shown, self.steps, self.is_replaced = None, (), True
+        if not self.is_traced:
+            self._memory.hold(self)
 
-        None if gradients are recorded: the backward reads the numbers once more, and may compare
-        them with results. A product of other sizes rounds differently.
-        """
-        is_recorded = self.requires_grad and torch.is_grad_enabled()
-        if is_recorded or self._source is None or not self._memory.is_unread():
-            return None
-        self._source.check()
-        return picked(self._source.head, self.steps)
+    def lie_in(self, made: Tensor) -> None:
+        """Shows torch the memory's tensor, once it is there."""
+        with torch.no_grad():
+            set_data(self, apply(made, self._views))
 
-    def _few_rows(self) -> Tensor | None:
-        """The numbers, if they are those of few rows; else None."""
-        found = self._picked()
-        if found is None or self._source is None:
-            return None
-        head, steps = found
-        rows, all_rows = (h.input.shape[:-1].numel() for h in (head, self._source.head))
-        read = self._source.rows + rows
-        if rows > _LARGEST_PART * all_rows or read > _MOST_TIMES * all_rows:
-            return None
-        self._source.rows = read
-        return apply(head.output(), steps)
+    def is_unread(self) -> bool:
+        """Whether neither its numbers nor those that it is made of have been computed."""
+        return self._memory.is_unread()
 
     def plain(self) -> Tensor:
-        """The numbers, in a plain tensor at this one's place in the autograd graph."""
-        plain: Tensor = _Plain.apply(self)
-        return plain
+        """The numbers, in a plain tensor at this one's place in the autograd graph.
 
-    @property
-    def numbers(self) -> Tensor:
-        """The numbers, in a plain tensor of the same memory, without gradients."""
-        with torch.no_grad():
-            return apply(self._memory.share(), self._views)
+        To autograd it is a view of this tensor, so that it counts the same writes.
+        """
+        self._is_asked = True
+        try:
+            plain: Tensor = aten.alias.default(self)
+        finally:
+            self._is_asked = False
+        return plain
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         parts = [f"{tuple(self.shape)}", f"dtype={self.dtype}", f"device={str(self.device)!r}"]
-        if self.grad_fn is not None:
-            parts.append(f"grad_fn=<{type(self.grad_fn).__name__}>")
+        node = autograd_node(self)
+        if node is not None:
+            parts.append(f"grad_fn=<{type(node).__name__}>")
         elif self.requires_grad:
             parts.append("requires_grad=True")
         return f"LazyLogits({', '.join(parts)})"
 
-    # Methods of torch.Tensor that are no ops, or that need memory.
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.plain().numpy(force=force)
-
-    def tolist(self) -> Any:
-        return self.numbers.tolist()
-
-    def data_ptr(self) -> int:
-        return self.numbers.data_ptr()
-
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.plain().__array__(dtype)
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.plain().__dlpack__(**options)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.plain().__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)
-
-    def __format__(self, specification: str) -> str:
-        return self.plain().__format__(specification)
-
     # Tracing takes it apart into the head, as long as nobody has read it, and puts it together.
+
+    @property
+    def shown(self) -> Tensor:
+        """The numbers, in a tensor of this one's own, which it keeps."""
+        if self._shown is None:
+            with torch.no_grad():
+                self._shown = aten.alias.default(self.numbers)
+        return self._shown
 
     @property
     def hidden(self) -> Tensor | None:
@@ -274,13 +266,18 @@ class LazyLogits(Tensor):
         return None if self._head is None else self._head.bias
 
     def unread_head(self) -> Head | None:
-        """The head, in the autograd graph, if this tensor can still be computed of it unseen."""
-        if self._head is None:
+        """The head, in the autograd graph, if it can take this tensor's place unseen.
+
+        None if the numbers are known or unknown to come from a head, or if a gradient has to go
+        through this tensor and those that it is made of.
+        """
+        if self._head is None or self.is_traced or not self.requires_grad:
+            # In tracing it is what it was when tracing began.
+            is_known = not self.is_traced and self._memory.made is not None
+            return None if is_known else self._origin if self.requires_grad else self._head
+        if self._origin is None or self._memory.made is not None or not self.path.is_free():
             return None
-        # In tracing it is what it was when tracing began.
-        if self._source is not None and (self._memory.made is not None or has_hooks(self)):
-            return None
-        return self._origin if self.requires_grad else self._head
+        return None if nodes_to_head(self) is None else self._origin
 
     def opened(self) -> Head:
         """The head, in the autograd graph, in the place of this tensor.
@@ -290,14 +287,14 @@ class LazyLogits(Tensor):
         """
         head = self._origin if self.requires_grad else self._head
         assert head is not None
-        if self._source is not None:
-            self._source.check()
+        if self.source is not None:
+            self.source.check()
         return head
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         head = self.unread_head()
         if head is None:
-            return ["numbers"], None
+            return ["shown"], None
         names = ["hidden", "weight", "bias"][: len(head.tensors)]
         needs_grad = tuple(tensor.requires_grad for tensor in head.tensors)
         return names, (head.dtype, head.is_transposed, needs_grad, self.steps)
@@ -306,33 +303,46 @@ class LazyLogits(Tensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> LazyLogits:
+        is_traced = any(type(tensor) not in (Tensor, Parameter) for tensor in inner.values())
         if context is None:
-            numbers = inner["numbers"]
-            memory = Memory(lambda: numbers)
-            memory.read()
-            return LazyLogits(_shape_of(numbers), numbers.device, memory)
+            numbers = inner["shown"]
+            memory = Memory.of(numbers)
+            return LazyLogits(shape_of(numbers), numbers.device, memory, is_traced=is_traced)
         dtype, is_transposed, needs_grad, steps = context
         head = Head(inner["hidden"], inner["weight"], inner.get("bias"), dtype, is_transposed)
         leaves = zip(head.tensors, needs_grad, strict=True)
         origin = head.with_tensors(*(t.detach().requires_grad_(needs) for t, needs in leaves))
-        result = apply(_first(head, origin), steps)
-        assert isinstance(result, LazyLogits)
-        return result
+        first = first_output(head, origin) if is_traced else first_output(head, None, Source(head))
+        last = apply(first, steps)
+        assert isinstance(last, LazyLogits)
+        # To autograd it is no view of the head's output, which tracing does not know.
+        return LazyLogits(
+            shape_of(last),
+            last.device,
+            last._memory,
+            head=last._head,
+            origin=last._origin,
+            source=last.source,
+            views=last._views,
+            steps=last.steps,
+            is_traced=is_traced,
+        )
 
 
 def can_wait(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an op needs no numbers yet: a view, or a copy on the same device.
+    """Whether an op between a head and its loss needs no numbers yet: a view, or a copy.
 
     Args:
         args, kwargs: those after the first.
     """
-    return (
-        (func in VIEWS or func in COPIES)
-        and _is_known(args)
-        and all(
-            name in ("dtype", "memory_format", "implicit") or not value
-            for name, value in kwargs.items()
-        )
+    return (func in VIEWS or func in COPIES) and _are_known(args, kwargs)
+
+
+def _are_known(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an op's arguments compare by their values, and leave its result on its device."""
+    return _is_known(args) and all(
+        name in ("dtype", "memory_format", "implicit") or not value
+        for name, value in kwargs.items()
     )
 
 
@@ -343,14 +353,20 @@ def _is_known(argument: Any) -> bool:
     return argument is None or isinstance(argument, int | float | torch.dtype | torch.SymInt)
 
 
-def _shape_of(tensor: Tensor) -> Tensor:
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+
+def shape_of(tensor: Tensor) -> Tensor:
     """A tensor without memory that looks the same."""
     empty = torch.empty(0, dtype=tensor.dtype, device="meta")
     return empty.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
-def _first(head: Head, origin: Head | None = None, source: Source | None = None) -> LazyLogits:
-    """The output of a head."""
+def first_output(
+    head: Head, origin: Head | None = None, source: Source | None = None
+) -> LazyLogits:
+    """The output of a head; without a source in tracing."""
 
     def make() -> Tensor:
         if source is not None:
@@ -359,12 +375,18 @@ def _first(head: Head, origin: Head | None = None, source: Source | None = None)
 
     like = torch.empty((*head.input.shape[:-1], head.classes), dtype=head.dtype, device="meta")
     return LazyLogits(
-        like, head.input.device, Memory(make), head=head, origin=origin, source=source
+        like,
+        head.input.device,
+        Memory(make),
+        head=head,
+        origin=origin,
+        source=source,
+        is_traced=source is None,
     )
 
 
 def _numbers(lazy: LazyLogits) -> Tensor:
-    rows = lazy._few_rows()
+    rows = few_rows(lazy)
     return apply(lazy._memory.read(), lazy._views) if rows is None else rows
 
 
@@ -372,47 +394,6 @@ def _plain(arguments: Any) -> Any:
     return tree_map_only(LazyLogits, _numbers, arguments)
 
 
-class _Plain(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, lazy: LazyLogits) -> Tensor:
-        alias: Tensor = aten.alias.default(lazy.numbers)
-        return alias
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-class _Lazy(torch.autograd.Function):
-    """The head's place in the autograd graph: a linear layer's."""
-
-    @staticmethod
-    def forward(ctx: Any, head: Head, *tensors: Tensor) -> LazyLogits:
-        ctx.save_for_backward(*tensors)
-        ctx.described = (head.dtype, head.is_transposed)
-        held = head.with_tensors(*(tensor.detach() for tensor in tensors))
-        return _first(held, head, Source(held))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, *bias = ctx.saved_tensors
-        head = Head(input, weight, bias[0] if bias else None, *ctx.described)
-        return (None, *head.gradients(grad, ctx.needs_input_grad[1:]))
-
-
 def plain(value: Any) -> Any:
     """A plain tensor for lazy logits, at their place in the autograd graph; else the value."""
     return value.plain() if isinstance(value, LazyLogits) else value
-
-
-def lazy_logits(head: Head) -> Tensor:
-    """A head's output, computed when it is read.
-
-    Args:
-        head: its tensors are in the autograd graph, to which gradients go.
-    """
-    # Tracing calls what is compiled, too, and only asks for shapes.
-    if any(isinstance(tensor, FakeTensor) for tensor in head.tensors):
-        return head.output()
-    result: Tensor = _Lazy.apply(head, *head.tensors)
-    return result

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._dynamo import config, eval_frame
+from torch._dynamo import compiled_autograd, config, eval_frame
 
 # Runs a function while Dynamo traces the call of it. Without it the warnings of a compiled loss
 # would break its graph.
@@ -50,6 +50,12 @@ def source_of_input(placeholder: Any) -> Any:
 def name_input(placeholder: Any, source: Any, attribute: str = "") -> None:
     """Names an input in guards: as another one, or as an attribute of that."""
     placeholder._dynamo_source = AttrSource(source, attribute) if attribute else source
+
+
+def in_compiled_backward() -> bool:
+    """Whether a backward runs that was compiled as a whole. It takes every gradient for defined,
+    and does not say which of them it needs."""
+    return compiled_autograd.in_compiled_autograd_region
 
 
 def is_captured(gm: torch.fx.GraphModule) -> bool:

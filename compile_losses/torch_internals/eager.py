@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -29,6 +31,18 @@ is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 #: read gradients that the first has scaled.
 retains_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
+#: The number of the backward that runs; -1 outside. Without it a gradient that belongs to one
+#: backward would be taken for another's.
+backward_number = torch._C._current_graph_task_id
+
+#: Whether the backward that runs comes past a node that is no leaf's. Without it nobody would
+#: notice that the gradient of logits was asked for that are never computed.
+is_on_the_way = torch._C._will_engine_execute_node
+
+#: Calls a function at the end of the backward that runs, before its results are returned. Without
+#: it somebody could be given a gradient that can't be computed any more when it is read.
+at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
+
 #: The active modes that see torch's functions. One that was missed would not see a loss.
 function_modes = torch.overrides._get_current_function_mode_stack
 
@@ -42,6 +56,20 @@ no_modes = _python_dispatch._disable_current_modes
 #: The ``__torch_function__`` of a class that has none of its own. Taken for one, it would send the
 #: losses of parameters to torch.
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+
+
+def is_tracing() -> bool:
+    """Whether torch.compile looks at tensors, and wants nothing computed."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Lets autograd record, also inside of a ``__torch_dispatch__``."""
+    with ExitStack() as stack:
+        with suppress(RuntimeError):  # outside of one there is nothing to do
+            stack.enter_context(torch.overrides.enable_reentrant_dispatch())
+        yield
 
 
 def in_forward_mode() -> bool:

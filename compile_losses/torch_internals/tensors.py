@@ -13,6 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
+#: Where torch's attributes of a tensor are, past those of the same name in the tensor's class.
+_BASE: Any = torch._C.TensorBase
+
 
 def storage_id(tensor: Tensor) -> int:
     """The identity of a tensor's storage, a fake one's too. Where it was wrong, a gradient would be
@@ -56,6 +59,36 @@ def make_wrapper(kind: type[Tensor], like: Tensor, device: torch.device) -> Any:
 def without_dispatch() -> AbstractContextManager[Any]:
     """Ops on a wrapper act on what it says of itself: its sizes and strides."""
     return torch._C._DisableTorchDispatch()
+
+
+def refuse_pointer(wrapper: Tensor) -> None:
+    """Makes torch raise an error where something writes to the memory of a wrapper that has none.
+    Without it a function of C++ would write to address 0."""
+    torch._C._set_throw_on_mutable_data_ptr(wrapper)
+
+
+def set_data(wrapper: Tensor, data: Tensor) -> None:
+    """``wrapper.data = data`` of a wrapper as torch sees it, not its class: memory, sizes, strides.
+    Without it torch's functions of C++ would not find what a wrapper has computed."""
+    with without_dispatch():
+        _BASE.data.__set__(wrapper, data)
+
+
+def data_of(wrapper: Tensor) -> Tensor:
+    """``wrapper.data`` as torch sees it, not its class."""
+    data: Tensor = _BASE.data.__get__(wrapper)
+    return data
+
+
+def autograd_node(tensor: Tensor) -> Any:
+    """``tensor.grad_fn`` as torch sees it, not the tensor's class, which may take note of it."""
+    return _BASE.grad_fn.__get__(tensor)
+
+
+def function_of_node(node: Any) -> Any:
+    """The ``torch.autograd.Function`` whose backward an autograd node runs; None of torch's own
+    nodes. Without it a reversed gradient would be taken for a view's."""
+    return getattr(node, "_forward_cls", None)
 
 
 def has_hooks(tensor: Tensor) -> bool:

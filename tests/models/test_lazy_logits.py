@@ -10,7 +10,7 @@ import torch
 
 import compile_losses
 from compile_losses.lazy import LazyLogits
-from compile_losses.lazy.source import Memory
+from compile_losses.lazy.memory import Memory
 from compile_losses.torch_internals.tensors import FakeTensor
 from tests.constants import set_constants
 from tests.graphs import interpreted

@@ -1,0 +1,57 @@
+"""Lazy logits and their head's place in the autograd graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from compile_losses.lazy.gradient import parts_of
+from compile_losses.lazy.head import Head
+from compile_losses.lazy.path import HeadFunction
+from compile_losses.lazy.source import Source
+from compile_losses.lazy.tensor import LazyLogits, first_output
+from compile_losses.torch_internals.tensors import FakeTensor
+
+
+class _Lazy(HeadFunction):
+    """A linear layer, to autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, head: Head, *tensors: Tensor) -> LazyLogits:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors[:2])  # a bias may be changed, as that of torch's layer
+        ctx.head = head.with_tensors(*(tensor.to("meta") for tensor in tensors))
+        held = head.with_tensors(*(tensor.detach() for tensor in tensors))
+        return first_output(held, head, Source(held))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        if grad is None:  # a graph that took the head in the place of the logits gives it its own
+            return (None,) * (1 + len(needed))
+        parts, rest = parts_of(grad)
+        if rest is not None:
+            head = ctx.head.with_tensors(*ctx.saved_tensors, ctx.head.bias)
+            parts.append(tuple(head.gradients(rest, needed)))
+        return (None, *map(_sum, zip(*parts, strict=True)))
+
+
+def _sum(grads: tuple[Tensor | None, ...]) -> Tensor | None:
+    total: Tensor | None = None
+    for grad in grads:
+        total = grad if total is None else total if grad is None else total + grad
+    return total
+
+
+def lazy_logits(head: Head) -> Tensor:
+    """A head's output, computed when it is read.
+
+    Args:
+        head: its tensors are in the autograd graph, to which gradients go.
+    """
+    # Tracing calls what is compiled, too, and only asks for shapes.
+    if any(isinstance(tensor, FakeTensor) for tensor in head.tensors):
+        return head.output()
+    result: Tensor = _Lazy.apply(head, *head.tensors)
+    return result

@@ -1,0 +1,87 @@
+"""Reads of a lazy tensor that need the numbers of few rows, or few numbers of each row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compile_losses.lazy.head import Head, Step, apply, picked
+from compile_losses.ops.linear.chunk_size import chunk_rows
+
+aten = torch.ops.aten
+
+#: Ops that make a few numbers of each row, with the place of the dimensions among their arguments
+#: and the default of these.
+_BY_ROW: dict[Any, tuple[int, Any]] = {
+    **dict.fromkeys((aten.argmax.default, aten.argmin.default), (0, None)),
+    **dict.fromkeys((aten.max.dim, aten.min.dim), (0, None)),
+    **dict.fromkeys((aten.amax.default, aten.logsumexp.default, aten.sum.dim_IntList), (0, [])),
+    aten.topk.default: (1, -1),
+}
+#: A read of at most this part of the rows computes these alone, and for this reader alone. All such
+#: reads together compute at most this many times all rows.
+_LARGEST_PART = 0.25
+_MOST_TIMES = 2
+
+
+def _own_rows(lazy: Any) -> tuple[Head, tuple[Step, ...]] | None:
+    """A head of a tensor's rows, and the steps after its output; see ``picked``.
+
+    None if gradients are recorded: the backward reads the numbers once more, and may compare
+    them with results. A product of other sizes rounds differently.
+    """
+    is_recorded = lazy.requires_grad and torch.is_grad_enabled()
+    if is_recorded or lazy.source is None or not lazy.is_unread():
+        return None
+    lazy.source.check()
+    return picked(lazy.source.head, lazy.steps)
+
+
+def by_row(lazy: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An op's numbers of each row, a chunk of rows at a time; None if it makes others.
+
+    Args:
+        lazy: a lazy tensor.
+        args, kwargs: of the op, after the tensor.
+    """
+    if func not in _BY_ROW:
+        return None
+    place, default = _BY_ROW[func]
+    dims = args[place] if len(args) > place else default
+    (dim,) = dims if isinstance(dims, list) and len(dims) == 1 else (dims,)
+    found = _own_rows(lazy) if dim in (-1, lazy.dim() - 1) else None
+    if found is None:
+        return None
+    head, steps = found
+    shape, hidden = head.input.shape[:-1], head.input.shape[-1]
+    input = head.input.reshape(-1, hidden)
+    chunk = chunk_rows(len(input), hidden, head.classes, head.dtype, input.device)
+    if chunk >= len(input):
+        return None
+    args = (*args[:place], [-1] if isinstance(dims, list) else -1, *args[place + 1 :])
+    parts = [
+        func(apply(replace(head, input=rows).output(), steps), *args, **kwargs)
+        for rows in input.split(chunk)
+    ]
+    is_one = isinstance(parts[0], Tensor)
+    columns = [parts] if is_one else zip(*parts, strict=True)
+    joined = [torch.cat(column) for column in columns]
+    results = [column.reshape(*shape, *column.shape[1:]) for column in joined]
+    return results[0] if is_one else tuple(results)
+
+
+def few_rows(lazy: Any) -> Tensor | None:
+    """The numbers of a lazy tensor, if they are those of few rows; else None."""
+    found = _own_rows(lazy)
+    if found is None or lazy.source is None:
+        return None
+    head, steps = found
+    rows, all_rows = (h.input.shape[:-1].numel() for h in (head, lazy.source.head))
+    read = lazy.source.rows + rows
+    if rows > _LARGEST_PART * all_rows or read > _MOST_TIMES * all_rows:
+        return None
+    lazy.source.rows = read
+    return apply(head.output(), steps)
