@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from compile_losses.eager import Leaf, below_autograd
+from compile_losses.torch_internals.eager import not_compiled
 from compile_losses.torch_internals.ops import BelowAutograd, OpOverload
 
 PACKAGE = Path(__file__).parent
@@ -91,7 +92,12 @@ def register_autograd(
     backward: Callable[..., Any],
     setup_context: Callable[..., Any],
 ) -> Leaf:
-    """Registers an op's autograd formula. Returns the op with a shorter way in eager code."""
+    """Registers an op's autograd formula. Returns the op with a shorter way in eager code.
+
+    In a compiled step that calls ``loss.backward()`` itself, torch 2.11 compiles the formula as if
+    it were the user's, and stops at torch's own names in it. Dynamo is kept out of it there.
+    """
+    backward = backward if torch.__version__ >= "2.13" else not_compiled(backward)
     torch.library.register_autograd(op.name(), backward, setup_context=setup_context, lib=LIBRARY)
     return Leaf(op, backward, setup_context)
 
