@@ -40,6 +40,7 @@ def compile_losses(
 
             - ``losses``, ``except``: the names of the losses to rewrite, and of the losses to leave
               alone: ops, and ``"elementwise"`` (COMPILE_LOSSES_ONLY, COMPILE_LOSSES_EXCEPT).
+              ``except`` may also have places, such as ``"train.py:16"``.
             - ``lazy_logits``: whether logits that a graph returns beside their loss are computed
               when they are read, as :class:`compile_losses.lazy.LazyLogits`, if the loss can be
               computed without them (COMPILE_LOSSES_LAZY_LOGITS=1).

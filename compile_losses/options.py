@@ -53,6 +53,12 @@ def _losses(option: str, value: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _excluded(option: str, value: Any) -> tuple[str, ...]:
+    names = switches.listed(option, value)
+    switches.check_excluded(option, names)
+    return tuple(names)
+
+
 def _backend(option: str, value: Any) -> Any:
     if callable(value):
         return value
@@ -75,7 +81,7 @@ def _backend(option: str, value: Any) -> Any:
 #: The options of both doors. Each has a function from a value to what Settings holds.
 OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     LOSSES: _losses,
-    EXCEPT: _losses,
+    EXCEPT: _excluded,
     LAZY_LOGITS: _flag,
     PREFER_MEMORY: _flag,
     VERIFY: _flag,
@@ -182,6 +188,11 @@ class Settings:
         return switches.chosen(self.only, self.excluded)
 
     @property
+    def places(self) -> frozenset[str]:
+        """The places whose losses are left alone."""
+        return switches.places(self.excluded)
+
+    @property
     def prefers_memory(self) -> bool:
         return prefer_memory_by_default() if self.prefer_memory is None else self.prefer_memory
 
@@ -190,7 +201,8 @@ class Settings:
         """What compiled graphs depend on, for the keys of caches."""
         verifies = verify_by_default() if self.verify is None else self.verify
         is_lazy = switches.returns_lazy_logits(self.lazy_logits)
-        return (*sorted(self.losses), self.prefers_memory, verifies, is_lazy)
+        names = (*sorted(self.losses), *sorted(self.places))
+        return (*names, self.prefers_memory, verifies, is_lazy)
 
     def lazily(self, gm: GraphModule) -> Lazily | None:
         """Makes logits that a Dynamo graph returns lazy; None if that is not requested."""
@@ -210,16 +222,17 @@ class Settings:
     def rewrite_graph(
         self, graph: Graph, lazily: Lazily | None = None, *, module: GraphModule | None = None
     ) -> Report:
-        return rewrite_graph(
-            graph,
-            module=module,
-            verify=self.verify,
-            strict=self.strict,
-            prefer_memory=self.prefer_memory,
-            losses=self.losses,
-            lowers=self.inner_backend == INDUCTOR and switches.runs(switches.PLAN),
-            lazily=lazily,
-        )
+        with switches.leaving_out(self.places):
+            return rewrite_graph(
+                graph,
+                module=module,
+                verify=self.verify,
+                strict=self.strict,
+                prefer_memory=self.prefer_memory,
+                losses=self.losses,
+                lowers=self.inner_backend == INDUCTOR and switches.runs(switches.PLAN),
+                lazily=lazily,
+            )
 
 
 def unknown(name: str, inductors: Sequence[str] = ()) -> RuntimeError:

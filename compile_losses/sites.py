@@ -10,11 +10,13 @@ import os
 import re
 import sysconfig
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from compile_losses import switches
 from compile_losses.torch_internals.graphs import CUSTOM
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(, in (?P<function>\w+))?')
@@ -134,6 +136,22 @@ def source_of(node: Node) -> tuple[str, int]:
     ``forward`` of that model, and not in the functions that the model calls for its loss.
     """
     return line_in(node.meta.get("stack_trace") or "")
+
+
+def left_out(node: Node) -> str | None:
+    """Why options leave the loss of a node to torch by its place; None if they don't."""
+    places = switches.left_out()
+    if not places:
+        return None
+    source, own_line = source_of(node)
+    folders = Path(os.path.realpath(source)).parts
+    for name in places:
+        place = switches.place_of(name)
+        if place is not None and place[1] == own_line:
+            named = Path(os.path.normpath(place[0])).parts
+            if folders[-len(named) :] == named:
+                return f"options leave out {name}"
+    return None
 
 
 def line_in(trace: str) -> tuple[str, int]:

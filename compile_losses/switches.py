@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,11 @@ LOSSES, EXCEPT = "losses", "except"
 BACKEND, ENABLE, ENVIRONMENT = DOORS = ("backend", "enable", "environment")
 #: The door of the compilation that runs.
 _door: ContextVar[str] = ContextVar("compile_losses_door", default=BACKEND)
+
+#: A place in the option ``except``, as reports write it: a file and a line.
+_PLACE = re.compile(r"(?P<file>.+):(?P<line>[0-9]+)")
+#: The places whose losses the recognition that runs leaves alone.
+_left_out: ContextVar[frozenset[str]] = ContextVar("compile_losses_left_out", default=frozenset())
 
 #: The variables that compiled graphs depend on.
 VARIABLES = (
@@ -82,13 +88,46 @@ def through(door: str) -> Iterator[None]:
         _door.reset(token)
 
 
-def how_to_set(flag: str) -> str:
-    """How a user who came through the current door switches a flag on."""
+def how_to_set(flag: str, value: bool = True) -> str:
+    """How a user who came through the current door switches a flag on, or off.
+
+    The door is known while a graph is compiled. What is told later has to keep the text.
+    """
     return {
-        BACKEND: f"options={{{flag!r}: True}}",
-        ENABLE: f"enable({flag}=True)",
-        ENVIRONMENT: f"COMPILE_LOSSES_{flag.upper()}=1",
+        BACKEND: f"options={{{flag!r}: {value}}}",
+        ENABLE: f"enable({flag}={value})",
+        ENVIRONMENT: f"COMPILE_LOSSES_{flag.upper()}={value:d}",
     }[_door.get()]
+
+
+@contextmanager
+def leaving_out(places: frozenset[str]) -> Iterator[None]:
+    """Recognition inside of the block leaves the losses of these places alone.
+
+    A place names a line, and the end of the file's path, by whole folders.
+    """
+    token = _left_out.set(places)
+    try:
+        yield
+    finally:
+        _left_out.reset(token)
+
+
+def left_out() -> frozenset[str]:
+    """The places whose losses the recognition that runs leaves alone."""
+    return _left_out.get()
+
+
+def place_of(name: str) -> tuple[str, int] | None:
+    """The file and the line of a place, as ``"train.py:16"``; None for another name."""
+    found = _PLACE.fullmatch(name)
+    return None if found is None else (found["file"], int(found["line"]))
+
+
+def places(excluded: Iterable[str] | None = None) -> frozenset[str]:
+    """The places among the names that are excluded; by default those of COMPILE_LOSSES_EXCEPT."""
+    names = _names("COMPILE_LOSSES_EXCEPT") or [] if excluded is None else excluded
+    return frozenset(name for name in names if place_of(name) is not None)
 
 
 def check_environment() -> None:
@@ -97,8 +136,8 @@ def check_environment() -> None:
         RuntimeError: a variable names an unknown pass or loss.
     """
     check_names("COMPILE_LOSSES_PASSES", _names("COMPILE_LOSSES_PASSES") or [], PASSES)
-    for variable in ("COMPILE_LOSSES_ONLY", "COMPILE_LOSSES_EXCEPT"):
-        check_names(variable, _names(variable) or [], losses())
+    check_names("COMPILE_LOSSES_ONLY", _names("COMPILE_LOSSES_ONLY") or [], losses())
+    check_excluded("COMPILE_LOSSES_EXCEPT", _names("COMPILE_LOSSES_EXCEPT") or [])
 
 
 def losses() -> list[str]:
@@ -113,7 +152,8 @@ def chosen(
 
     Args:
         only: rewrite only these; by default the losses of ``COMPILE_LOSSES_ONLY``, or all.
-        excluded: don't rewrite these; by default the losses of ``COMPILE_LOSSES_EXCEPT``.
+        excluded: don't rewrite these; by default the losses of ``COMPILE_LOSSES_EXCEPT``. Its
+            places are not looked at.
 
     Raises:
         RuntimeError: a name that is not in :func:`losses`.
@@ -122,7 +162,7 @@ def chosen(
     wanted = _names("COMPILE_LOSSES_ONLY") if only is None else listed(LOSSES, only)
     others = _names("COMPILE_LOSSES_EXCEPT") if excluded is None else listed(EXCEPT, excluded)
     check_names(LOSSES, wanted or [], known)
-    check_names(EXCEPT, others or [], known)
+    check_excluded(EXCEPT, others or [])
     return frozenset(known if wanted is None else wanted) - frozenset(others or [])
 
 
@@ -155,6 +195,14 @@ def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
             raise RuntimeError(
                 f"{what}: expected some of {', '.join(known)}, got {name!r}{guess(name, known)}"
             )
+
+
+def check_excluded(what: str, names: Iterable[str]) -> None:
+    """
+    Raises:
+        RuntimeError: a name that is no loss and no place, such as "train.py:16".
+    """
+    check_names(what, [name for name in names if place_of(name) is None], losses())
 
 
 def _initials(name: str) -> str:

@@ -94,6 +94,42 @@ def test_chosen_in_the_environment(way, counted, monkeypatch):
     assert counted["rewritten"] == {"cross_entropy": 1}
 
 
+def lines(x, t, labels):
+    first = F.mse_loss(x, t)
+    return first + F.cross_entropy(x, labels)
+
+
+@pytest.mark.parametrize("folder", ["", "tests/", "./tests/", "../tests/", "whole"])
+@pytest.mark.parametrize("way", ["option", "environment"])
+def test_places(folder, way, monkeypatch):
+    """A line that is left out, as a report writes it, and no other one."""
+    file = __file__ if folder == "whole" else f"{folder}test_switches.py"
+    if folder == "../tests/":
+        file = "other/../tests/test_switches.py"
+    line = lines.__code__.co_firstlineno
+    options = None
+    if way == "option":
+        options = {"except": [f"{file}:{line + 1}"]}
+    else:
+        monkeypatch.setenv("COMPILE_LOSSES_EXCEPT", f"{file}:{line + 1}")
+    report = explain_call(lines, inputs(), options=options)
+    sites = {site.op: site for site in report.losses}
+    assert sites["cross_entropy"].status == "rewritten"
+    assert sites["mse_loss"].status == "declined"
+    assert sites["mse_loss"].reason.startswith("options leave out ")
+
+
+@pytest.mark.parametrize("file", ["switches.py", "other/test_switches.py"])
+def test_other_places(file):
+    name = f"{file}:{lines.__code__.co_firstlineno + 1}"
+    assert len(ops_of(explain_call(lines, inputs(), options={"except": [name]}))) == 2
+
+
+def test_a_place_enters_the_keys_of_caches():
+    keys = {Settings.of(None, {"except": names}).key for names in (["a.py:1"], ["a.py:2"], [])}
+    assert len(keys) == 3
+
+
 def test_a_head_without_its_op(chunks, counted):
     """Where linear cross entropy is not wanted the cross entropy still is."""
 
@@ -316,3 +352,16 @@ def test_options_are_json(script, text, capsys):
     with pytest.raises(SystemExit):
         command_line.main(["explain", script, "--options", text])
     assert "expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("door", "on", "off"),
+    [
+        ("backend", "options={'verify': True}", "options={'verify': False}"),
+        ("enable", "enable(verify=True)", "enable(verify=False)"),
+        ("environment", "COMPILE_LOSSES_VERIFY=1", "COMPILE_LOSSES_VERIFY=0"),
+    ],
+)
+def test_hints_in_the_form_of_the_door(door, on, off):
+    with switches.through(door):
+        assert (switches.how_to_set("verify"), switches.how_to_set("verify", False)) == (on, off)

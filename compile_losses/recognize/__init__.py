@@ -30,7 +30,7 @@ from compile_losses.recognize.with_head import (
 )
 from compile_losses.recognize.written_out import Recognizer
 from compile_losses.report import Report
-from compile_losses.sites import Site, mark, site_of, source_of
+from compile_losses.sites import Site, left_out, mark, site_of, source_of
 from compile_losses.switches import chosen
 from compile_losses.torch_internals.ops import HigherOrderOperator
 
@@ -312,7 +312,7 @@ class _Rewriting:
                 reason: str | None = found.reason
             else:
                 unwanted = None if found.op in self.losses else _NOT_CHOSEN
-                reason = inside or unwanted or refusal(found)
+                reason = inside or unwanted or left_out(found.root) or refusal(found)
             if self.verify and reason is None:
                 assert isinstance(found, Match)
                 reason, note = compare(found)
