@@ -1,20 +1,15 @@
-"""``python -m compile_losses info | explain | compare | run | demo``."""
+"""``python -m compile_losses info | explain | compare | bisect | run | demo``."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
-import platform
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from compile_losses import library
+from compile_losses.facts import gather, in_words
+from compile_losses.running import load
 from compile_losses.terminal import say
 
 
@@ -24,75 +19,9 @@ def info(arguments: argparse.Namespace, _: list[str]) -> int:
     if arguments.json:
         print(json.dumps(facts, indent=2))
         return 0
-    say(f"compile_losses {facts['compile_losses']}")
-    say(f"torch          {facts['torch']} (CUDA {facts['cuda'] or 'not built in'})")
-    say(f"python         {facts['python']} on {facts['platform']}")
-    say(f"cpu            {facts['cpu']['threads']} threads, {facts['cpu']['capability']}")
-    for i, gpu in enumerate(facts["gpus"]):
-        say(f"cuda:{i}         {gpu['name']}, capability {gpu['capability']}")
-    for device, kernels in facts["kernels"].items():
-        name = kernels.get("loaded")
-        state = f"loaded from {name}" if name else f"none: {kernels['missing']}"
-        say(f"{device + ' kernels':<14} {state}")
-    say("ops            " + ", ".join(facts["ops"]))
+    for line in in_words(facts):
+        say(line)
     return 0
-
-
-def gather() -> dict[str, Any]:
-    """The facts that :func:`info` prints."""
-    from importlib.metadata import version
-
-    return {
-        "compile_losses": version("compile_losses"),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpu": {
-            "threads": torch.get_num_threads(),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-        },
-        "gpus": [
-            {
-                "name": torch.cuda.get_device_name(i),
-                "capability": ".".join(map(str, torch.cuda.get_device_capability(i))),
-            }
-            for i in range(torch.cuda.device_count())
-        ],
-        "kernels": {
-            device: {"loaded": kernels.name} if isinstance(kernels, Path) else {"missing": kernels}
-            for device, kernels in library.kernels.items()
-        },
-        "cuda_build": library.cuda_build(),
-        "ops": library.public_ops(),
-    }
-
-
-def load(target: str) -> Callable[..., Any]:
-    """``path/to/script.py:function`` or ``package.module:function``, dots allowed in the latter."""
-    source, separator, name = target.rpartition(":")
-    if not separator or not source or not name:
-        raise SystemExit(f"expected SCRIPT_OR_MODULE:FUNCTION, got {target!r}")
-    if source.endswith(".py"):
-        path = Path(source).resolve()
-        if not path.is_file():
-            raise SystemExit(f"there is no file {source}")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.path.insert(0, str(path.parent))
-        sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
-    else:
-        sys.path.insert(0, "")
-        module = importlib.import_module(source)
-    value: Any = module
-    for part in name.split("."):
-        if not hasattr(value, part):
-            raise SystemExit(f"{source} has no {name}")
-        value = getattr(value, part)
-    return value
 
 
 def explain(arguments: argparse.Namespace, _: list[str]) -> int:
@@ -129,6 +58,31 @@ def compare(arguments: argparse.Namespace, _: list[str]) -> int:
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
+        say(found)
+    return 0
+
+
+def bisect(arguments: argparse.Namespace, _: list[str]) -> int:
+    """Finds the loss and the pass that a problem comes from, and the smallest switch against it."""
+    from compile_losses.bisection import RefusedError
+    from compile_losses.bisection import bisect as find
+
+    try:
+        found = find(
+            arguments.target,
+            arguments.check,
+            mode=arguments.mode,
+            options=arguments.options,
+            steps=arguments.steps,
+            tolerance=arguments.tolerance,
+            say=(lambda _: None) if arguments.json else say,
+        )
+    except RefusedError as error:
+        raise SystemExit(f"bisect: {error}") from None
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        say()
         say(found)
     return 0
 
@@ -178,13 +132,13 @@ def demo(_: argparse.Namespace, rest: list[str]) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m compile_losses", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (info, explain, compare, run, demo):
+    for command in (info, explain, compare, bisect, run, demo):
         summary = (command.__doc__ or "").splitlines()[0]
         sub = commands.add_parser(
             command.__name__, help=summary, description=summary, add_help=command is not demo
         )
         sub.set_defaults(command=command)
-        if command in (explain, compare):
+        if command in (explain, compare, bisect):
             sub.add_argument("target", metavar="SCRIPT_OR_MODULE:FUNCTION")
             sub.add_argument("--mode", help="as for torch.compile")
             sub.add_argument(
@@ -193,6 +147,19 @@ def main(argv: list[str] | None = None) -> int:
             sub.add_argument("--json", action="store_true", help="for programs to read")
         if command is compare:
             sub.add_argument("--steps", type=int, default=10, help="measured steps of each side")
+        if command is bisect:
+            sub.add_argument(
+                "--check",
+                choices=("loss", "crash", "time"),
+                required=True,
+                help="what is wrong: other numbers, an error, or a step slower than stock's",
+            )
+            sub.add_argument("--steps", type=int, help="steps of each trial")
+            sub.add_argument(
+                "--tolerance",
+                type=float,
+                help="the relative difference from which a loss is wrong, or a time is long",
+            )
         if command is explain:
             sub.add_argument("--html", type=Path, metavar="FILE", help="writes a page as well")
             sub.add_argument(

@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from compile_losses import switches
+from compile_losses.guard import strict_by_default
 from compile_losses.recognize import rewrite_graph
 from compile_losses.recognize.returned_logits import Lazily
 from compile_losses.recognize.verify import verify_by_default
@@ -202,7 +203,9 @@ class Settings:
         verifies = verify_by_default() if self.verify is None else self.verify
         is_lazy = switches.returns_lazy_logits(self.lazy_logits)
         names = (*sorted(self.losses), *sorted(self.places))
-        return (*names, self.prefers_memory, verifies, is_lazy)
+        # What was compiled in spite of a fault is not what a user who wants to see it asks for.
+        is_strict = strict_by_default() if self.strict is None else self.strict
+        return (*names, self.prefers_memory, verifies, is_lazy, is_strict)
 
     def lazily(self, gm: GraphModule) -> Lazily | None:
         """Makes logits that a Dynamo graph returns lazy; None if that is not requested."""

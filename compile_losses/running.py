@@ -1,11 +1,13 @@
-"""``python -m compile_losses run``: another program, with ``enable()``, without a change of it."""
+"""Programs of users: ``python -m compile_losses run``, and functions to explain or compare."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +45,30 @@ def run(program: Sequence[str], options: Mapping[str, Any]) -> None:
     sys.argv = list(program)
     sys.path[0] = str(script.resolve().parent)
     runpy.run_path(str(script), run_name="__main__")
+
+
+def load(target: str) -> Callable[..., Any]:
+    """``path/to/script.py:function`` or ``package.module:function``, dots allowed in the latter."""
+    source, separator, name = target.rpartition(":")
+    if not separator or not source or not name:
+        raise SystemExit(f"expected SCRIPT_OR_MODULE:FUNCTION, got {target!r}")
+    if source.endswith(".py"):
+        path = Path(source).resolve()
+        if not path.is_file():
+            raise SystemExit(f"there is no file {source}")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.path.insert(0, str(path.parent))
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, "")
+        module = importlib.import_module(source)
+    value: Any = module
+    for part in name.split("."):
+        if not hasattr(value, part):
+            raise SystemExit(f"{source} has no {name}")
+        value = getattr(value, part)
+    return value

@@ -124,9 +124,14 @@ def place_of(name: str) -> tuple[str, int] | None:
     return None if found is None else (found["file"], int(found["line"]))
 
 
+def excluded_names() -> list[str]:
+    """The losses and places of COMPILE_LOSSES_EXCEPT."""
+    return _names("COMPILE_LOSSES_EXCEPT") or []
+
+
 def places(excluded: Iterable[str] | None = None) -> frozenset[str]:
     """The places among the names that are excluded; by default those of COMPILE_LOSSES_EXCEPT."""
-    names = _names("COMPILE_LOSSES_EXCEPT") or [] if excluded is None else excluded
+    names = excluded_names() if excluded is None else excluded
     return frozenset(name for name in names if place_of(name) is not None)
 
 
@@ -137,7 +142,7 @@ def check_environment() -> None:
     """
     check_names("COMPILE_LOSSES_PASSES", _names("COMPILE_LOSSES_PASSES") or [], PASSES)
     check_names("COMPILE_LOSSES_ONLY", _names("COMPILE_LOSSES_ONLY") or [], losses())
-    check_excluded("COMPILE_LOSSES_EXCEPT", _names("COMPILE_LOSSES_EXCEPT") or [])
+    check_excluded("COMPILE_LOSSES_EXCEPT", excluded_names())
 
 
 def losses() -> list[str]:
@@ -160,10 +165,10 @@ def chosen(
     """
     known = losses()
     wanted = _names("COMPILE_LOSSES_ONLY") if only is None else listed(LOSSES, only)
-    others = _names("COMPILE_LOSSES_EXCEPT") if excluded is None else listed(EXCEPT, excluded)
+    others = excluded_names() if excluded is None else listed(EXCEPT, excluded)
     check_names(LOSSES, wanted or [], known)
-    check_excluded(EXCEPT, others or [])
-    return frozenset(known if wanted is None else wanted) - frozenset(others or [])
+    check_excluded(EXCEPT, others)
+    return frozenset(known if wanted is None else wanted) - frozenset(others)
 
 
 def listed(option: str, names: Any) -> list[str]:

@@ -125,9 +125,11 @@ def test_other_places(file):
     assert len(ops_of(explain_call(lines, inputs(), options={"except": [name]}))) == 2
 
 
-def test_a_place_enters_the_keys_of_caches():
+def test_places_and_strictness_enter_the_keys_of_caches():
+    """What a fault was left out of is not found by a user who wants to see the fault."""
     keys = {Settings.of(None, {"except": names}).key for names in (["a.py:1"], ["a.py:2"], [])}
     assert len(keys) == 3
+    assert len({Settings.of(None, {"strict": strict}).key for strict in (True, False)}) == 2
 
 
 def test_a_head_without_its_op(chunks, counted):
