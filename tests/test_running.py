@@ -116,6 +116,18 @@ def test_without_autoload(folder, installed):
     assert told["rewritten"] == {"mse_loss": 2}
 
 
+@pytest.mark.parametrize("on", ["1", "0"])
+def test_a_program_that_enables_by_itself(on, folder):
+    """In one thread of it, which is not the one that compiles."""
+    (folder / "train.py").write_text(
+        PROGRAM.replace("import helper", "import helper, compile_losses; compile_losses.enable()")
+        .replace("thread.start()", "thread.start() if size == 2 else work()")
+        .replace("thread.join()", "thread.join() if size == 2 else None")
+    )
+    told = python("-m", "compile_losses", "run", "train.py", cwd=folder, COMPILE_LOSSES=on)
+    assert told["rewritten"] == ({"mse_loss": 2} if on == "1" else {})
+
+
 IMPORT = """
 import json, sys
 import torch
