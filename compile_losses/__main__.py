@@ -95,10 +95,26 @@ def run(arguments: argparse.Namespace, program: list[str]) -> int:
     if not program:
         raise SystemExit("run: expected a script, or -m and a module")
     try:
-        run_program(program, arguments.options or {})
+        if arguments.compare is not None:
+            _compare_program(arguments, program)
+        else:
+            run_program(program, arguments.options or {})
     except InvalidOptionError as error:
         raise SystemExit(str(error)) from None
     return 0
+
+
+def _compare_program(arguments: argparse.Namespace, program: list[str]) -> None:
+    from compile_losses.program_comparison import ProgramError, compare_program
+
+    try:
+        found = compare_program(program, arguments.compare, arguments.options)
+    except ProgramError as error:
+        raise SystemExit(f"run --compare: {error}") from None
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        say(found)
 
 
 def options_of(text: str) -> dict[str, Any]:
@@ -118,7 +134,7 @@ def before_program(argv: list[str]) -> tuple[list[str], list[str]]:
         return argv, []
     end = 1
     while end < len(argv) and argv[end].startswith("--"):
-        end += 1 if "=" in argv[end] or argv[end] == "--help" else 2
+        end += 1 if "=" in argv[end] or argv[end] in ("--help", "--json") else 2
     return argv[:end], argv[end:]
 
 
@@ -170,10 +186,20 @@ def main(argv: list[str] | None = None) -> int:
                 help="exits with 1 if there is such a loss; may be given twice",
             )
         if command is run:
-            sub.usage = "python -m compile_losses run [--options JSON] SCRIPT | -m MODULE [ARG ...]"
+            sub.usage = (
+                "python -m compile_losses run [--options JSON] [--compare N [--json]] "
+                "SCRIPT | -m MODULE [ARG ...]"
+            )
             sub.add_argument(
                 "--options", type=options_of, metavar="JSON", help="as for compile_losses.enable"
             )
+            sub.add_argument(
+                "--compare",
+                type=int,
+                metavar="N",
+                help="measures N steps of the program by stock torch.compile and with this package",
+            )
+            sub.add_argument("--json", action="store_true", help="of --compare, for programs")
         if command is info:
             sub.add_argument("--json", action="store_true", help="for programs to read")
     given = sys.argv[1:] if argv is None else argv

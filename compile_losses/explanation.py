@@ -118,25 +118,7 @@ def explain_call(
                     raise
                 if is_rewritten:
                     failure = f"no plan: {first_line(f'{type(error).__name__}: {error}')}"
-        report.errors += [*found.errors, *filter(None, [failure])]
-        for site in planned(found.sites, decisions):
-            if failure and site.status == "rewritten":
-                site = replace(site, details=(failure,))
-            if report.graphs > 0 and OUTSIDE in site.reason:
-                end = "a graph break"
-                if ends:
-                    file, line = ends[-1]
-                    end = f"the graph break in {shorten(file)}:{line}"
-                reason = site.reason.replace(OUTSIDE, f"{OUTSIDE}, after {end}")
-                site = replace(site, reason=reason)
-            report.sites.append(replace(site, graph=report.graphs))
-        found_calls = attempt(lambda: foreign_calls(gm.graph))
-        if not isinstance(found_calls, Failure):
-            report.foreign += [call for call in found_calls if call not in report.foreign]
-        unknown = attempt(lambda: _add_results(report, gm.graph))
-        if isinstance(unknown, Failure):
-            report.errors.append(f"what is not recognised is not known: {unknown.reason}")
-        report.graphs += 1
+        add_graph(report, gm.graph, found, decisions, failure, ends[-1] if ends else None)
         if any(isinstance(node.target, HigherOrderOperator) for node in gm.graph.nodes):
             # Some of these ops are right only if AOTAutograd has traced them.
             return lookup_backend("aot_eager")(gm, example_inputs)
@@ -148,6 +130,42 @@ def explain_call(
     report.sites = [_located(site, function) for site in report.sites]
     report.graph_breaks = _graph_breaks(before)
     return report
+
+
+def add_graph(
+    report: Report,
+    graph: Graph,
+    found: Report,
+    decisions: Sequence[Decision],
+    failure: str = "",
+    end: tuple[str, int] | None = None,
+) -> None:
+    """Adds a rewritten Dynamo graph to a report.
+
+    Args:
+        found: what recognition said of the graph.
+        decisions: those of the passes on AOTAutograd's graphs.
+        failure: why there are none.
+        end: the graph break before the graph, if it is known.
+    """
+    report.errors += [*found.errors, *filter(None, [failure])]
+    for site in planned(found.sites, decisions):
+        if failure and site.status == "rewritten":
+            site = replace(site, details=(failure,))
+        if report.graphs > 0 and OUTSIDE in site.reason:
+            where = "a graph break"
+            if end is not None:
+                where = f"the graph break in {shorten(end[0])}:{end[1]}"
+            reason = site.reason.replace(OUTSIDE, f"{OUTSIDE}, after {where}")
+            site = replace(site, reason=reason)
+        report.sites.append(replace(site, graph=report.graphs))
+    found_calls = attempt(lambda: foreign_calls(graph))
+    if not isinstance(found_calls, Failure):
+        report.foreign += [call for call in found_calls if call not in report.foreign]
+    unknown = attempt(lambda: _add_results(report, graph))
+    if isinstance(unknown, Failure):
+        report.errors.append(f"what is not recognised is not known: {unknown.reason}")
+    report.graphs += 1
 
 
 def _reasons() -> tuple[Counter[str], Counter[str]]:

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule
 from compile_losses import switches
 from compile_losses.guard import attempt
 from compile_losses.library import fingerprint, loaded
-from compile_losses.log_line import first_losses, note
+from compile_losses.log_line import compilation, note
 from compile_losses.lower import Decision, donated_buffers, in_place, lower_or_leave, plan
 from compile_losses.lower.decision import log
 from compile_losses.options import Settings
@@ -110,7 +110,7 @@ def log_and_count(gm: GraphModule) -> None:
 def told(gm: GraphModule) -> Iterator[None]:
     """Around the compilation of a rewritten graph, whose losses it logs and counts."""
     log_and_count(gm)
-    with first_losses(gm.meta.get("compile_losses")):
+    with compilation(gm):
         yield
 
 

@@ -1,12 +1,14 @@
-"""The line of log about the first losses that a process compiles."""
+"""The line of log about the first losses that a process compiles, and collectors of all of them."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+
+from torch.fx import GraphModule
 
 from compile_losses import switches
 from compile_losses.lower.decision import Decision
@@ -20,22 +22,30 @@ _log.setLevel(logging.INFO)  # whatever the level of other people's logs is
 #: The decisions of the compilation that is to be told.
 _decisions: ContextVar[list[Decision] | None] = ContextVar("compile_losses_decisions", default=None)
 _told = False
+#: Each is called with a rewritten graph; the result is called with the decisions about that graph.
+collectors: list[Callable[[GraphModule], Callable[[Sequence[Decision]], None]]] = []
 
 
 @contextmanager
-def first_losses(report: Report | None) -> Iterator[None]:
-    """Around the compilation of a rewritten graph. Logs a line after the first one with losses."""
+def compilation(gm: GraphModule) -> Iterator[None]:
+    """Around the compilation of a rewritten graph, which is collected. Logs a line after the first
+    one with losses."""
     global _told
-    if _told or report is None or not report.losses or not _is_wanted():
+    report: Report | None = gm.meta.get("compile_losses")
+    is_first = not _told and report is not None and bool(report.losses) and _is_wanted()
+    if report is None or not (is_first or collectors):
         yield
         return
+    ends = [collector(gm) for collector in collectors]
     decisions: list[Decision] = []
     token = _decisions.set(decisions)
     try:
         yield
     finally:
         _decisions.reset(token)
-    if not _told:
+    for end in ends:
+        end(decisions)
+    if is_first and not _told:
         _told = True
         _tell(f"compile_losses: {line(planned(report.losses, decisions))}")
 
