@@ -43,7 +43,9 @@ def compile_losses(
               ``except`` may also have places, such as ``"train.py:16"``.
             - ``lazy_logits``: whether logits that a graph returns beside their loss are computed
               when they are read, as :class:`compile_losses.lazy.LazyLogits`, if the loss can be
-              computed without them (COMPILE_LOSSES_LAZY_LOGITS=1).
+              computed without them: ``"auto"``, the default, where that is safe and pays; True also
+              for logits that go to the next graph, and until they are read; False for none
+              (COMPILE_LOSSES_LAZY_LOGITS=auto, 1 or 0).
             - ``prefer_memory``: whether linear cross entropy is also used if it saves less than
               half of the logits, or has to compute them twice for the gradients of unreduced
               losses, which may cost time (COMPILE_LOSSES_PREFER_MEMORY=1).
@@ -143,7 +145,7 @@ def _prepared(
     gm.meta["compile_losses"] = settings.rewrite(opened, lazily)
     function = compiled
     if lazily is not None and lazily.outputs:
-        function = return_lazily(opened, lazily.outputs, lambda _: compiled)
+        function = return_lazily(opened, lazily.outputs, lambda _: compiled, lazily.automatic)
     if around is not None:
         return opened, examples, around(function)
     if lazily is not None and not is_captured(gm):  # a part takes plain logits

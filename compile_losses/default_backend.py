@@ -106,7 +106,7 @@ def enable(
     *,
     losses: Iterable[str] | None = None,
     except_: Iterable[str] | None = None,
-    lazy_logits: bool | None = None,
+    lazy_logits: bool | str | None = None,
     prefer_memory: bool | None = None,
     verify: bool | None = None,
     strict: bool | None = None,

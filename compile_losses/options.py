@@ -10,13 +10,19 @@ from torch.fx import Graph, GraphModule
 
 from compile_losses import switches
 from compile_losses.guard import strict_by_default
+from compile_losses.lazy.automatic import Automatic, why_over
 from compile_losses.recognize import rewrite_graph
 from compile_losses.recognize.returned_logits import Lazily
 from compile_losses.recognize.verify import verify_by_default
 from compile_losses.recognize.with_head import prefer_memory_by_default
 from compile_losses.report import Report
-from compile_losses.switches import EXCEPT, LAZY_LOGITS, LOSSES, PREFER_MEMORY, guess
-from compile_losses.torch_internals.dynamo import ShortenTraceback, list_backends, lookup_backend
+from compile_losses.switches import AUTO, EXCEPT, LAZY_LOGITS, LOSSES, PREFER_MEMORY, guess
+from compile_losses.torch_internals.dynamo import (
+    ShortenTraceback,
+    code_that_is_compiled,
+    list_backends,
+    lookup_backend,
+)
 from compile_losses.torch_internals.inductor import (
     InductorBackend,
     is_to_be_saved,
@@ -46,6 +52,12 @@ def _flag(option: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise RuntimeError(f"{option}: expected True or False, got {value!r}")
     return value
+
+
+def _laziness(option: str, value: Any) -> bool | str:
+    if not isinstance(value, bool) and value != AUTO:
+        raise RuntimeError(f"{option}: expected True, False or {AUTO!r}, got {value!r}")
+    return bool(value) if isinstance(value, bool) else AUTO
 
 
 def _losses(option: str, value: Any) -> tuple[str, ...]:
@@ -83,7 +95,7 @@ def _backend(option: str, value: Any) -> Any:
 OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     LOSSES: _losses,
     EXCEPT: _excluded,
-    LAZY_LOGITS: _flag,
+    LAZY_LOGITS: _laziness,
     PREFER_MEMORY: _flag,
     VERIFY: _flag,
     STRICT: _flag,
@@ -112,7 +124,7 @@ class Settings:
     verify: bool | None = None
     strict: bool | None = None
     prefer_memory: bool | None = None
-    lazy_logits: bool | None = None
+    lazy_logits: bool | str | None = None
     only: tuple[str, ...] | None = None
     excluded: tuple[str, ...] | None = None
     door: str = switches.BACKEND
@@ -179,7 +191,8 @@ class Settings:
                     raise InvalidOptionError("losses: expected at least one, got []")
                 variable, text = _VARIABLES[name], ",".join(value)
             else:
-                variable, text = f"COMPILE_LOSSES_{name.upper()}", str(int(value))
+                variable = f"COMPILE_LOSSES_{name.upper()}"
+                text = value if isinstance(value, str) else str(int(value))
             found[variable] = text
         return found
 
@@ -201,7 +214,7 @@ class Settings:
     def key(self) -> tuple[Any, ...]:
         """What compiled graphs depend on, for the keys of caches."""
         verifies = verify_by_default() if self.verify is None else self.verify
-        is_lazy = switches.returns_lazy_logits(self.lazy_logits)
+        is_lazy = switches.lazy_logits(self.lazy_logits)
         names = (*sorted(self.losses), *sorted(self.places))
         # What was compiled in spite of a fault is not what a user who wants to see it asks for.
         is_strict = strict_by_default() if self.strict is None else self.strict
@@ -209,13 +222,22 @@ class Settings:
 
     def lazily(self, gm: GraphModule) -> Lazily | None:
         """Makes logits that a Dynamo graph returns lazy; None if that is not requested."""
-        if not switches.returns_lazy_logits(self.lazy_logits):
+        how = switches.lazy_logits(self.lazy_logits)
+        if not how:
             return None
         if is_to_be_saved():
             return Lazily("the compiled graph is to be saved")
         if self.inductor is not None and uses_cuda_graphs(self.inductor.config):
             return Lazily("a CUDA graph uses the memory of what it returned anew")
-        return Lazily()
+        if how != AUTO:
+            return Lazily()
+        code = code_that_is_compiled()
+        if code is None:
+            return Lazily("it is not known which function is compiled", is_asked_for=False)
+        if (over := why_over(code)) is not None:
+            return Lazily(over, is_asked_for=False)
+        always = switches.how_to_set(LAZY_LOGITS)
+        return Lazily(automatic=Automatic(code, always), is_asked_for=False)
 
     def rewrite(self, gm: GraphModule, lazily: Lazily | None = None) -> Report:
         """Rewrites a Dynamo graph."""

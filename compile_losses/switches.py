@@ -23,6 +23,8 @@ REWRITE, PLAN, IN_PLACE = PASSES = ("rewrite", "plan", "in_place")
 
 #: The option that returns lazy logits.
 LAZY_LOGITS = "lazy_logits"
+#: Its value for logits that are lazy where that is safe and pays.
+AUTO = "auto"
 #: The option that uses linear cross entropy also if it saves memory and may cost time.
 PREFER_MEMORY = "prefer_memory"
 #: The options that name the losses to rewrite, and those to leave alone.
@@ -72,10 +74,13 @@ def runs(name: str) -> bool:
     return is_on() and (named is None or name in named)
 
 
-def returns_lazy_logits(given: bool | None = None) -> bool:
-    """Whether compiled graphs return lazy logits; by default if COMPILE_LOSSES_LAZY_LOGITS=1 is in
-    the environment."""
-    return is_set("COMPILE_LOSSES_LAZY_LOGITS") if given is None else given
+def lazy_logits(given: bool | str | None = None) -> bool | str:
+    """Whether compiled graphs return lazy logits: True, False or ``AUTO``. By default what
+    COMPILE_LOSSES_LAZY_LOGITS says: 1, 0 or auto."""
+    if given is not None:
+        return given
+    value = os.environ.get("COMPILE_LOSSES_LAZY_LOGITS", AUTO).lower()
+    return AUTO if value == AUTO else is_set("COMPILE_LOSSES_LAZY_LOGITS")
 
 
 @contextmanager

@@ -46,7 +46,7 @@ print(json.dumps({
     "argv": sys.argv, "early": early, "name": __name__, "file": os.path.basename(__file__),
     "rewritten": first, "again": dict(counters()["rewritten"]),
     "only": os.environ.get("COMPILE_LOSSES_ONLY"),
-    "lazy": switches.returns_lazy_logits(), "main": sys.modules["__main__"].__name__,
+    "lazy": switches.lazy_logits(), "main": sys.modules["__main__"].__name__,
 }))
 """
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from compile_losses.lazy.automatic import Automatic
 from compile_losses.lazy.head import Head, Step, apply
-from compile_losses.lazy.node import lazy_logits
+from compile_losses.lazy.node import Wishes, lazy_logits
+from compile_losses.switches import LAZY_LOGITS, how_to_set
 
 #: A compiled graph, or what stands for one.
 Compiled = Callable[..., Any]
@@ -53,7 +56,10 @@ class LazyOutput:
 
 
 def return_lazily(
-    gm: GraphModule, outputs: list[LazyOutput], compile: Callable[[GraphModule], Compiled]
+    gm: GraphModule,
+    outputs: list[LazyOutput],
+    compile: Callable[[GraphModule], Compiled],
+    automatic: Automatic | None = None,
 ) -> Compiled:
     """Compiles a graph that returns, in the place of some outputs, the layer's input.
 
@@ -61,6 +67,7 @@ def return_lazily(
         gm: as Dynamo captured it, its losses rewritten; some of its outputs change.
         outputs: which are to be lazy.
         compile: the rest of the backend.
+        automatic: the function that is compiled, if nobody asked for lazy logits.
 
     Returns:
         A function that returns the results of ``gm``, with a :class:`LazyLogits` in the place of
@@ -97,9 +104,16 @@ def return_lazily(
     gm.graph.lint()
     gm.recompile()
     compiled = compile(gm)
+    remedy = how_to_set(LAZY_LOGITS, False)
+    others = {*inputs, *kept[: len(returned) - len(lazy)]}
+    #: For each head, which of its tensors somebody else can change.
+    changeable = {
+        one.sources: [s in others or s.op == "get_attr" for s in one.sources] for one in outputs
+    }
 
     def run(*given: Any) -> list[Any]:
         made = compiled(*given)
+        call = None if automatic is None else automatic.call()
         rest = iter(made)
         #: The output of each head; the results that are made of it start from it.
         heads: dict[tuple[Node, ...], Tensor] = {}
@@ -112,7 +126,8 @@ def return_lazily(
             if one.sources not in heads:
                 input, weight, *bias = (get(given, made) for get in made_of[node])
                 head = Head(input, weight, bias[0] if bias else None, one.dtype, one.is_transposed)
-                heads[one.sources] = lazy_logits(head)
+                tensors = tuple(compress(head.tensors, changeable[one.sources]))
+                heads[one.sources] = lazy_logits(head, Wishes(remedy, call, tensors))
             result = apply(heads[one.sources], one.steps)
             is_cut = result.requires_grad and not one.requires_grad
             results.append(result.detach() if is_cut else result)

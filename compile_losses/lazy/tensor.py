@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -364,20 +365,34 @@ def shape_of(tensor: Tensor) -> Tensor:
 
 
 def first_output(
-    head: Head, origin: Head | None = None, source: Source | None = None
+    head: Head,
+    origin: Head | None = None,
+    source: Source | None = None,
+    computed: Callable[[], None] | None = None,
 ) -> LazyLogits:
-    """The output of a head; without a source in tracing."""
+    """The output of a head; without a source in tracing.
+
+    Args:
+        computed: is called once the logits are computed.
+    """
 
     def make() -> Tensor:
         if source is not None:
             source.check()
-        return head.output()
+        output = head.output()
+        if computed is not None:
+            computed()
+        return output
+
+    memory = Memory(make)
+    if source is not None:
+        source.memory = ref(memory)
 
     like = torch.empty((*head.input.shape[:-1], head.classes), dtype=head.dtype, device="meta")
     return LazyLogits(
         like,
         head.input.device,
-        Memory(make),
+        memory,
         head=head,
         origin=origin,
         source=source,

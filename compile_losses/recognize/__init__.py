@@ -129,7 +129,7 @@ def rewrite_graph(
     turns: list[_Rewriting] = []
 
     def turn() -> None:
-        lazy = None if lazily is None else Lazily(lazily.refusal)
+        lazy = None if lazily is None else replace(lazily, outputs=[])
         turns.append(_Rewriting(steps, verify, prefer_memory, losses, lowers, lazy))
         turns[-1].run(graph)
 

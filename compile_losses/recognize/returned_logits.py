@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from compile_losses.distributed import are_dtensors
 from compile_losses.lazy import LazyOutput
+from compile_losses.lazy.automatic import Automatic
 from compile_losses.lazy.head import Step
 from compile_losses.lazy.tensor import can_wait
 from compile_losses.ops.linear.chunk_size import chunk_rows
@@ -33,10 +34,14 @@ class Lazily:
 
     Attributes:
         refusal: why they can't be lazy, in words.
+        automatic: the function that is compiled, if nobody asked for lazy logits.
+        is_asked_for: whether somebody did.
         outputs: collects the outputs that the caller of the graph has to make lazy.
     """
 
     refusal: str | None = None
+    automatic: Automatic | None = None
+    is_asked_for: bool = True
     outputs: list[LazyOutput] = field(default_factory=list)
 
 
@@ -114,10 +119,11 @@ def lazy_outputs(
 def add_logits_without_loss(graph: Graph, replay: AtenReplay, lazily: Lazily) -> None:
     """Makes returned logits lazy of which the graph computes no loss: the next graph may.
 
-    This is done if a layer looks like a head: it makes at least twice as many features as it takes,
-    of enough rows for chunks to pay.
+    This is done if somebody asked for it, since nobody knows what reads them, and if a layer looks
+    like a head: it makes at least twice as many features as it takes, of enough rows for chunks to
+    pay.
     """
-    if lazily.refusal is not None:
+    if lazily.refusal is not None or not lazily.is_asked_for:
         return
     (output,) = graph.find_nodes(op="output")
     known = {one.node for one in lazily.outputs}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import Any
 
 import torch
-from torch._dynamo import compiled_autograd, config, eval_frame
+from torch._dynamo import compiled_autograd, config, eval_frame, symbolic_convert
 
 # Runs a function while Dynamo traces the call of it. Without it the warnings of a compiled loss
 # would break its graph.
@@ -25,6 +26,7 @@ from torch._dynamo.source import AttrSource
 # What Dynamo counts, its reasons for graph breaks among it. Without it a report has none of these.
 from torch._dynamo.utils import counters as counters
 
+_reset_code: Callable[[CodeType], None] = torch._C._dynamo.eval_frame.reset_code
 #: From the name of a backend to the backend, for the option ``inner_backend``.
 lookup_backend = torch._dynamo.lookup_backend
 #: The names of all backends, to say which one was meant.
@@ -50,6 +52,22 @@ def source_of_input(placeholder: Any) -> Any:
 def name_input(placeholder: Any, source: Any, attribute: str = "") -> None:
     """Names an input in guards: as another one, or as an attribute of that."""
     placeholder._dynamo_source = AttrSource(source, attribute) if attribute else source
+
+
+def compiles_backwards() -> bool:
+    """Whether backwards are compiled as a whole. Hooks of nodes don't run in them as elsewhere."""
+    return bool(compiled_autograd.compiled_autograd_enabled)
+
+
+def code_that_is_compiled() -> CodeType | None:
+    """The code of the function that Dynamo traces. Without it nobody could compile it once more."""
+    tracer = symbolic_convert.InstructionTranslator.current_tx()
+    return None if tracer is None else tracer.f_code
+
+
+def forget_compiled(code: CodeType) -> None:
+    """Lets Dynamo compile a function once more, when it is called the next time."""
+    _reset_code(code)
 
 
 def in_compiled_backward() -> bool:

@@ -43,6 +43,13 @@ is_on_the_way = torch._C._will_engine_execute_node
 #: it somebody could be given a gradient that can't be computed any more when it is read.
 at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 
+
+def keeps_saved_tensors_elsewhere() -> bool:
+    """Whether hooks take what a backward needs, as checkpoints and offloading to a host do. What is
+    saved for lazy logits would be kept in addition."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 #: The active modes that see torch's functions. One that was missed would not see a loss.
 function_modes = torch.overrides._get_current_function_mode_stack
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -41,6 +42,18 @@ def shard_of(tensor: Any) -> Any:
     """A rank's own part of a DTensor, not differentiably; any other tensor itself. DTensor.to_local
     is differentiable, and would record a node of its own."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def is_gathered_for_one_use(weight: Tensor) -> bool:
+    """Whether a weight's memory may be given back after its use: DeepSpeed's (ZeRO-3) and FSDP's.
+    Logits could not be computed of it later. FSDP's first version makes views of one tensor."""
+    if hasattr(weight, "ds_id") or weight._is_view():
+        return True
+    # Whoever shards by FSDP's second version has imported this.
+    states = sys.modules.get("torch.distributed._composable_state")
+    return states is not None and any(
+        "FSDP" in type(state()).__name__ for state in list(states._module_state_mapping.values())
+    )
 
 
 def make_wrapper(kind: type[Tensor], like: Tensor, device: torch.device) -> Any:

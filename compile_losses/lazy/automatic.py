@@ -1,0 +1,134 @@
+"""Logits that are lazy without being asked for: in time, and only where that pays.
+
+Such logits are computed before their head may change: when a gradient arrives at a tensor of the
+head, and before an optimizer's step. If they are computed in two calls one after the other, the
+function is compiled once more, and returns plain logits from then on.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable
+from contextlib import suppress
+from types import CodeType
+from weakref import finalize, ref
+
+import torch
+from torch import Tensor
+
+from compile_losses.lazy.source import Source
+from compile_losses.torch_internals.dynamo import compiles_backwards, forget_compiled
+from compile_losses.torch_internals.eager import keeps_saved_tensors_elsewhere, not_compiled
+
+#: What logits were that were computed all the same.
+KEPT, READ, AT_ONCE = "kept until the backward", "read", "needed at once"
+#: Why functions return plain logits again, by where they begin.
+_over: dict[tuple[str, int, str], str] = {}
+
+
+def _place(code: CodeType) -> tuple[str, int, str]:
+    return code.co_filename, code.co_firstlineno, code.co_name
+
+
+def forget() -> None:
+    """Lets functions whose logits were computed return lazy ones again, once they are compiled."""
+    _over.clear()
+
+
+def why_over(code: CodeType) -> str | None:
+    """Why a function returns plain logits again; None if it does not."""
+    return _over.get(_place(code))
+
+
+class Automatic:
+    """A compiled function whose logits are lazy until they are computed in two calls running.
+
+    Args:
+        code: the function's code, as it was before it was compiled.
+        always: how a user asks for lazy logits in any case.
+    """
+
+    def __init__(self, code: CodeType, always: str) -> None:
+        self._code, self._always = code, always
+        self._calls = 0
+        #: The last call whose logits were computed.
+        self._last = -1
+        self._lock = threading.Lock()
+
+    def call(self) -> Call:
+        with self._lock:
+            self._calls += 1
+            return Call(self, self._calls)
+
+    def note(self, call: int, how: str) -> None:
+        """Notes that the logits of a call are computed, and what they were before."""
+        with self._lock:
+            if why_over(self._code) is not None or call == self._last:
+                return
+            follows, self._last = self._last == call - 1, call
+            if not follows:
+                return
+            _over[_place(self._code)] = f"they were {how} in two calls one after the other"
+        forget_compiled(self._code)
+        if how == KEPT:
+            name, line = self._code.co_name, self._code.co_firstlineno
+            with suppress(Warning):  # where warnings are errors, a backward must not end by one
+                warnings.warn(
+                    f"the logits that {name} ({self._code.co_filename}:{line}) returns were kept "
+                    "until the backward, and nobody had read them, in two calls one after the "
+                    "other. They are computed with the loss from now on, as without "
+                    "compile_losses. To save their memory, let go of them before the backward "
+                    f"(`loss = outputs.loss; del outputs`), or set {self._always}",
+                    stacklevel=2,
+                )
+
+
+class Call:
+    """One call of such a function."""
+
+    def __init__(self, function: Automatic, number: int) -> None:
+        self._function, self._number = function, number
+        self._how = READ
+        self._waits = True
+
+    def computed(self) -> None:
+        """Notes that its logits are computed."""
+        self._function.note(self._number, self._how)
+
+    def compute_at_once(self) -> None:
+        """Computes the logits when they are watched."""
+        self._waits = False
+
+    def watch(self, source: Source, tensors: Iterable[Tensor]) -> None:
+        """Computes the logits of a head before its tensors may change.
+
+        Args:
+            source: of the logits.
+            tensors: those of the head that somebody else can change, in the autograd graph.
+        """
+        source.before_changes = self._compute
+        # A compiled backward does not tell when a gradient arrives. Hooks of what a backward needs
+        # keep the head a second time.
+        if not self._waits or compiles_backwards() or keeps_saved_tensors_elsewhere():
+            self._compute(source, AT_ONCE)
+            return
+        known = ref(source)
+
+        @not_compiled
+        def compute(*_: object) -> None:
+            waiting = known()
+            if waiting is not None:
+                self._compute(waiting)
+
+        for tensor in tensors:
+            if tensor.requires_grad:
+                node = torch.autograd.graph.get_gradient_edge(tensor).node
+                finalize(source, node.register_prehook(compute).remove)
+
+    def _compute(self, source: Source, how: str = KEPT) -> None:
+        memory = source.unread_memory()
+        # If the head has changed already, whoever reads the logits is told so.
+        if memory is not None and source.is_intact():
+            self._how = how
+            memory.read()
