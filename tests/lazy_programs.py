@@ -7,7 +7,7 @@ code does to their results, and a backward at the end. ``drawn`` draws one, ``ru
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ def labels(x):
 
 
 def ce(x, y):
-    return F.cross_entropy(x.reshape(-1, CLASSES), y.reshape(-1))
+    return F.cross_entropy(x.reshape(-1, x.shape[-1]), y.reshape(-1))
 
 
 def write(x, y):
@@ -78,6 +78,10 @@ def rows(h, w, b):
     return F.linear(h.flatten(0, 1), w, b)
 
 
+def with_loss(x):
+    return ce(x, labels(x)), x
+
+
 #: The first graph: what it makes of hidden state, weight and bias. Without a compiler none of them
 #: returns the view of a product, as a layer with a bias would make of three dimensions: what is
 #: written to a view changes the way of its gradient past hooks.
@@ -88,7 +92,12 @@ FIRST: dict[str, Callable[..., Any]] = {
     "cast": lambda h, w, b: F.linear(h, w).float(),
     "soft-cap": lambda h, w, b: 3 * torch.tanh(F.linear(h, w, b) / 3),
     "slice": lambda h, w, b: F.linear(h, w)[1:, :-1],
-    "with its loss": lambda h, w, b: (lambda x: (ce(x, labels(x)), x))(rows(h, w, b)),
+    "with its loss": lambda h, w, b: with_loss(rows(h, w, b)),
+    "cast, with its loss": lambda h, w, b: with_loss(F.linear(h, w).float()),
+    "soft-cap, with its loss": lambda h, w, b: with_loss(3 * torch.tanh(F.linear(h, w, b) / 3)),
+    "with the loss of rows": lambda h, w, b: (
+        lambda x: (ce(x[:, 1:], labels(x)[:, :-1]), x, x.detach())
+    )(F.linear(h, w)),
     "twice": lambda h, w, b: (lambda x: (x, x.view(4, 6, CLASSES)))(rows(h, w, b)),
     "detached": lambda h, w, b: (lambda x: (x, x.detach()))(F.linear(h, w)),
     "two heads": lambda h, w, b: (F.linear(h, w), F.linear(h.tanh(), w * 2)),
@@ -102,7 +111,7 @@ LATER: dict[str, Callable[..., Any]] = {
     "ce, entropy": lambda x, y: (ce(x, y), entropy(x.detach())),
     "ce of detached": lambda x, y: ce(x.detach(), y) + x.square().mean(),
     "ce unreduced": lambda x, y: F.cross_entropy(
-        x.reshape(-1, CLASSES), y.reshape(-1), reduction="none"
+        x.reshape(-1, x.shape[-1]), y.reshape(-1), reduction="none"
     ),
     "squares": lambda x, y: x.square().mean(),
     "two results": lambda x, y: (lambda z: (z.sum(), z))(x.exp()),
@@ -320,11 +329,15 @@ def run(program: list[tuple[Any, ...]], compile: Callable[..., Any]) -> dict[str
     }
 
 
-def drawn(seed: int) -> list[tuple[Any, ...]]:
-    """A program that works without a compiler."""
+def drawn(seed: int, firsts: Iterable[str] = FIRST) -> list[tuple[Any, ...]]:
+    """A program that works without a compiler.
+
+    Args:
+        firsts: the names of the graphs that it may begin with.
+    """
     rng = random.Random(seed)
     while True:
-        program = _drawn(rng)
+        program = _drawn(rng, sorted(firsts))
         try:
             run(program, lambda function: function)
         except RuntimeError:  # what its backward needs was changed in place
@@ -333,7 +346,7 @@ def drawn(seed: int) -> list[tuple[Any, ...]]:
 
 
 #: The graphs that return logits beside a loss of them.
-WITH_LOSS = ("with its loss", "another head")
+WITH_LOSS = (*(name for name in FIRST if "loss" in name), "another head")
 
 
 def _is_comparable(name: str, x: torch.Tensor, program: list[tuple[Any, ...]]) -> bool:
@@ -350,7 +363,7 @@ def _is_comparable(name: str, x: torch.Tensor, program: list[tuple[Any, ...]]) -
     return x._version == 0 or name not in HOOKS
 
 
-def _drawn(rng: random.Random) -> list[tuple[Any, ...]]:
+def _drawn(rng: random.Random, firsts: list[str]) -> list[tuple[Any, ...]]:
     state, program = State(leaves()), []
 
     def attempt(step: tuple[Any, ...]) -> None:
@@ -377,7 +390,7 @@ def _drawn(rng: random.Random) -> list[tuple[Any, ...]]:
 
     if rng.random() < 0.2:
         attempt(("freezes", rng.choice(LEAVES)))
-    attempt(("first", rng.choice(list(FIRST))))
+    attempt(("first", rng.choice(firsts)))
     for _ in range(rng.randint(1, 3)):
         between(5)
         at = rng.randrange(len(state.pool))

@@ -17,6 +17,7 @@ import compile_losses
 from compile_losses.lazy import LazyLogits
 from tests.constants import set_constants
 from tests.graphs import interpreted
+from tests.lazy_programs import LATER
 
 ROWS, HIDDEN, CLASSES = 24, 8, 50
 
@@ -337,3 +338,27 @@ def test_function_that_takes_the_memory_unseen():
         dlpack.to_dlpack(lg)
     lg.sum()
     assert torch.equal(torch.from_dlpack(dlpack.to_dlpack(lg)), F.linear(h, w))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("view", ["itself", "inner rows", "detached"])
+@pytest.mark.parametrize("later", LATER)
+def test_graph_of_another_compiler(later, view, is_read, backend):
+    def program(compile, h, w):
+        lg = logits_of(compile, h, w)
+        if is_read:
+            lg.sum()
+        x = VIEWS[view](lg)
+        torch.manual_seed(0)
+        function = LATER[later]
+        other = function if compile not in (with_options, torch.compile) else None
+        other = other or torch.compile(function, backend=backend)
+        made = other(x, torch.zeros(x.shape[:-1], dtype=torch.long))
+        made = made if isinstance(made, tuple) else (made,)
+        total = sum(each.sum() for each in made if each.is_floating_point())
+        if total.requires_grad:
+            total.backward()
+        return *made, lg
+
+    same(program)

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import compile_losses
+from compile_losses.lazy import automatic
 from compile_losses.torch_internals.dynamo import without_recompile_limits
 from tests.constants import set_constants
 from tests.graphs import interpreted
-from tests.lazy_programs import drawn, run
+from tests.lazy_programs import FIRST, WITH_LOSS, drawn, run
 
 #: The errors that docs/heads.md names.
 DOCUMENTED = (
@@ -73,16 +74,20 @@ def same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-def verdict(seed: int) -> str:
+def verdict(seed: int, lazy: bool | str = True) -> str:
     """What came of a program: whether it is the same, or why it may differ.
+
+    Args:
+        lazy: the option; with "auto" no error of ours is right.
 
     Raises:
         AssertionError: it differs, and must not.
     """
-    program = drawn(seed)
+    automatic.forget()
+    program = drawn(seed, set(FIRST).intersection(WITH_LOSS) if lazy == "auto" else FIRST)
     inner, dynamic = WAYS[seed % len(WAYS)]
 
-    def ours(lazy: bool) -> Any:
+    def ours(lazy: bool | str) -> Any:
         if inner is None:
             with compile_losses.enable(lazy_logits=lazy):
                 return outcome(program, partial(torch.compile, dynamic=dynamic))
@@ -93,16 +98,18 @@ def verdict(seed: int) -> str:
     if program[-1][1] == "backward twice":  # not of a backward that was compiled to run once
         torch._dynamo.reset()
     expected = outcome(program, lambda function: function)
-    found = ours(lazy=True)
+    found = ours(lazy)
     differs = difference(found, expected)
     if differs is None:
         return "same"
-    if isinstance(found, RuntimeError) and any(text in str(found) for text in DOCUMENTED):
+    is_ours = isinstance(found, RuntimeError) and any(text in str(found) for text in DOCUMENTED)
+    if is_ours and lazy is True:
         return "documented"
     if isinstance(found, RuntimeError) and "modified by an inplace operation" in str(found):
         return "saved"  # a loss keeps its logits, where others keep results
     torch._dynamo.reset()
-    if difference(ours(lazy=False), expected) is not None:
+    plain = ours(lazy=False)
+    if difference(plain, expected) is not None and difference(found, plain) is None:
         return "without lazy logits, too"
     torch._dynamo.reset()
     stock = outcome(program, partial(torch.compile, backend="aot_eager", dynamic=dynamic))
@@ -124,3 +131,16 @@ def test_programs(seeds, monkeypatch):
         found = Counter(map(verdict, seeds))
     assert found["same"] >= 4, found
     assert found["documented"] + found["saved"] <= 4, found
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(at, at + 20), marks=[] if at < 60 else pytest.mark.slow, id=str(at))
+        for at in range(0, 2000, 20)
+    ],
+)
+def test_programs_that_ask_for_nothing(seeds, monkeypatch):
+    with interpreted(monkeypatch), without_recompile_limits():
+        found = Counter(verdict(seed, "auto") for seed in seeds)
+    assert found["same"] >= 8, found

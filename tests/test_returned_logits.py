@@ -191,13 +191,15 @@ def test_predictions_beside(no_code):
     torch.testing.assert_close(found["loss"], expected["loss"])
 
 
-def test_off_by_default():
+def test_switched_off():
     model = Model()
-    report = compile_losses.explain(model, ids())
+    report = explain_call(model, (ids(),), options={"lazy_logits": False})
     size = f"{4 * 33 * CLASSES * 4 / 1e3:.3g} kB"
     assert f"options={{'lazy_logits': True}} would save {size}" in report.losses[0].reason
     compiled = torch.compile(
-        model, backend="compile_losses", options={"inner_backend": "aot_eager"}
+        model,
+        backend="compile_losses",
+        options={"inner_backend": "aot_eager", "lazy_logits": False},
     )
     assert type(compiled(ids())["logits"]) is torch.Tensor
 
@@ -442,7 +444,7 @@ print(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
 
 
 def test_enable_without():
-    with compile_losses.enable():
+    with compile_losses.enable(lazy_logits=False):
         assert type(torch.compile(Model())(ids())["logits"]) is torch.Tensor
 
 

@@ -252,7 +252,9 @@ WRONG = [
     ({"verify": "yes"}, "verify: expected True or False, got 'yes'"),
     ({"strict": 1}, "strict: expected True or False, got 1"),
     ({"prefer_memory": "1"}, "prefer_memory: expected True or False, got '1'"),
-    ({"lazy_logits": []}, r"lazy_logits: expected True or False, got \[\]"),
+    ({"lazy_logits": []}, r"lazy_logits: expected True, False or 'auto', got \[\]"),
+    ({"lazy_logits": "always"}, "lazy_logits: expected True, False or 'auto', got 'always'"),
+    ({"lazy_logits": 1}, "lazy_logits: expected True, False or 'auto', got 1"),
     ({"inner_backend": "aot_eagr"}, r"inner_backend: .*got 'aot_eagr'\. Did you mean 'aot_eager'"),
     ({"inner_backend": 3}, "inner_backend: expected the name of a backend, got 3"),
     ({"verfy": True}, r"unknown option 'verfy'\. Did you mean 'verify'\? compile_losses has"),
@@ -288,13 +290,14 @@ def test_hints_have_the_form_of_the_door(chunks, monkeypatch):
         logits = F.linear(h, w)
         return F.cross_entropy(logits, t), logits
 
-    def hints():
+    def hints(options=None):
         h, w = torch.randn(64, 8, requires_grad=True), torch.randn(50, 8)
-        report = compile_losses.explain(step, h, w, torch.randint(50, (64,)))
+        inputs = h, w, torch.randint(50, (64,))
+        report = explain_call(step, inputs, options=options)
         return " ".join(site.reason for site in report.sites)
 
-    assert ": options={'lazy_logits': True} would save" in hints()
-    with compile_losses.enable():
+    assert ": options={'lazy_logits': True} would save" in hints({"lazy_logits": False})
+    with compile_losses.enable(lazy_logits=False):
         assert ": enable(lazy_logits=True) would save" in hints()
 
 

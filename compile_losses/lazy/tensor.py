@@ -16,13 +16,16 @@ from compile_losses.lazy.methods import Methods
 from compile_losses.lazy.path import Path, nodes_to_head
 from compile_losses.lazy.rows import by_row, few_rows
 from compile_losses.lazy.source import Source
+from compile_losses.torch_internals.dynamo import leave_to_eager, traced_for
 from compile_losses.torch_internals.eager import NO_TORCH_FUNCTION, not_compiled
 from compile_losses.torch_internals.ops import schema_of, tree_map_only
 from compile_losses.torch_internals.tensors import (
+    FunctionalTensor,
     autograd_node,
     make_wrapper,
     refuse_pointer,
     set_data,
+    with_memory_of,
     without_dispatch,
 )
 
@@ -53,6 +56,8 @@ class LazyLogits(Methods):
         steps: all ops that lead from the head's output to this tensor.
         made_by: in tracing, the tensor and the op that it was made of, if any.
         is_replaced: whether it became another tensor since, in place.
+        is_functional: whether another backend's AOTAutograd traces it. What that makes of it, but
+            for views, are plain tensors: their gradients will be.
 
     Raises:
         RuntimeError: in reading, if hidden state, weight or bias were changed in place before.
@@ -70,6 +75,7 @@ class LazyLogits(Methods):
     steps: tuple[Step, ...]
     made_by: tuple[LazyLogits, Step] | None
     is_replaced: bool
+    is_functional: bool
 
     # A class without one would get the result of every function as one of its own.
     __torch_function__ = NO_TORCH_FUNCTION
@@ -100,6 +106,7 @@ class LazyLogits(Methods):
         self._memory, self._views, self.steps = memory, views, steps
         self.path = Path(self, before)
         self.is_traced, self.made_by, self.is_replaced = is_traced, None, False
+        self.is_functional = False
         self._shown = None
         if not is_traced:
             refuse_pointer(self)
@@ -113,15 +120,20 @@ class LazyLogits(Methods):
     ) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], LazyLogits):
-            late = args[0]._without_numbers(func, args[1:], kwargs)
-            if late is not None:
-                return late
+            if not args[0].is_functional:
+                late = args[0]._without_numbers(func, args[1:], kwargs)
+                if late is not None:
+                    return late
+            elif is_view(func):
+                return with_memory_of(args, args[0]._then(func, args[1:], kwargs), func, kwargs)
         schema = schema_of(func)
         shared = [
             kwargs.get(argument.name, args[place] if place < len(args) else None)
             for place, argument in enumerate(schema.arguments)
             if argument.alias_info is not None
         ]
+        if schema.is_mutable:
+            tree_map_only(LazyLogits, LazyLogits._refuse_foreign_write, shared)
         tree_map_only(LazyLogits, lambda lazy: lazy._memory.share(), shared)
         plain = _plain(args)
         result = func(*plain, **_plain(kwargs))
@@ -131,6 +143,13 @@ class LazyLogits(Methods):
         if isinstance(args[0], LazyLogits) and _layout(args[0]) != _layout(plain[0]):
             args[0]._become(plain[0])
         return shared[0]
+
+    def _refuse_foreign_write(self) -> None:
+        """In tracing by another backend, to which this is a head: its graph would write to numbers
+        that nobody keeps. Dynamo leaves the op to eager code."""
+        is_head = self._head is not None and self._memory.made is None
+        if self.is_traced and not self.is_functional and is_head and not _is_for_us():
+            leave_to_eager("a write to lazy logits")
 
     def _without_numbers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of an op that does not need all numbers of this tensor; else None."""
@@ -176,7 +195,9 @@ class LazyLogits(Methods):
             is_traced=self.is_traced,
         )
         if self.is_traced:
-            made.made_by = self, step
+            made.made_by, made.is_functional = (self, step), self.is_functional
+            if self._shown is not None and not is_copy:  # its mode may be gone when it is asked for
+                made._shown = func(self._shown, *args, **kwargs)
         return made
 
     def _split(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[LazyLogits]:
@@ -270,8 +291,11 @@ class LazyLogits(Methods):
         """The head, in the autograd graph, if it can take this tensor's place unseen.
 
         None if the numbers are known or unknown to come from a head, or if a gradient has to go
-        through this tensor and those that it is made of.
+        through this tensor and those that it is made of. None as well if nobody asked for lazy
+        logits: then an error about a gradient would not be right.
         """
+        if self.source is not None and self.source.before_changes is not None:
+            return None
         if self._head is None or self.is_traced or not self.requires_grad:
             # In tracing it is what it was when tracing began.
             is_known = not self.is_traced and self._memory.made is not None
@@ -295,7 +319,7 @@ class LazyLogits(Methods):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         head = self.unread_head()
         if head is None:
-            return ["shown"], None
+            return ["shown"], self.storage_offset()
         names = ["hidden", "weight", "bias"][: len(head.tensors)]
         needs_grad = tuple(tensor.requires_grad for tensor in head.tensors)
         return names, (head.dtype, head.is_transposed, needs_grad, self.steps)
@@ -305,10 +329,17 @@ class LazyLogits(Methods):
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> LazyLogits:
         is_traced = any(type(tensor) not in (Tensor, Parameter) for tensor in inner.values())
-        if context is None:
-            numbers = inner["shown"]
+        is_functional = any(isinstance(tensor, FunctionalTensor) for tensor in inner.values())
+        if not isinstance(context, tuple):
+            numbers, layout = inner["shown"], (outer_size, outer_stride, context)
+            if not is_traced and (numbers.stride(), numbers.storage_offset()) != layout[1:]:
+                numbers = _laid_out(numbers, *layout)
+            like = torch.empty(0, dtype=numbers.dtype, device="meta").as_strided(*layout)
             memory = Memory.of(numbers)
-            return LazyLogits(shape_of(numbers), numbers.device, memory, is_traced=is_traced)
+            shown = LazyLogits(like, numbers.device, memory, is_traced=is_traced)
+            shown._shown = numbers if is_traced else None
+            shown.is_functional = is_functional
+            return shown
         dtype, is_transposed, needs_grad, steps = context
         head = Head(inner["hidden"], inner["weight"], inner.get("bias"), dtype, is_transposed)
         leaves = zip(head.tensors, needs_grad, strict=True)
@@ -317,7 +348,7 @@ class LazyLogits(Methods):
         last = apply(first, steps)
         assert isinstance(last, LazyLogits)
         # To autograd it is no view of the head's output, which tracing does not know.
-        return LazyLogits(
+        made = LazyLogits(
             shape_of(last),
             last.device,
             last._memory,
@@ -328,6 +359,8 @@ class LazyLogits(Methods):
             steps=last.steps,
             is_traced=is_traced,
         )
+        made.is_functional = is_functional
+        return made
 
 
 def can_wait(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -356,6 +389,13 @@ def _is_known(argument: Any) -> bool:
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+
+def _laid_out(numbers: Tensor, size: Any, stride: Any, offset: int) -> Tensor:
+    """The same numbers in another layout: a functional graph makes anew what was written to."""
+    extent = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    made = numbers.new_empty(offset + extent if numbers.numel() else 0)
+    return made.as_strided(size, stride, offset).copy_(numbers)
 
 
 def shape_of(tensor: Tensor) -> Tensor:
@@ -403,6 +443,15 @@ def first_output(
 def _numbers(lazy: LazyLogits) -> Tensor:
     rows = few_rows(lazy)
     return apply(lazy._memory.read(), lazy._views) if rows is None else rows
+
+
+def _is_for_us() -> bool:
+    """Whether Dynamo traces for this package."""
+    from compile_losses.inductor_passes import installed_rewrite  # which imports this
+
+    name = traced_for()
+    is_default = name in (None, "inductor")
+    return name == "compile_losses" or (is_default and installed_rewrite() is not None)
 
 
 def _plain(arguments: Any) -> Any:

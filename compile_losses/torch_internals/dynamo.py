@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._dynamo import compiled_autograd, config, eval_frame, symbolic_convert
@@ -19,6 +19,9 @@ from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
 
 # An error of a backend that reaches users as it is; any other is wrapped into one of Dynamo's.
 from torch._dynamo.exc import ShortenTraceback as ShortenTraceback
+
+# By which Dynamo ends a graph. Raised otherwise, it would be an error.
+from torch._dynamo.exc import unimplemented
 
 # How Dynamo names what it guards. An input of ours without a name would not be guarded.
 from torch._dynamo.source import AttrSource
@@ -63,6 +66,22 @@ def code_that_is_compiled() -> CodeType | None:
     """The code of the function that Dynamo traces. Without it nobody could compile it once more."""
     tracer = symbolic_convert.InstructionTranslator.current_tx()
     return None if tracer is None else tracer.f_code
+
+
+def traced_for() -> str | None:
+    """The name of the backend that Dynamo traces for; None if it has none, as its default."""
+    compiler = symbolic_convert.InstructionTranslator.current_tx().output.compiler_fn
+    return getattr(compiler, "compiler_name", None)
+
+
+def leave_to_eager(what: str) -> NoReturn:
+    """Ends the graph that Dynamo traces: eager code does what comes next."""
+    unimplemented(
+        gb_type="an op of a tensor of compile_losses",
+        context=what,
+        explanation=f"{what} has to run as it is.",
+        hints=[],
+    )
 
 
 def forget_compiled(code: CodeType) -> None:

@@ -14,6 +14,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
+# What AOTAutograd traces with, inside of a tensor's subclass too. Where a lazy tensor did not know
+# it, it would promise lazy gradients.
+from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
 #: Where torch's attributes of a tensor are, past those of the same name in the tensor's class.
 _BASE: Any = torch._C.TensorBase
 
@@ -67,6 +72,13 @@ def make_wrapper(kind: type[Tensor], like: Tensor, device: torch.device) -> Any:
         layout=like.layout,
         device=device,
     )
+
+
+def with_memory_of(args: Any, view: Tensor, op: Any, kwargs: dict[str, Any]) -> Tensor:
+    """A view of an op's first argument, a wrapper, as which tracing knows it. Without it a graph
+    would return a copy in its place."""
+    made: Tensor = return_and_correct_aliasing(op, args, kwargs, view)
+    return made
 
 
 def without_dispatch() -> AbstractContextManager[Any]:
