@@ -15,6 +15,7 @@ from compile_losses.lower.decision import Decision
 from compile_losses.planned_sites import planned
 from compile_losses.report import Report
 from compile_losses.sites import GAINED, Site, megabytes, number_of
+from compile_losses.torch_internals.dynamo import counters as dynamo_counters
 
 _log = logging.getLogger("compile_losses.summary")
 _log.setLevel(logging.INFO)  # whatever the level of other people's logs is
@@ -70,6 +71,24 @@ def line(sites: Sequence[Site]) -> str:
     elif known:
         parts.append("as stock")
     return ", ".join(parts)
+
+
+def tell_if_none() -> None:
+    """At the end of a program: logs a line if it compiled no loss."""
+    counted = switches.counters()
+    has_losses = _told or counted["rewritten"] or counted["declined"]
+    if has_losses or not switches.is_on() or not _is_wanted():
+        return
+    graphs = dynamo_counters["stats"]["unique_graphs"]
+    if graphs:
+        seen = f"no loss in {number_of(graphs, 'compiled graph')}"
+        _tell(f"compile_losses: {seen}; python -m compile_losses explain FILE:FUNCTION says why")
+    else:
+        _tell(
+            "compile_losses: nothing was compiled, and so nothing was rewritten. Compile the model "
+            "by torch.compile; Trainer does so with torch_compile=True, accelerate launch with "
+            "--dynamo_backend inductor"
+        )
 
 
 def _is_wanted() -> bool:

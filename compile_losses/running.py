@@ -38,13 +38,25 @@ def run(program: Sequence[str], options: Mapping[str, Any]) -> None:
         raise SystemExit(f"there is no file {script}")
     os.environ.update(variables)
     autoload()
-    if is_module:
-        sys.argv = list(program[1:])
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-        return
-    sys.argv = list(program)
-    sys.path[0] = str(script.resolve().parent)
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        if is_module:
+            sys.argv = list(program[1:])
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(program)
+            sys.path[0] = str(script.resolve().parent)
+            runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        if end.code in (None, 0):
+            _tell_if_none()
+        raise
+    _tell_if_none()
+
+
+def _tell_if_none() -> None:
+    from compile_losses.log_line import tell_if_none
+
+    tell_if_none()
 
 
 def load(target: str) -> Callable[..., Any]:

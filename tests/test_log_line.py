@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -66,6 +67,34 @@ def test_without_a_configuration_of_logging(capsys, monkeypatch):
     step(cross_entropy)
     assert capsys.readouterr().err.count("compile_losses: 1 loss, 1 rewritten") == 1
     assert logging.getLogger("compile_losses.summary").handlers == []
+
+
+@pytest.fixture
+def no_counts(monkeypatch):
+    monkeypatch.setattr(log_line, "dynamo_counters", defaultdict(Counter))
+    compile_losses.counters().clear()
+
+
+def test_the_end_of_a_program_without_a_loss(caplog, no_counts, monkeypatch):
+    log_line.tell_if_none()
+    assert lines(caplog)[-1].startswith("compile_losses: nothing was compiled")
+    log_line.dynamo_counters["stats"]["unique_graphs"] = 2
+    log_line.tell_if_none()
+    assert lines(caplog)[-1].startswith("compile_losses: no loss in 2 compiled graphs")
+    monkeypatch.setenv("COMPILE_LOSSES", "0")
+    log_line.tell_if_none()
+    assert len(lines(caplog)) == 2
+
+
+@pytest.mark.parametrize("variable", [None, "COMPILE_LOSSES_LOG=0", "RANK=1"])
+def test_the_end_of_a_program_with_a_loss(variable, caplog, no_counts, monkeypatch):
+    if variable is None:
+        step(cross_entropy)
+    else:
+        monkeypatch.setenv(*variable.split("="))
+    caplog.clear()
+    log_line.tell_if_none()
+    assert lines(caplog) == []
 
 
 def test_a_failed_compilation_is_not_told(caplog):

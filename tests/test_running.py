@@ -128,6 +128,22 @@ def test_a_program_that_enables_by_itself(on, folder):
     assert told["rewritten"] == ({"mse_loss": 2} if on == "1" else {})
 
 
+@pytest.mark.parametrize(("end", "tells"), [("sys.exit()", True), ("sys.exit(3)", False)])
+def test_a_program_that_compiles_nothing(end, tells, tmp_path):
+    """It is told at its end, unless it ended by an error."""
+    (tmp_path / "train.py").write_text(f"import sys\n{end}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "compile_losses", "run", "train.py"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COMPILE_LOSSES_LOG": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == (0 if tells else 3)
+    assert ("nothing was compiled" in done.stderr) == tells
+
+
 IMPORT = """
 import json, sys
 import torch
