@@ -119,6 +119,29 @@ def test_places(folder, way, monkeypatch):
     assert sites["mse_loss"].reason.startswith("options leave out ")
 
 
+def entropies(h, w):
+    logits = F.linear(h, w)
+    return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+
+
+def of_logits(x, labels):
+    loss = F.cross_entropy(x, labels)
+    return loss - (x.softmax(-1) * x.log_softmax(-1)).sum(-1).mean()
+
+
+@pytest.mark.parametrize(("function", "left"), [(entropies, set()), (of_logits, {"cross_entropy"})])
+def test_places_of_what_several_losses_share(function, left, chunks):
+    """An entropy has no op of its own, but a line."""
+    given = {
+        entropies: (torch.randn(64, 8, requires_grad=True), torch.randn(50, 8)),
+        of_logits: (torch.randn(64, 5000, requires_grad=True), torch.randint(5000, (64,))),
+    }[function]
+    assert len(ops_of(explain_call(function, given)) - {"cross_entropy"}) == 1
+    name = f"test_switches.py:{function.__code__.co_firstlineno + 2}"
+    report = explain_call(function, given, options={"except": [name, "elementwise"]})
+    assert ops_of(report) == left
+
+
 @pytest.mark.parametrize("file", ["switches.py", "other/test_switches.py"])
 def test_other_places(file):
     name = f"{file}:{lines.__code__.co_firstlineno + 1}"

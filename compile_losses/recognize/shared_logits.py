@@ -62,7 +62,7 @@ from compile_losses.recognize.symbolic_tensors import (
 )
 from compile_losses.recognize.verify import verify as compare
 from compile_losses.recognize.with_head import Options, check_gain, check_rows, rows_of
-from compile_losses.sites import in_words
+from compile_losses.sites import in_words, left_out
 from compile_losses.torch_internals.graphs import EXAMPLE
 from compile_losses.torch_internals.ops import schema_of
 
@@ -282,6 +282,9 @@ class Taking:
         self.targets: dict[Node, Value] = {}
 
     def run(self) -> Rewritten:
+        for reader in self.shared.readings:
+            if (reason := left_out(reader)) is not None:
+                raise NotAbsorbedError(reason)
         self._join_loops()
         logits = self._logits()
         args, notes = self._arguments(logits)
