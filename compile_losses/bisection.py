@@ -118,6 +118,7 @@ class Bisection:
         self.found = Finding(check)
         self.on = Switches()
         self._stock: dict[str, Any] = {}
+        self._lost: float | None = None
         self._known: dict[Switches, str] = {}
 
     def find(self) -> Finding:
@@ -183,7 +184,10 @@ class Bisection:
             raise RefusedError(f"the step ends with {result['error']}: try --check crash")
         if check == SLOW:
             ratio = result["ratio"]
-            return f"{ratio:.2f} times as long as stock" if ratio > 1 + tolerance else ""
+            # Beside much lost time a little noise is none: half of it has to stay.
+            self._lost = (ratio - 1) / 2 if self._lost is None else self._lost
+            lasts = f"{ratio:.2f} times as long as stock"
+            return lasts if ratio > 1 + max(tolerance, self._lost) else ""
         pairs = zip(self._stock["losses"], result["losses"], strict=True)
         apart = {
             "loss": max(_apart(a, b) for a, b in pairs),

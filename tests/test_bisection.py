@@ -217,10 +217,11 @@ def test_a_slow_loss():
         if what == "sites":
             return {"places": places, "eps": 1e-7}
         is_slow = not given.off and "train.py:1" not in given.left_out
-        return {"ratio": 1.5 if is_slow else 1.02, "report": "of explain"}
+        noise = 0.2 if "train.py:2" in given.left_out else 0.02
+        return {"ratio": (1.5 if is_slow else 1.0) + noise, "report": "of explain"}
 
     found = Bisection("time", run).find()
-    assert found.problem == "1.50 times as long as stock"
+    assert found.problem == "1.52 times as long as stock"
     assert found.sites == {"train.py:1": "cross_entropy"}
     assert found.in_pass == switches.REWRITE
     assert Bisection("time", run, tolerance=1.0).find().problem == ""
