@@ -61,7 +61,7 @@ class Watch:
                 self.losses.append(loss.detach())
             backward(loss, *args, **kwargs)
 
-        Tensor.backward = noted  # type: ignore[assignment, method-assign]
+        Tensor.backward = torch.compiler.disable(noted)  # type: ignore[method-assign]
 
     def compiled(self, gm: GraphModule) -> Callable[[Sequence[Decision]], None]:
         """Adds a graph to the report, once it is compiled."""
