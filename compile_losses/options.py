@@ -13,6 +13,7 @@ from compile_losses.guard import strict_by_default
 from compile_losses.lazy.automatic import Automatic, why_over
 from compile_losses.recognize import rewrite_graph
 from compile_losses.recognize.returned_logits import Lazily
+from compile_losses.recognize.steps import Graphs
 from compile_losses.recognize.verify import verify_by_default
 from compile_losses.recognize.with_head import prefer_memory_by_default
 from compile_losses.report import Report
@@ -247,17 +248,24 @@ class Settings:
     def rewrite_graph(
         self, graph: Graph, lazily: Lazily | None = None, *, module: GraphModule | None = None
     ) -> Report:
-        with switches.leaving_out(self.places):
-            return rewrite_graph(
-                graph,
-                module=module,
-                verify=self.verify,
-                strict=self.strict,
-                prefer_memory=self.prefer_memory,
-                losses=self.losses,
-                lowers=self.inner_backend == INDUCTOR and switches.runs(switches.PLAN),
-                lazily=lazily,
-            )
+        graphs = Graphs(graph, module)
+        try:
+            with switches.leaving_out(self.places):
+                return rewrite_graph(
+                    graph,
+                    module=module,
+                    verify=self.verify,
+                    strict=self.strict,
+                    prefer_memory=self.prefer_memory,
+                    losses=self.losses,
+                    lowers=self.inner_backend == INDUCTOR and switches.runs(switches.PLAN),
+                    lazily=lazily,
+                )
+        except Exception:
+            # Dynamo erases the nodes of a graph that failed. In one that is no graph any more,
+            # torch 2.15 fails at that, and hides the error.
+            graphs.restore()
+            raise
 
 
 def unknown(name: str, inductors: Sequence[str] = ()) -> RuntimeError:
