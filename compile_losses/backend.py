@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from compile_losses import switches
 from compile_losses.guard import Failure, attempt
 from compile_losses.inductor_passes import LOWERING, told, users_passes
+from compile_losses.known_heads import doors
 from compile_losses.lazy import Compiled, open_lazy_inputs, plain, return_lazily
 from compile_losses.options import InvalidOptionError as InvalidOptionError
 from compile_losses.options import Settings
@@ -46,6 +47,9 @@ def compile_losses(
               computed without them: ``"auto"``, the default, where that is safe and pays; True also
               for logits that go to the next graph, and until they are read; False for none
               (COMPILE_LOSSES_LAZY_LOGITS=auto, 1 or 0).
+            - ``known_heads``: whether calls of heads that other libraries have fused, which are in
+              ``compile_losses.known_heads``, become ops of ours (COMPILE_LOSSES_KNOWN_HEADS=0:
+              they do not).
             - ``prefer_memory``: whether linear cross entropy is also used if it saves less than
               half of the logits, or has to compute them twice for the gradients of unreduced
               losses, which may cost time (COMPILE_LOSSES_PREFER_MEMORY=1).
@@ -161,3 +165,22 @@ def _as_torch_has_it(
     for each in (gm, opened):
         each.meta["compile_losses"] = failed(failure)
     return opened, examples, compiled if around is None else around(compiled)
+
+
+def _settings_of(backend: Any) -> Settings | None:
+    """The settings by which a backend of ours rewrites; None if it is another's.
+
+    Args:
+        backend: as ``torch.compile`` has it, with its options, or a function of ours that has
+            settings as an attribute.
+    """
+    function = getattr(backend, "compiler_fn", backend)
+    if function is compile_losses:
+        given = getattr(backend, "kwargs", {})
+        return Settings.of(given.get("mode"), given.get("options"))
+    return getattr(function, "settings", None)
+
+
+doors.settings_by(_settings_of)
+# What is traced for this backend is traced before it is called.
+doors.watch()

@@ -18,11 +18,12 @@ from compile_losses.inductor_passes import (
     take_out,
     told,
 )
+from compile_losses.known_heads import doors
 from compile_losses.lazy import Compiled
 from compile_losses.options import INDUCTOR, InvalidOptionError, Settings
 from compile_losses.torch_internals import warn_if_untested
 from compile_losses.torch_internals.dynamo import lookup_backend
-from compile_losses.torch_internals.inductor import go_around_inductor
+from compile_losses.torch_internals.inductor import InductorBackend, go_around_inductor
 
 #: Whether COMPILE_LOSSES_ENABLE=1 switches the package on, and whether ``disable`` was called.
 _in_every_thread = _was_disabled = False
@@ -48,7 +49,9 @@ class _Enabled:
             first.calls -= 1
             if first.calls > 0:
                 set_settings(self.before)
+                _open(self.before)
                 return
+        doors.in_eager_code(frozenset())
         take_out()
 
 
@@ -99,6 +102,7 @@ def enable_in_every_thread() -> None:
         raise InvalidOptionError(str(error)) from None
     warn_if_untested()
     _in_every_thread = True
+    _open(Settings(door=switches.ENVIRONMENT))
     go_around_inductor(_compile)
 
 
@@ -107,6 +111,7 @@ def enable(
     losses: Iterable[str] | None = None,
     except_: Iterable[str] | None = None,
     lazy_logits: bool | str | None = None,
+    known_heads: bool | None = None,
     prefer_memory: bool | None = None,
     verify: bool | None = None,
     strict: bool | None = None,
@@ -120,12 +125,16 @@ def enable(
     with the options of both calls. The inner of two ``with`` blocks leaves the outer one on, with
     its options.
 
+    Heads that other libraries have fused (``compile_losses.known_heads``) are computed by this
+    package where nothing is compiled, too, in all threads, unless ``known_heads=False``.
+
     Since torch 2.13 each thread has its own configuration of Inductor: call ``enable`` in each
     thread that compiles.
 
     Args:
-        losses, except_, lazy_logits, prefer_memory, verify, strict: as the backend's options, see
-            :func:`compile_losses.backend.compile_losses`; by default as the environment says.
+        losses, except_, lazy_logits, known_heads, prefer_memory, verify, strict: as the backend's
+            options, see :func:`compile_losses.backend.compile_losses`; by default as the
+            environment says.
         inner_backend: another backend to compile the rewritten graph, in the place of Inductor; the
             ``mode`` and the ``options`` of ``torch.compile`` are Inductor's, and are not used then.
         others: ``except``, as in ``enable(**options)`` with the dictionary that the backend takes.
@@ -138,6 +147,7 @@ def enable(
         "losses": losses,
         "except": except_,
         "lazy_logits": lazy_logits,
+        "known_heads": known_heads,
         "prefer_memory": prefer_memory,
         "verify": verify,
         "strict": strict,
@@ -153,8 +163,14 @@ def enable(
         raise InvalidOptionError(str(error)) from None
     warn_if_untested()
     install(settings)
+    _open(settings)
     go_around_inductor(_compile)
     return _Enabled(before)
+
+
+def _open(settings: Settings) -> None:
+    """Has known heads met in eager code, too."""
+    doors.in_eager_code(settings.losses if settings.takes_heads else frozenset())
 
 
 def disable() -> None:
@@ -166,4 +182,18 @@ def disable() -> None:
     """
     global _in_every_thread, _was_disabled
     _in_every_thread, _was_disabled = False, True
+    doors.in_eager_code(frozenset())
     take_out()
+
+
+def _settings_of(backend: Any) -> Settings | None:
+    """The settings of ``enable()``, if a backend is the default one and it is on."""
+    if not isinstance(backend, InductorBackend):
+        return None
+    first = installed_rewrite()
+    if first is None and _in_every_thread:
+        return Settings(door=switches.ENVIRONMENT)
+    return None if first is None else first.settings
+
+
+doors.settings_by(_settings_of)

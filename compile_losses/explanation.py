@@ -14,10 +14,12 @@ from compile_losses import dry_run, switches
 from compile_losses.backend import rewritten
 from compile_losses.guard import Failure, attempt, is_restart
 from compile_losses.inductor_passes import installed_rewrite
+from compile_losses.known_heads import doors
 from compile_losses.lower.decision import Decision
 from compile_losses.no_losses import broken_in, foreign_calls
 from compile_losses.options import Settings
 from compile_losses.planned_sites import planned
+from compile_losses.recognize.known_heads import refused_heads
 from compile_losses.recognize.logits import OUTSIDE
 from compile_losses.recognize.returned_numbers import (
     of_parameters,
@@ -104,6 +106,8 @@ def explain_call(
                 report.foreign.append(inside)
         return compiled
 
+    backend.settings = settings  # type: ignore[attr-defined]  # which is asked before it is called
+
     def add(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Adds a rewritten graph to the report, and returns a function that runs the graph."""
         found = gm.meta["compile_losses"]
@@ -125,10 +129,13 @@ def explain_call(
         return gm.forward
 
     before = _reasons()
+    refused_heads()  # of earlier compilations
     with without_recompile_limits(), without_earlier_sizes():
         torch.compile(uncompiled(function), backend=backend)(*args, **(kwargs or {}))
+    report.sites += refused_heads()  # after which there was no graph
     report.sites = [_located(site, function) for site in report.sites]
     report.graph_breaks = _graph_breaks(before)
+    report.left_alone = [f"{head}: {reason}" for head, reason in doors.left.items()]
     return report
 
 

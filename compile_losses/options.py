@@ -17,7 +17,15 @@ from compile_losses.recognize.steps import Graphs
 from compile_losses.recognize.verify import verify_by_default
 from compile_losses.recognize.with_head import prefer_memory_by_default
 from compile_losses.report import Report
-from compile_losses.switches import AUTO, EXCEPT, LAZY_LOGITS, LOSSES, PREFER_MEMORY, guess
+from compile_losses.switches import (
+    AUTO,
+    EXCEPT,
+    KNOWN_HEADS,
+    LAZY_LOGITS,
+    LOSSES,
+    PREFER_MEMORY,
+    guess,
+)
 from compile_losses.torch_internals.dynamo import (
     ShortenTraceback,
     code_that_is_compiled,
@@ -97,6 +105,7 @@ OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     LOSSES: _losses,
     EXCEPT: _excluded,
     LAZY_LOGITS: _laziness,
+    KNOWN_HEADS: _flag,
     PREFER_MEMORY: _flag,
     VERIFY: _flag,
     STRICT: _flag,
@@ -126,6 +135,7 @@ class Settings:
     strict: bool | None = None
     prefer_memory: bool | None = None
     lazy_logits: bool | str | None = None
+    known_heads: bool | None = None
     only: tuple[str, ...] | None = None
     excluded: tuple[str, ...] | None = None
     door: str = switches.BACKEND
@@ -210,6 +220,10 @@ class Settings:
     @property
     def prefers_memory(self) -> bool:
         return prefer_memory_by_default() if self.prefer_memory is None else self.prefer_memory
+
+    @property
+    def takes_heads(self) -> bool:
+        return switches.takes_heads(self.known_heads)
 
     @property
     def key(self) -> tuple[Any, ...]:

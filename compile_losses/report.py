@@ -41,6 +41,7 @@ class Report:
         graphs: the number of graphs that Dynamo made of the function.
         foreign: calls in which recognition does not look, and that may be a loss if none was found.
         graph_breaks: Dynamo's reasons for more than one graph.
+        left_alone: known heads of imported libraries of which no call is met, and why.
         errors: why the plan of a graph is unknown, or why recognition did not run.
     """
 
@@ -49,6 +50,7 @@ class Report:
     graphs: int = 0
     foreign: list[str] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
+    left_alone: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,6 +95,7 @@ class Report:
             ]
         breaks = dict.fromkeys(map(first_line, self.graph_breaks))
         lines += [f"graph break: {reason}" for reason in breaks]
+        lines += [f"left as it is: {head}" for head in self.left_alone]
         return lines + self.errors
 
     def __str__(self) -> str:

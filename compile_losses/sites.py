@@ -31,6 +31,8 @@ _LIBRARIES = tuple(
     }
 )
 
+_OURS = os.path.join(os.path.realpath(os.path.dirname(__file__)), "")
+
 UNRECOGNISED = "unrecognised"
 
 #: Where packages are installed.
@@ -46,6 +48,8 @@ LEAST_GAIN = 0.99
 #: Tracing copies ``meta[CUSTOM]`` from a Dynamo node to all nodes that it becomes, and AOTAutograd
 #: copies it from a forward node to its backward. This is our entry in it.
 _SITE = "compile_losses"
+#: Beside it, for a loss that never has all of its logits, even without this package.
+_WITHOUT_LOGITS = "compile_losses_without_logits"
 _numbers = itertools.count()
 
 
@@ -117,11 +121,22 @@ class Site:
         return "; ".join(note for note in (self.reason, *self.details) if note)
 
 
-def mark(node: Node) -> int:
-    """Gives a Dynamo node a number. The nodes that it becomes after autograd have it as well."""
+def mark(node: Node, *, without_logits: bool = False) -> int:
+    """Gives a Dynamo node a number. The nodes that it becomes after autograd have it as well.
+
+    Args:
+        without_logits: whether the loss that the node takes the place of never held all logits.
+    """
     number = next(_numbers)
-    node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), _SITE: number}
+    more = {_WITHOUT_LOGITS: True} if without_logits else {}
+    node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), _SITE: number, **more}
     return number
+
+
+def is_without_logits(node: Node) -> bool:
+    """Whether a node takes the place of a loss that never held all logits."""
+    custom: dict[str, Any] = node.meta.get(CUSTOM) or {}
+    return _WITHOUT_LOGITS in custom
 
 
 def site_of(node: Node) -> int | None:
@@ -156,7 +171,7 @@ def left_out(node: Node) -> str | None:
 
 def line_in(trace: str) -> tuple[str, int]:
     """The file and line of the user's code in a stack trace, as for :func:`source_of`."""
-    frames = list(_FRAME.finditer(trace))
+    frames = [f for f in _FRAME.finditer(trace) if not _is_ours(f["file"])]
     if not frames:
         return "<unknown>", 0
     paths = [os.path.realpath(frame["file"]) for frame in frames]
@@ -168,6 +183,16 @@ def line_in(trace: str) -> tuple[str, int]:
     ]
     frame = (own or models or frames)[-1]
     return frame["file"], int(frame["line"])
+
+
+def _is_ours(file: str) -> bool:
+    return os.path.realpath(file).startswith(_OURS)
+
+
+def functions_of(node: Node) -> list[tuple[str, str]]:
+    """The files and names of the functions whose calls made a node."""
+    frames = _FRAME.finditer(node.meta.get("stack_trace") or "")
+    return [(frame["file"], frame["function"]) for frame in frames]
 
 
 def function_of(node: Node) -> str:

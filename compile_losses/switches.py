@@ -27,6 +27,8 @@ LAZY_LOGITS = "lazy_logits"
 AUTO = "auto"
 #: The option that uses linear cross entropy also if it saves memory and may cost time.
 PREFER_MEMORY = "prefer_memory"
+#: The option that computes heads that other libraries have fused.
+KNOWN_HEADS = "known_heads"
 #: The options that name the losses to rewrite, and those to leave alone.
 LOSSES, EXCEPT = "losses", "except"
 
@@ -44,6 +46,7 @@ _left_out: ContextVar[frozenset[str]] = ContextVar("compile_losses_left_out", de
 VARIABLES = (
     "COMPILE_LOSSES",
     "COMPILE_LOSSES_EXCEPT",
+    "COMPILE_LOSSES_KNOWN_HEADS",
     "COMPILE_LOSSES_LAZY_LOGITS",
     "COMPILE_LOSSES_ONLY",
     "COMPILE_LOSSES_PASSES",
@@ -81,6 +84,12 @@ def lazy_logits(given: bool | str | None = None) -> bool | str:
         return given
     value = os.environ.get("COMPILE_LOSSES_LAZY_LOGITS", AUTO).lower()
     return AUTO if value == AUTO else is_set("COMPILE_LOSSES_LAZY_LOGITS")
+
+
+def takes_heads(given: bool | None = None) -> bool:
+    """Whether known heads of other libraries are computed by us; by default unless
+    COMPILE_LOSSES_KNOWN_HEADS=0 is in the environment."""
+    return is_set("COMPILE_LOSSES_KNOWN_HEADS", "1") if given is None else given
 
 
 @contextmanager

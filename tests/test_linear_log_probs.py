@@ -10,6 +10,7 @@ import compile_losses.ops  # noqa: F401
 from compile_losses.linear import linear_log_probs
 from compile_losses.ops import linear_row_statistics
 from compile_losses.ops.linear.row_function import Operand, encode
+from compile_losses.ops.linear.row_statistics import COUNT, LOG_SQUARES
 from compile_losses.ops.linear_row_statistics import in_order
 from tests.accuracy import assert_accurate
 from tests.linear_problems import largest_allocation
@@ -194,7 +195,8 @@ def test_opcheck(softcap, device, opcheck):
             opcheck(fused.linear_row_statistics_backward.default, (*gradients, *arguments, *needs))
     detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
     text = encode(
-        [(torch.ops.aten.mul.Tensor, (Operand(0), Operand(8)), {})], [9, None, 8, *[None] * 3]
+        [(torch.ops.aten.mul.Tensor, (Operand(0), Operand(COUNT)), {})],
+        [COUNT + 1, None, COUNT, *[None] * 3],
     )
     opcheck(
         fused.linear_row_statistics_rows_with_grad.default,
@@ -209,19 +211,42 @@ def test_gradients_of_rows(device):
     known = torch.rand(20, dtype=torch.float64, device=device)
     mul, exp = torch.ops.aten.mul.Tensor, torch.ops.aten.exp.default
     steps = [
-        (mul, (Operand(2), Operand(8)), {}),  # entropy times what is known
+        (mul, (Operand(2), Operand(COUNT)), {}),  # entropy times what is known
         (exp, (Operand(0),), {}),
-        (mul, (Operand(10), Operand(9)), {}),
+        (mul, (Operand(COUNT + 2), Operand(COUNT + 1)), {}),
     ]
-    text = encode(steps, [11, None, 8, 9, None, None])
+    text = encode(steps, [COUNT + 3, None, COUNT, COUNT + 1, None, None])
     detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
     found = fused.linear_row_statistics_rows_with_grad(*detached, True, True, True, text, [known])
     nll, _, entropy, total, *_ = statistics
     product = (entropy * known).detach()
     given = (nll.exp() * product).detach(), known, product
     expected = torch.autograd.grad((nll, entropy, total), (*arguments[:2], arguments[3]), given)
-    torch.testing.assert_close(found[:8], tuple(s.detach() for s in statistics))
-    torch.testing.assert_close(found[8:], expected)
+    torch.testing.assert_close(found[:COUNT], tuple(s.detach() for s in statistics))
+    torch.testing.assert_close(found[COUNT:], expected)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_squares(dtype, softcap, device):
+    """The logarithm of the sum of squared probabilities, beside gradients of others."""
+    input, weight, index, bias = problem(device, dtype, (20,))
+    scale = 1 if dtype == torch.float16 else 20  # confident rows
+
+    def log_squares(dtype):
+        logits = F.linear(*(t.detach().to(dtype) for t in (input * scale, weight, bias)))
+        logits = logits.to(torch.promote_types(dtype, torch.float32))
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return (2 * F.log_softmax(logits, -1)).logsumexp(-1)
+
+    given = in_order(input * scale, weight, index, bias, -100, softcap, squares=True)
+    found = fused.linear_row_statistics_forward(*given)
+    assert_accurate(found[LOG_SQUARES], log_squares(dtype), log_squares(torch.float64))
+    found[0].sum().backward()
+    expected = torch.autograd.grad(
+        fused.linear_row_statistics_forward(*given[:-2], False, 1.0)[0].sum(), [weight, bias]
+    )
+    torch.testing.assert_close((weight.grad, bias.grad), tuple(expected))
 
 
 @pytest.mark.parametrize(

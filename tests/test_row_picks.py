@@ -19,7 +19,7 @@ from compile_losses.ops.linear.row_function import (
     RowFunction,
     encode,
 )
-from compile_losses.ops.linear.row_statistics import DIFFERENTIABLE, LOG_PROBS, LOGSUMEXP
+from compile_losses.ops.linear.row_statistics import COUNT, DIFFERENTIABLE, LOG_PROBS, LOGSUMEXP
 from compile_losses.ops.linear_row_statistics import in_order, reference
 from compile_losses.ops.row_picks import sums_of_equal
 from tests.accuracy import assert_accurate
@@ -114,16 +114,16 @@ def test_gradients_of_rows(device):
     picks = arguments[4]
     known = torch.rand(picks.shape, dtype=torch.float64, device=device)
     mul = torch.ops.aten.mul.Tensor
-    steps = [(mul, (Operand(LOG_PROBS), Operand(8)), {})]
-    text = encode(steps, [None, 0, None, None, None, 9])
+    steps = [(mul, (Operand(LOG_PROBS), Operand(COUNT)), {})]
+    text = encode(steps, [None, 0, None, None, None, COUNT + 1])
     detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
     found = fused.linear_row_statistics_rows_with_grad(*detached, True, True, True, text, [known])
     nll, logsumexp, log_probs = (statistics[i] for i in (0, LOGSUMEXP, LOG_PROBS))
     leaves = (arguments[0], arguments[1], arguments[3])
     factors = (nll.detach(), (log_probs * known).detach())
     expected = torch.autograd.grad((logsumexp, log_probs), leaves, factors)
-    torch.testing.assert_close(found[8:], expected)
-    torch.testing.assert_close(found[:8], tuple(s.detach() for s in statistics))
+    torch.testing.assert_close(found[COUNT:], expected)
+    torch.testing.assert_close(found[:COUNT], tuple(s.detach() for s in statistics))
 
 
 def test_functions_of_the_numbers_of_a_row():
@@ -332,7 +332,7 @@ def test_opcheck(device):
         for needs in ((True, True, True), (True, False, False)):
             opcheck(fused.linear_row_statistics_backward.default, (*gradients, *given, *needs))
     detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in given]
-    text = encode([], [None, 8, None, None, None, 9])
+    text = encode([], [None, COUNT, None, None, None, COUNT + 1])
     opcheck(
         fused.linear_row_statistics_rows_with_grad.default,
         (*detached, True, True, True, text, [each, of_picks]),

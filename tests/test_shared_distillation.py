@@ -12,6 +12,7 @@ from torch import nn
 import compile_losses
 from compile_losses.ops.linear.chunk_size import held_rows
 from compile_losses.ops.linear.row_function import Operand, encode
+from compile_losses.ops.linear.row_statistics import COUNT
 from compile_losses.ops.linear_row_statistics import in_order
 from tests.linear_problems import most_allocated
 from tests.test_row_gradients import IN_THE_FORWARD, LOGITS, SCALED
@@ -414,7 +415,7 @@ def arguments(kind, device, dtype=torch.float64, *, layer=True, with_target=True
 
 def torchs(given):
     """The statistics of each row with gradients, in torch's own ops."""
-    h, w, labels, b, _, t, tw, tb, _, softcap, kind, beta, temperature, of_teacher = given
+    h, w, labels, b, _, t, tw, tb, _, softcap, kind, beta, temperature, of_teacher, *_ = given
     logits, teacher = F.linear(h, w, b), t if tw is None else F.linear(t, tw, tb)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     teacher = teacher if of_teacher is None else of_teacher * torch.tanh(teacher / of_teacher)
@@ -452,13 +453,13 @@ def test_statistics_and_gradients(kind, layer, softcap, device):
     torch.testing.assert_close(torch.autograd.grad(found[:5], leaves, factors), gradients)
     # As the passes call it: a function of all statistics.
     mul = torch.ops.aten.mul.Tensor
-    text = encode([(mul, (Operand(4), Operand(0)), {})], [9, None, None, None, 8, None])
+    text = encode([(mul, (Operand(4), Operand(0)), {})], [COUNT + 1, None, None, None, COUNT, None])
     detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in given]
     needs = (True, True, True)
     both = fused.linear_row_statistics_rows_with_grad(*detached, *needs, text, [factors[0]])
     product = (expected[4] * expected[0]).detach()
     gradients = torch.autograd.grad((expected[0], expected[4]), leaves, (product, factors[0]))
-    torch.testing.assert_close(both[8:], gradients)
+    torch.testing.assert_close(both[COUNT:], gradients)
     torch.testing.assert_close(both[:5], tuple(each.detach() for each in expected))
 
 

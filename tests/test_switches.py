@@ -212,6 +212,7 @@ def test_both_doors_have_the_same_options():
     given = {
         "losses": ["mse_loss"],
         "except": ["kl_div"],
+        "known_heads": False,
         "lazy_logits": False,
         "prefer_memory": True,
         "verify": True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import operator
 import subprocess
 import sys
 import warnings
@@ -920,6 +921,51 @@ def breaks():
 
     torch.compile(broken, backend=keep)(torch.ones(2))
     assert found == [(__file__, broken.__code__.co_firstlineno + 2), None]
+
+
+@checks("dynamo.FunctionMeta")
+def class_of_functions():
+    """Dynamo traces the apply of a class with another metaclass as a function."""
+
+    class Meta(dynamo.FunctionMeta):
+        pass
+
+    class Doubled(torch.autograd.Function, metaclass=Meta):
+        @staticmethod
+        def apply(x):
+            return x * 2
+
+    graphs = []
+
+    def keep(gm, _):
+        graphs.append(gm.graph)
+        return gm.forward
+
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(lambda x: Doubled.apply(x), backend=keep, fullgraph=True)(x)
+    assert [node.target for node in graphs[0].nodes if node.op == "call_function"] == [operator.mul]
+
+
+@checks("dynamo.constant_in_graphs", "dynamo.traced_for", "dynamo.traced_lines")
+def asked_while_tracing():
+    found = []
+
+    @dynamo.constant_in_graphs
+    def ask():
+        found.append((dynamo.traced_for(), dynamo.traced_lines()))
+        return len(found)
+
+    def keep(gm, _):
+        return gm.forward
+
+    def function(x):
+        return x * ask()
+
+    assert torch.compile(function, backend=keep, fullgraph=True)(torch.ones(1)) == 1
+    ((compiler, lines),) = found
+    assert compiler.compiler_fn is keep
+    assert f'"{__file__}", line {function.__code__.co_firstlineno + 1}' in lines
+    assert dynamo.traced_for() is None
 
 
 @checks("dynamo.lookup_backend", "dynamo.list_backends")

@@ -183,7 +183,7 @@ class _Statistics(_Losses):
         if self.picks is not None:
             args = (logits, self.picks, self.stats, named["softcap"])
             log_probs = call(fused_op("row_picks", "forward"), args, node)
-        self.values = [*values[:DIVERGENCE], loss, log_probs, *values[DIVERGENCE:]]
+        self.values = [*values[:DIVERGENCE], loss, log_probs, None, *values[DIVERGENCE:]]
 
     def gradient(self, backward: Node) -> Node:
         *given, of_divergence, of_picks = grad_outputs_of(backward)

@@ -45,7 +45,8 @@ from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, held_rows, plan
 from compile_losses.ops.linear.row_divergences import tensors_beside
 from compile_losses.ops.linear.row_function import encode
-from compile_losses.sites import site_of
+from compile_losses.ops.linear.row_statistics import doubled_beside
+from compile_losses.sites import is_without_logits, site_of
 from compile_losses.switches import PREFER_MEMORY, how_to_set
 from compile_losses.torch_internals.graphs import EAGER_VALUES
 from compile_losses.torch_internals.inductor import activation_memory_budget
@@ -64,7 +65,7 @@ def plan_linear(graph: Graph) -> list[Decision]:
     backward = depends_on_tangents(graph) if losses else set()
     decisions = []
     for node, name, part in losses:
-        cost, stock, reason = _costs(node)
+        cost, stock, reason = _compared_costs(node, node)
         site = site_of(node)
         choice = "kernel"
         if part == "with_grad" and activation_memory_budget() == 0:
@@ -112,7 +113,7 @@ def _plan_rows(node: Node, backwards: list[Node], prefer_memory: bool) -> Decisi
     site, name = site_of(node), name_of(node)
     named = named_arguments(backwards[0])
     needs = tuple(value for name, value in named.items() if name.startswith("needs_grad_"))
-    cost, stock, chunks = _costs(backwards[0])
+    cost, stock, chunks = _compared_costs(backwards[0], node)
     reason = None
     if len(backwards) > 1:
         reason = "its losses are differentiated more than once"
@@ -129,7 +130,9 @@ def _plan_rows(node: Node, backwards: list[Node], prefer_memory: bool) -> Decisi
             _move_rows_into_forward(node, backwards[0], found)
             return Decision(site, name, "gradient in forward by row", chunks, cost, stock)
         reason = found
-    if site is not None and not prefer_memory and named.get("z_loss", 0) == 0:
+    held = site is not None and not is_without_logits(node)
+    plain = named.get("z_loss", 0) == 0 and named.get("scale", 1) == 1
+    if held and plain and not prefer_memory:
         take_logits_back(node, backwards)
         reason += f"; {how_to_set(PREFER_MEMORY)} computes the logits twice instead"
         return Decision(site, name, "with its logits", reason)
@@ -284,6 +287,12 @@ def _take_factor(node: Node, backward: set[Node]) -> bool:
     return True
 
 
+def _compared_costs(node: Node, forward: Node) -> tuple[Cost | None, Cost | None, str]:
+    """As :func:`_costs`, without bytes where a loss takes the place of one that is not torch's."""
+    cost, stock, reason = _costs(node)
+    return (None, None, reason) if is_without_logits(forward) else (cost, stock, reason)
+
+
 def _costs(node: Node) -> tuple[Cost, Cost, str]:
     """Bytes of logits, of their gradient and of the sums of the others, ours and torch's."""
     named = named_arguments(node)
@@ -313,8 +322,9 @@ def _costs(node: Node) -> tuple[Cost, Cost, str]:
     elif needs[1] and not _is_by_row(node):
         how = plan(*sizes, needs_input=needs[0])
     else:
-        chunk = chunk_rows(*sizes, sums_weight=needs[1])
-        how = Plan(chunk, held=chunk * row_bytes)
+        beside = doubled_beside(weight.dtype) if named.get("squares") else 0
+        chunk = chunk_rows(*sizes, beside=beside, sums_weight=needs[1])
+        how = Plan(chunk, held=held_rows(chunk, weight.device, beside) * row_bytes)
     logits = rows * row_bytes
     # Written by the product and read by the loss; written and read by it again, and by a product
     # for each gradient. Torch reads them once more. A teacher's are read, and written before if

@@ -97,14 +97,14 @@ def public_kernel(
     if needs_torch(*tensors) if mesh is None else of_several:
         with autocast_off(input):
             return reference(*tensors, temperature, softcap)
-    if temperature != 1:
-        input = input / temperature
-        linear_bias = None if linear_bias is None else linear_bias / temperature
-        # softcap(x) / T is tanh with the height softcap / T of x / T.
-        softcap = None if softcap is None else softcap / temperature
+    # softcap(x) / T is tanh with the height softcap / T of x / T.
+    softcap = None if softcap is None else softcap / temperature
     if mesh is not None:
         from compile_losses.distributed.statistics import linear_log_probs
 
+        if temperature != 1:
+            input = input / temperature
+            linear_bias = None if linear_bias is None else linear_bias / temperature
         index = index.clamp(min=_NONE)
         return linear_log_probs(
             public_kernel, NAME, mesh, input, linear_weight, index, linear_bias, softcap, _NONE
@@ -116,7 +116,14 @@ def public_kernel(
     else:
         target = index.reshape(-1).clamp(min=_NONE)
     arguments = linear_row_statistics.in_order(
-        as_rows(input), linear_weight, target, linear_bias, _NONE, softcap, picks=picks
+        as_rows(input),
+        linear_weight,
+        target,
+        linear_bias,
+        _NONE,
+        softcap,
+        picks=picks,
+        scale=1 / temperature,
     )
     statistics = linear_row_statistics.forward(*arguments)
     if several:

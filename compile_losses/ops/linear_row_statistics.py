@@ -9,18 +9,19 @@ several classes of each row, such as the distillation of a teacher's likeliest c
 compute all of ``linear(input, linear_weight, linear_bias)``, a chunk of rows at a time:
 
 - ``fused::linear_row_statistics_forward``: the statistics, [rows] each: nll, logsumexp, entropy,
-  total, divergence, maximum and argmax; after the divergence the log-probabilities of picks,
-  [rows, K].
+  total, divergence, log_squares, maximum and argmax; after the divergence the log-probabilities of
+  picks, [rows, K].
 - ``fused::linear_row_statistics_backward``: the gradients, from the logits computed again.
 - ``fused::linear_row_statistics_rows_with_grad``: both; the row_function makes the gradients of the
-  first six of all eight statistics and of what is known
+  first six of all nine statistics and of what is known
   (``compile_losses.ops.linear.row_function``). Not differentiable.
 
 Input is [rows, hidden], linear_weight [classes, hidden], linear_bias [classes], in one floating
 dtype; target, int64 [rows], may be None where no class is picked, and so may picks, int64 [rows,
 K], K classes of each row in any order, equal ones too (:mod:`compile_losses.ops.row_picks`).
 Statistics are float32, and float64 for float64. A row whose target is ignore_index has a negative
-log-likelihood of 0. With a softcap the logits become ``softcap * tanh(logits / softcap)``, not
+log-likelihood of 0. All logits are multiplied by the scale in the product, before they are rounded
+to their dtype. With a softcap the logits become ``softcap * tanh(logits / softcap)``, not
 rounded to their own dtype.
 
 With a divergence there is a teacher: logits of [rows, classes], or with teacher_weight, [classes,
@@ -36,8 +37,9 @@ the teacher's it is, by row:
 - ``finite_kl``, ``finite_reverse_kl``, ``finite_cross_entropy``: the first three without the terms
   of infinite logits (:mod:`compile_losses.ops.softmax_finite_kl_div`), of any temperature.
 
-The teacher has no gradient. Without a divergence that statistic is empty, and so are the
-log-probabilities without picks.
+The teacher has no gradient. With ``squares`` there is ``log_squares``, ``log(sum(p ** 2))`` of p =
+softmax(logits), without a gradient. Statistics that nobody asks for are empty: the divergence
+without one, the log-probabilities without picks, log_squares without squares.
 
 Raises:
     RuntimeError: shapes, dtypes or devices that don't go together; a softcap or a temperature that
@@ -79,6 +81,7 @@ from compile_losses.ops.linear.row_statistics import (
     DIFFERENTIABLE,
     DIVERGENCE,
     LOG_PROBS,
+    LOG_SQUARES,
     NLL,
     RowStatistics,
 )
@@ -90,7 +93,8 @@ NAME = "linear_row_statistics"
 ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor? target, Tensor? linear_bias, Tensor? picks, "
     "Tensor? teacher, Tensor? teacher_weight, Tensor? teacher_bias, SymInt ignore_index, "
-    "float? softcap, str? divergence, float beta, float temperature, float? teacher_softcap"
+    "float? softcap, str? divergence, float beta, float temperature, float? teacher_softcap, "
+    "bool squares, float scale"
 )
 _COUNT, _TENSORS = ARGUMENTS.count(",") + 1, ARGUMENTS.count("Tensor")
 _GRADIENTS = (
@@ -139,11 +143,13 @@ def in_order(
     teacher_softcap: float | None = None,
     *,
     picks: Any = None,
+    squares: bool = False,
+    scale: float = 1.0,
 ) -> tuple[Any, ...]:
     """Those of the ops in their order, without a teacher unless one is given."""
     tensors = (input, linear_weight, target, linear_bias, picks, *teacher)
     options = (ignore_index, softcap, divergence, beta, temperature, teacher_softcap)
-    return *tensors, *options
+    return *tensors, *options, squares, scale
 
 
 def check(
@@ -161,6 +167,7 @@ def check(
     beta: float,
     temperature: float,
     teacher_softcap: float | None,
+    *_: Any,
 ) -> None:
     checks.check_floating(NAME, input=input, linear_weight=linear_weight)
     checks.check_same_device(
@@ -222,7 +229,7 @@ def pair_of(divergence: str | None, beta: float, temperature: float) -> Pair | N
 def _problem(arguments: tuple[Any, ...], row_function: RowFunction | None = None) -> Problem:
     check(*arguments)
     input, linear_weight, target, linear_bias, picks, *of_teacher = arguments[:_TENSORS]
-    ignore_index, softcap, *divergence, teacher_softcap = arguments[_TENSORS:]
+    ignore_index, softcap, *divergence, teacher_softcap, squares, scale = arguments[_TENSORS:]
     if picks is not None:
         row_picks.check_bounds(NAME, picks, linear_weight.shape[0])
     teacher = None
@@ -240,14 +247,16 @@ def _problem(arguments: tuple[Any, ...], row_function: RowFunction | None = None
         teacher,
         accumulation_type(input.dtype),
         row_function,
+        squares=squares,
+        scale=scale,
     )
-    return Problem(input, linear_weight, linear_bias, losses)
+    return Problem(input, linear_weight, linear_bias, losses, scale=scale)
 
 
 def _missing(arguments: tuple[Any, ...]) -> list[int]:
     """Places of the statistics that nobody asked for, which are empty."""
-    _, _, target, _, picks, teacher, *_ = arguments
-    asked = {NLL: target, DIVERGENCE: teacher, LOG_PROBS: picks}
+    _, _, target, _, picks, teacher, *_, squares, _ = arguments
+    asked = {NLL: target, DIVERGENCE: teacher, LOG_PROBS: picks, LOG_SQUARES: squares or None}
     return [place for place, argument in asked.items() if argument is None]
 
 
@@ -259,7 +268,9 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 def _backward(*rest: Any) -> tuple[Tensor, ...]:
     gradients, arguments, needs = [*rest[:DIFFERENTIABLE]], rest[DIFFERENTIABLE:-3], rest[-3:]
     for place in _missing(arguments):  # its gradient is None, or empty
-        gradients[place] = None
+        if place < DIFFERENTIABLE:
+            gradients[place] = None
+    arguments = (*arguments[:-2], False, arguments[-1])  # nobody reads the squares again
     with autocast_off(arguments[0]):
         problem = _problem(arguments, known_gradients(gradients, COUNT))
         return results_with_gradients(problem, needs)[COUNT:]
@@ -321,9 +332,11 @@ def reference(
     beta: float,
     temperature: float,
     teacher_softcap: float | None,
+    squares: bool,
+    scale: float,
 ) -> tuple[Tensor | None, ...]:
     """The differentiable statistics in torch's own ops, over all logits."""
-    logits = F.linear(input, linear_weight, linear_bias)
+    logits = F.linear(input, linear_weight, linear_bias) * scale
     found = row_statistics.reference(logits, target, ignore_index, softcap)
     log_probs = None
     if picks is not None:

@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 import compile_losses.ops  # noqa: F401  declares what the graphs will call
 from compile_losses.guard import Failure, attempt
 from compile_losses.recognize.guards import refusal
+from compile_losses.recognize.known_heads import known_heads
 from compile_losses.recognize.linear_divergence import take_divergence
 from compile_losses.recognize.match import Decline, Match
 from compile_losses.recognize.memory import bodies, look_at
@@ -55,6 +56,7 @@ _THROUGH_LINEAR: dict[str, Take] = {
 _SHARED = "heads whose logits several losses read"
 _PLAIN = "logits of which an entropy is read"
 _LAZY = "logits that are returned without a loss"
+_KNOWN = "heads of other libraries"
 _NOT_CHOSEN = "it is not among the losses that options name"
 
 
@@ -234,6 +236,9 @@ class _Rewriting:
 
         if inside is None and outer is None and _CROSS_ENTROPY in self.losses:
             self._change(_PLAIN, lambda: self._plain_logits(graph))
+
+        if outer is None:
+            self._change(_KNOWN, lambda: self.sites.extend(known_heads(graph)))
 
         if self.lazily is not None and outer is None and _LINEAR in self.losses:
             lazily, replay = self.lazily, recognizer.replay

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import CodeType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch._dynamo import compiled_autograd, config, eval_frame, symbolic_convert
@@ -29,7 +29,16 @@ from torch._dynamo.source import AttrSource
 # What Dynamo counts, its reasons for graph breaks among it. Without it a report has none of these.
 from torch._dynamo.utils import counters as counters
 
+# Where Dynamo is while it traces.
+from torch._guards import TracingContext
+
+# The class of classes of autograd functions, by which Dynamo tells these: a class of another one is
+# traced as any class, and so a known head's ``apply`` as a function.
+from torch.autograd.function import FunctionMeta as FunctionMeta
+
+_T = TypeVar("_T")
 _reset_code: Callable[[CodeType], None] = torch._C._dynamo.eval_frame.reset_code
+
 #: From the name of a backend to the backend, for the option ``inner_backend``.
 lookup_backend = torch._dynamo.lookup_backend
 #: The names of all backends, to say which one was meant.
@@ -118,3 +127,26 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(function, torch.nn.Module) and function._compiled_call_impl is not None:
         return function._call_impl
     return eval_frame.innermost_fn(function)
+
+
+def constant_in_graphs(function: Callable[..., _T]) -> Callable[..., _T]:
+    """A function that Dynamo calls while it traces, and whose result is a constant to it. Without
+    it a graph would break where a known head asks whether it is wanted."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def traced_for() -> Any:
+    """The backend for which Dynamo traces in this thread; None where it does not. Without it a head
+    would be taken in the graphs of other backends."""
+    translator = getattr(symbolic_convert.tls, "current_tx", None)
+    if translator is None:
+        return None
+    backend = translator.output.compiler_fn
+    return getattr(backend, "_torchdynamo_orig_backend", backend)
+
+
+def traced_lines() -> str:
+    """Where Dynamo is in the program that it traces, as in a traceback. Without it a report does
+    not say which call of a head was refused."""
+    return "".join(TracingContext.extract_stack().format())

@@ -1,7 +1,7 @@
 """Whole steps of TRL's trainers: their own ``compute_loss`` of a batch of their own.
 
-DPO, KTO and GRPO have log-probabilities from TRL's fused head, an autograd.Function. No graph has
-logits then, and the report says that nothing known was found. ORPO and CPO read the model's logits.
+SFT, DPO, KTO, GRPO and RLOO have log-probabilities from TRL's fused head, an autograd.Function that
+is a known head. ORPO and CPO read the model's logits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import sys
 import pytest
 import torch
 
-import compile_losses
 from tests import ROOT
 from tests.models.training import check_step
 
@@ -71,6 +70,14 @@ def ratings():
     return Dataset.from_dict({"prompt": PROMPTS, **answers})
 
 
+def sft(model, options, tokenizer):
+    from trl import SFTConfig, SFTTrainer
+
+    arguments = SFTConfig(max_length=64, **options)
+    data = pairs().rename_column("chosen", "completion").select_columns(["prompt", "completion"])
+    return SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
+
+
 def dpo(model, options, tokenizer):
     from trl import DPOConfig, DPOTrainer
 
@@ -85,11 +92,26 @@ def kto(model, options, tokenizer):
     return KTOTrainer(model, args=arguments, train_dataset=ratings(), processing_class=tokenizer)
 
 
+def lengths(completions, **_):
+    return [float(len(text.strip())) for text in completions]
+
+
+def rloo(model, options, tokenizer):
+    from trl import RLOOConfig, RLOOTrainer
+
+    trainer = RLOOTrainer(
+        model,
+        lengths,
+        RLOOConfig(num_generations=4, max_completion_length=8, beta=0.0, **options),
+        train_dataset=pairs().select_columns("prompt"),
+        processing_class=tokenizer,
+    )
+    trainer.current_gradient_accumulation_steps = 1  # as train() sets it
+    return trainer
+
+
 def grpo(model, options, tokenizer):
     from trl import GRPOConfig, GRPOTrainer
-
-    def lengths(completions, **_):
-        return [float(len(text.strip())) for text in completions]
 
     trainer = GRPOTrainer(
         model,
@@ -116,11 +138,15 @@ def cpo(model, options, tokenizer):
     return CPOTrainer(model, arguments, train_dataset=pairs(), processing_class=tokenizer)
 
 
+#: The op that TRL's head becomes.
+HEAD = "linear_row_statistics"
 #: Each trainer, and the losses that are rewritten in its step.
 TRAINERS = {
-    dpo: [],
-    kto: [],
-    grpo: [],
+    sft: [HEAD],
+    dpo: [HEAD],
+    kto: [HEAD, HEAD],
+    grpo: [HEAD],
+    rloo: [HEAD],
     orpo: ["cross_entropy", "cross_entropy"],
     cpo: ["cross_entropy", "cross_entropy"],
 }
@@ -134,11 +160,9 @@ def test_step(build, model, options, tokenizer):
     def step():
         return trainer.compute_loss(trainer.model, batch)
 
-    check_step(trainer.model, step, TRAINERS[build])
-    if not TRAINERS[build]:
-        report = compile_losses.explain(step)
-        assert "unrecognised" in report.summary
-        assert all(site.status == "unrecognised" and site.reason for site in report.sites)
+    report = check_step(trainer.model, step, TRAINERS[build])
+    heads = [site for site in report.sites if site.op == HEAD]
+    assert all(site.reason == "trl's ChunkedLogProbFunction" for site in heads)
 
 
 @pytest.mark.parametrize("build", [orpo, cpo], ids=lambda build: build.__name__)

@@ -28,6 +28,7 @@ def chunks_of_logits(
     chunk: int,
     kept: Tensor | None = None,
     start: int = 0,
+    scale: float = 1.0,
 ) -> Iterator[Chunk]:
     """Chunks of the rows kept, from start on. The logits of all chunks lie in one buffer."""
     count = len(input) if kept is None else len(kept)
@@ -36,7 +37,7 @@ def chunks_of_logits(
         rows = slice(first, min(first + chunk, count))
         part = rows_of(input, rows, kept)
         logits = buffer[: len(part)]
-        write_logits(part, linear_weight, linear_bias, logits)
+        write_logits(part, linear_weight, linear_bias, logits, scale)
         yield rows, part, logits
 
 
@@ -54,12 +55,18 @@ def rows_of(input: Tensor, rows: slice, kept: Tensor | None) -> Tensor:
 
 
 def write_logits(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, logits: Tensor
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    logits: Tensor,
+    scale: float = 1.0,
 ) -> None:
-    if linear_bias is None:
-        torch.mm(input, linear_weight.t(), out=logits)
+    if linear_bias is not None:
+        torch.addmm(linear_bias, input, linear_weight.t(), beta=scale, alpha=scale, out=logits)
+    elif scale != 1:
+        torch.addmm(logits, input, linear_weight.t(), beta=0, alpha=scale, out=logits)
     else:
-        torch.addmm(linear_bias, input, linear_weight.t(), out=logits)
+        torch.mm(input, linear_weight.t(), out=logits)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, *, starts: bool) -> None:

@@ -66,6 +66,7 @@ class Problem:
 
     Args:
         count: of the rows that may be left out, if there are any.
+        scale: of all logits.
     """
 
     def __init__(
@@ -75,9 +76,11 @@ class Problem:
         linear_bias: Tensor | None,
         losses: Losses,
         count: KeptRows | None = None,
+        *,
+        scale: float = 1.0,
     ) -> None:
         self.input, self.linear_weight, self.linear_bias = input, linear_weight, linear_bias
-        self.losses, self.count = losses, count
+        self.losses, self.count, self.scale = losses, count, scale
         self.kept: Tensor | None = None
         self.rows = self.all_rows = len(input)
 
@@ -94,7 +97,7 @@ class Problem:
 
     def logits(self, chunk: int, start: int = 0) -> Iterator[Chunk]:
         return chunks_of_logits(
-            self.input, self.linear_weight, self.linear_bias, chunk, self.kept, start
+            self.input, self.linear_weight, self.linear_bias, chunk, self.kept, start, self.scale
         )
 
     @property

@@ -12,7 +12,7 @@ from compile_losses.ops.linear.row_divergences import NONE, Pair, TeacherLogits,
 from compile_losses.ops.linear.row_function import RowFunction
 
 #: Places of the statistics; the first ones have gradients.
-NLL, LOGSUMEXP, ENTROPY, TOTAL, DIVERGENCE, LOG_PROBS, MAXIMUM, ARGMAX = range(8)
+NLL, LOGSUMEXP, ENTROPY, TOTAL, DIVERGENCE, LOG_PROBS, LOG_SQUARES, MAXIMUM, ARGMAX = range(9)
 COUNT, DIFFERENTIABLE = ARGMAX + 1, LOG_PROBS + 1
 
 
@@ -20,8 +20,9 @@ class RowStatistics:
     """The statistics of :mod:`compile_losses.ops.row_statistics` for each row of logits.
 
     With a pair, the divergence of each row from the teacher's is one of them; with picks, the
-    log-probabilities of these. The gradient is for the gradients that row_function makes of the
-    statistics, one or None for each of the first six. Without row_function there is no gradient.
+    log-probabilities of these; with squares, the logarithm of the sum of squared probabilities. The
+    gradient is for the gradients that row_function makes of the statistics, one or None for each of
+    the first six, and is that of the product without its scale. Without row_function there is none.
     """
 
     by_row = True
@@ -38,11 +39,15 @@ class RowStatistics:
         teacher: TeacherLogits | None,  # given with a pair
         dtype: torch.dtype,  # that sums are made in, and of the statistics
         row_function: RowFunction | None,
+        *,
+        squares: bool = False,
+        scale: float = 1.0,  # of the logits in the product
     ) -> None:
         self.target, self.picks = target, picks
         self.ignore_index, self.softcap = ignore_index, softcap
         self.pair, self.with_entropy, self.teacher = pair, with_entropy, teacher
         self.logits, self.dtype, self.row_function = like.dtype, dtype, row_function
+        self.squares, self.scale = squares, scale
         self.nothing = like.new_empty(0, dtype=dtype)
         nothing = [self.nothing] * (COUNT - 1)
         if picks is not None:
@@ -51,9 +56,10 @@ class RowStatistics:
 
     def beside(self, *, gradient: bool) -> float:
         """How many tensors of the logits' size are held besides them."""
+        doubled = doubled_beside(self.logits) if self.squares else 0
         if self.pair is None or self.teacher is None:
-            return 0
-        return tensors_beside(
+            return doubled
+        return doubled + tensors_beside(
             self.logits,
             self.teacher.dtype,
             computed=self.teacher.computed,
@@ -72,7 +78,10 @@ class RowStatistics:
         """The same, and the gradient of the logits before the soft-cap, over them."""
         stats, compared = self._computed(rows, logits)
         assert self.row_function is not None
-        *given, of_divergence, of_picks = self.row_function(rows, self.chunks[-1])
+        found = self.row_function(rows, self.chunks[-1])
+        if self.scale != 1:
+            found = [None if each is None else each * self.scale for each in found]
+        *given, of_divergence, of_picks = found
         if self.picks is None:
             of_picks = None
         if compared is None or of_divergence is None:
@@ -137,10 +146,33 @@ class RowStatistics:
         if self.picks is not None:
             picked = row_picks.picked_logits(logits, self.picks[rows], self.softcap)
             log_probs = row_picks.log_probs_of(picked, stats)
-        more = (divergence, log_probs)
+        log_squares = self.nothing
+        if self.squares:
+            log_squares = _log_squares(logits, stats, self.softcap)
+        more = (divergence, log_probs, log_squares)
         self.chunks.append((*found[:DIVERGENCE], *more, *found[DIVERGENCE:]))
         return stats, compared
 
     def _options(self, rows: slice) -> tuple[Tensor | None, int, float | None]:
         target = None if self.target is None else self.target[rows]
         return target, self.ignore_index, self.softcap
+
+
+def _log_squares(logits: Tensor, stats: Tensor, softcap: float | None) -> Tensor:
+    """``log(sum(p ** 2))`` of each row. Squares of exponentials are those of twice the logits."""
+    doubled = logits.to(_doubled_dtype(logits.dtype)) * 2
+    *_, of_doubled = row_statistics.forward(
+        doubled, None, -1, None if softcap is None else softcap * 2
+    )
+    # The largest logit has gone from both logarithms, of which large ones would lose digits.
+    return of_doubled[:, 1] - 2 * stats[:, 1]
+
+
+def doubled_beside(dtype: torch.dtype) -> float:
+    """How many tensors of the logits' size are held for squares."""
+    return _doubled_dtype(dtype).itemsize / dtype.itemsize
+
+
+def _doubled_dtype(dtype: torch.dtype) -> torch.dtype:
+    """A dtype in which twice a logit is finite."""
+    return torch.float32 if dtype == torch.float16 else dtype
