@@ -11,7 +11,12 @@ import sys
 from typing import Any
 
 #: The modules of known heads, which are met where nothing is compiled, too.
-MODULES = ("trl.kernels.chunked_logprob",)
+MODULES = (
+    "trl.kernels.chunked_logprob",
+    "liger_kernel.ops.fused_linear_cross_entropy",
+    "verl.utils.kernel.linear_cross_entropy",
+    "verl.utils.experimental.torch_functional",
+)
 
 
 def autoload() -> None:

@@ -45,19 +45,15 @@ class Head(torch.autograd.Function):
 
 
 def compute(hidden, weight, target, scale=1.0):
+    reason = "its scale is not positive" if scale <= 0 else None
+    reason = reason or refuse_layer(hidden, weight, None, target, 0)
+    if reason is not None:
+        return reason
     rows = rows_of(hidden, weight, None, target, product_dtype(hidden), scale=scale)
     return -rows.log_probs.sum()
 
 
-def refuse(hidden, weight, target, scale=1.0):
-    if scale <= 0:
-        return "its scale is not positive"
-    return refuse_layer(hidden, weight, None, target, 0)
-
-
-HEAD = KnownHead(
-    "a-library", ("2.1", "3"), "a_library", "Head", "linear_cross_entropy", compute, refuse
-)
+HEAD = KnownHead("a-library", ("2.1", "3"), "a_library", "Head", "linear_cross_entropy", compute)
 NAME = "a-library's Head"
 
 

@@ -6,9 +6,9 @@ what it refuses. :mod:`compile_losses.known_heads.doors` puts them in the place 
 library is imported here.
 """
 
-from compile_losses.known_heads import trl
+from compile_losses.known_heads import liger, trl, verl
 from compile_losses.known_heads.head import KnownHead
 
 __all__ = ["HEADS", "KnownHead"]
 
-HEADS: tuple[KnownHead, ...] = trl.HEADS
+HEADS: tuple[KnownHead, ...] = (*trl.HEADS, *liger.HEADS, *verl.HEADS)

@@ -112,17 +112,17 @@ def _meet(module: ModuleType, head: KnownHead) -> str | None:
 
 def standing_in(head: KnownHead, original: Any) -> Callable[..., Any]:
     """The function that is called in the place of a head's."""
-    name, compute, refuse = str(head), head.compute, head.refuse
+    name, compute = str(head), head.compute
 
     def apply(*args: Any, **kwargs: Any) -> Any:
         if not is_wanted(name):
             return original.apply(*args, **kwargs)
-        reason = refuse(*args, **kwargs)
-        if reason is not None:
-            note_refused(name, reason)
+        found = compute(*args, **kwargs)
+        if isinstance(found, str):
+            note_refused(name, found)
             return original.apply(*args, **kwargs)
         note_met(name)
-        return compute(*args, **kwargs)
+        return found
 
     return apply
 

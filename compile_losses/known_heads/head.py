@@ -24,10 +24,9 @@ class KnownHead:
         module: where it is defined.
         name: an ``autograd.Function`` there, of which ``apply`` is met.
         loss: the op by whose name the options ``losses`` and ``except`` choose it.
-        compute: the same results by our ops, differentiable as theirs are. It has the parameters of
-            their ``forward`` after ``ctx``, with the same defaults.
-        refuse: from the same arguments to the reason why theirs computes the call, or None. Dynamo
-            traces both, and so they read no data, and a reason is a constant.
+        compute: the same results by our ops, differentiable as theirs are, or the reason why theirs
+            computes the call. It has the parameters of their ``forward`` after ``ctx``, with the
+            same defaults. Dynamo traces it, and so it reads no data, and a reason is a constant.
     """
 
     package: str
@@ -36,7 +35,6 @@ class KnownHead:
     name: str
     loss: str
     compute: Callable[..., Any]
-    refuse: Callable[..., str | None]
 
     def __str__(self) -> str:
         return f"{self.package}'s {self.name}"

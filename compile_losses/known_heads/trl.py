@@ -32,8 +32,15 @@ def log_probs(
     final_logit_softcapping: float | None = None,
     logit_scale: float = 1.0,
     outputs: tuple[str, ...] = _OUTPUTS,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None] | str:
     """Log-probabilities of the targets, and what else was asked for, [rows] in float32."""
+    if not temperature > 0:
+        return "its temperature is not positive"
+    if final_logit_softcapping is not None and not final_logit_softcapping > 0:
+        return "its soft-cap is not positive"
+    reason = refuse_layer(hidden, weight, bias, targets, min(hidden.shape[0], _ROWS) * chunk_size)
+    if reason is not None:
+        return reason
     rows = rows_of(
         hidden,
         weight,
@@ -54,24 +61,6 @@ def log_probs(
     )
 
 
-def _refuse(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    chunk_size: int,
-    final_logit_softcapping: float | None = None,
-    logit_scale: float = 1.0,
-    outputs: tuple[str, ...] = _OUTPUTS,
-) -> str | None:
-    if not temperature > 0:
-        return "its temperature is not positive"
-    if final_logit_softcapping is not None and not final_logit_softcapping > 0:
-        return "its soft-cap is not positive"
-    return refuse_layer(hidden, weight, bias, targets, min(hidden.shape[0], _ROWS) * chunk_size)
-
-
 HEADS = (
     KnownHead(
         package="trl",
@@ -80,6 +69,5 @@ HEADS = (
         name="ChunkedLogProbFunction",
         loss="linear_cross_entropy",
         compute=log_probs,
-        refuse=_refuse,
     ),
 )
