@@ -7,8 +7,10 @@ from functools import cached_property
 from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from compile_losses.device_constants import constants_of
 from compile_losses.torch_internals.ops import has_kernel
 
 aten = torch.ops.aten
@@ -16,6 +18,10 @@ aten = torch.ops.aten
 #: Products that are added to a sum in float32 are made in blocks of about this size, on devices
 #: that can't add them up in the product.
 BLOCK_BYTES = 64 * 2**20
+
+#: A product on a CPU rounds the last rows differently if there is no multiple of this. Chunks of
+#: another size, or a batch with more rows, would make other bits of these.
+ROWS_ALIKE = 16
 
 #: Which rows, their input and their logits, which may be overwritten.
 Chunk: TypeAlias = tuple[slice, Tensor, Tensor]
@@ -30,15 +36,23 @@ def chunks_of_logits(
     start: int = 0,
     scale: float = 1.0,
 ) -> Iterator[Chunk]:
-    """Chunks of the rows kept, from start on. The logits of all chunks lie in one buffer."""
+    """Chunks of the rows kept, from start on. The logits of all chunks lie in one buffer.
+
+    On a CPU the logits of a row do not depend on the chunks, nor on other rows, unless all rows are
+    fewer than a chunk has at least.
+    """
     count = len(input) if kept is None else len(kept)
-    buffer = input.new_empty((max(0, min(chunk, count - start)), len(linear_weight)))
+    least = constants_of(input.device).least_rows
+    alike = ROWS_ALIKE if input.device.type == "cpu" and least <= count else 1
+    most = max(0, min(chunk, count - start))
+    buffer = input.new_empty((-(-most // alike) * alike, len(linear_weight)))
     for first in range(start, count, chunk):
         rows = slice(first, min(first + chunk, count))
         part = rows_of(input, rows, kept)
-        logits = buffer[: len(part)]
-        write_logits(part, linear_weight, linear_bias, logits, scale)
-        yield rows, part, logits
+        more = -len(part) % alike
+        padded = F.pad(part, (0, 0, 0, more)) if more else part
+        write_logits(padded, linear_weight, linear_bias, buffer[: len(padded)], scale)
+        yield rows, part, buffer[: len(part)]
 
 
 def parts_of(chunk: Chunk, part: int) -> Iterator[tuple[slice, Tensor]]:

@@ -1,0 +1,92 @@
+"""Log-probabilities of the same rows are the same bits, whatever else is computed.
+
+Reinforcement learning divides the probabilities of a pass without gradients by those of a training
+pass. Where the weights are equal the ratio has to be exactly 1.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import compile_losses
+from compile_losses.linear import linear_log_probs
+from compile_losses.ops import linear_row_statistics
+from compile_losses.ops.linear.row_function import encode
+from compile_losses.ops.linear.row_statistics import COUNT, NLL
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+ROWS, HIDDEN, CLASSES = 75, 33, 777
+
+
+def problem(dtype):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(n, HIDDEN, generator=generator).to(dtype) for n in (ROWS, CLASSES)
+    )
+    return hidden, weight, torch.randint(CLASSES, (ROWS,), generator=generator)
+
+
+def forward(hidden, weight, target):
+    given = linear_row_statistics.in_order(hidden, weight, target, None, -100, None)
+    return linear_row_statistics.forward(*given)[NLL]
+
+
+def with_gradients(hidden, weight, target):
+    given = linear_row_statistics.in_order(hidden, weight, target, None, -100, None)
+    text, ones = encode([], [COUNT, *[None] * 5]), hidden.new_ones(len(hidden))
+    op = linear_row_statistics.rows_with_grad
+    return op(*given, True, True, False, text, [ones])[NLL]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plans_and_chunks(dtype, chunks):
+    given, found = problem(dtype), []
+    for rows in (16, 32, 48, 64):
+        chunks(rows)
+        found += [forward(*given), with_gradients(*given)]
+    assert all(torch.equal(found[0], each) for each in found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_rows(dtype):
+    """Which are one chunk in all plans."""
+    for count in (1, 2, 3, 7, 30):
+        hidden, weight, target = (x[:count] if len(x) == ROWS else x for x in problem(dtype))
+        assert torch.equal(forward(hidden, weight, target), with_gradients(hidden, weight, target))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batches(dtype, chunks):
+    """A row's bits are the same in another batch and in another place of it."""
+    chunks(16)
+    hidden, weight, target = problem(dtype)
+    whole, order = forward(hidden, weight, target), torch.randperm(ROWS)
+    assert torch.equal(forward(hidden[order], weight, target[order]), whole[order])
+    for rows in (slice(0, 16), slice(5, 30), slice(50, 75)):
+        assert torch.equal(forward(hidden[rows], weight, target[rows]), whole[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_step(dtype, chunks, no_code):
+    """The gradients in the forward, by row; eager code; and a pass without gradients."""
+    chunks(16)
+    hidden, weight, target = problem(dtype)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    told = []
+
+    def step(hidden, weight, target, before):
+        log_probs = linear_log_probs(hidden, weight, target)
+        ratio = (log_probs - before).exp()
+        return -(ratio * 0.5).mean(), ratio.detach()
+
+    with torch.no_grad():
+        before = linear_log_probs(hidden, weight, target)
+    compile_losses.counters().clear()
+    for function in (step, torch.compile(step, backend="compile_losses")):
+        loss, ratio = function(hidden, weight, target, before)
+        loss.backward()
+        told.append(ratio)
+    assert compile_losses.counters()["plan"]["gradient in forward by row"] == 1
+    assert all(bool((ratio == 1).all()) for ratio in told)
