@@ -46,7 +46,7 @@ class Head(torch.autograd.Function):
 
 def compute(hidden, weight, target, scale=1.0):
     reason = "its scale is not positive" if scale <= 0 else None
-    reason = reason or refuse_layer(hidden, weight, None, target, 0)
+    reason = reason or refuse_layer(hidden, weight, None, target)
     if reason is not None:
         return reason
     rows = rows_of(hidden, weight, None, target, product_dtype(hidden), scale=scale)

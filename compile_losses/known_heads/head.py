@@ -63,13 +63,17 @@ def product_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def refuse_layer(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, buffer: int
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    most: tuple[int, int] | None = None,
 ) -> str | None:
     """Why a layer and its targets are left to the library; None if they need not be.
 
     Args:
-        buffer: the elements that the library holds besides results. It casts a weight of another
-            dtype than the product's a block at a time, where we hold all of it.
+        most: the rows and classes of the logits that the library holds at a time, and for which it
+            casts a weight of another dtype than the product's, where we cast all of it.
     """
     for tensor in (hidden, weight, bias, target):
         if tensor is not None and type(tensor) not in PLAIN:
@@ -82,6 +86,9 @@ def refuse_layer(
         return "its shapes are not [rows, hidden], [classes, hidden] and [rows]"
     if target.dtype != torch.int64:
         return "its targets are not int64"
-    if weight.dtype != product_dtype(hidden) and weight.numel() > buffer:
+    if weight.dtype == product_dtype(hidden):
+        return None
+    # Here alone, because it makes a graph one for some numbers of rows.
+    if most is None or weight.numel() > min(hidden.shape[0], most[0]) * most[1]:
         return "its weight is cast for the product, and the copy would be larger than its buffers"
     return None

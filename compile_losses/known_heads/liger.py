@@ -55,7 +55,7 @@ def linear_cross_entropy(
         return "its bias has another dtype than its weight"
     if softcap is not None and not softcap > 0:
         return "its soft-cap is not positive"
-    reason = refuse_layer(_input, weight, bias, target, 0)
+    reason = refuse_layer(_input, weight, bias, target)
     if reason is not None:
         return reason
     # Of no rows at all their mean is 0, and torch's nan.

@@ -53,11 +53,12 @@ def rows_of(
     cap = None if softcap is None else softcap / temperature
     layer = hidden.to(dtype), weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
-    found = linear_row_statistics.forward(
-        *linear_row_statistics.in_order(
-            *layer, target, bias, ignore_index, cap, squares=squares, scale=factor
-        )
+    # Where sizes are symbols, Dynamo makes inputs of a graph of numbers that are defaults.
+    no_teacher = (None, None, None), None, 0.5, 1.0, None
+    arguments = linear_row_statistics.in_order(
+        *layer, target, bias, ignore_index, cap, *no_teacher, squares=squares, scale=factor
     )
+    found = linear_row_statistics.forward(*arguments)
     nll = found[NLL]
     # No comparison with nan holds, of which argmax finds the first.
     is_first = (found[ARGMAX] == target) & (nll == nll)

@@ -38,7 +38,7 @@ def log_probs(
         return "its temperature is not positive"
     if final_logit_softcapping is not None and not final_logit_softcapping > 0:
         return "its soft-cap is not positive"
-    reason = refuse_layer(hidden, weight, bias, targets, min(hidden.shape[0], _ROWS) * chunk_size)
+    reason = refuse_layer(hidden, weight, bias, targets, (_ROWS, chunk_size))
     if reason is not None:
         return reason
     rows = rows_of(

@@ -28,7 +28,7 @@ def _refuse_rows(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: An
     if weight.dtype != product_dtype(hidden):
         return "its product has another dtype than its weight"
     rows = hidden.reshape(-1, hidden.shape[-1])
-    return refuse_layer(rows, weight, None, labels.reshape(-1), 0)
+    return refuse_layer(rows, weight, None, labels.reshape(-1))
 
 
 def log_probs_of_labels(

@@ -171,3 +171,19 @@ assert compile_losses.counters()["known heads"][{NAME!r}] == 1
 """
     variables = {**os.environ, "COMPILE_LOSSES_ENABLE": "1", "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], check=True, env=variables)
+
+
+def test_other_numbers_of_rows(head, no_code):
+    """One graph for all of them."""
+    torch._dynamo.reset()
+
+    def step(h, w, t):
+        return head.apply(h, w, None, t, 1.0, 64, None, 1.0, ALL)[0].sum()
+
+    compiled = torch.compile(step, backend="compile_losses", dynamic=True, fullgraph=True)
+    before = switches.counters()["rewritten"]["linear_row_statistics"]
+    h, w, _, target = problem(torch.float32)
+    for rows in (20, 11, 7):
+        given = (h[:rows].detach().requires_grad_(), w, target[:rows])
+        torch.testing.assert_close(compiled(*given), step(*given))
+    assert switches.counters()["rewritten"]["linear_row_statistics"] == before + 1
