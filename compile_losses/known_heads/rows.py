@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ def rows_of(
     layer = hidden.to(dtype), weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
     # Where sizes are symbols, Dynamo makes inputs of a graph of numbers that are defaults.
-    no_teacher = (None, None, None), None, 0.5, 1.0, None
+    no_teacher: Any = ((None, None, None), None, 0.5, 1.0, None)
     arguments = linear_row_statistics.in_order(
         *layer, target, bias, ignore_index, cap, *no_teacher, squares=squares, scale=factor
     )
