@@ -22,6 +22,7 @@ from compile_losses.recognize.steps import Graphs
 from compile_losses.torch_internals import warn_if_untested
 from compile_losses.torch_internals.dynamo import is_captured, lookup_backend
 from compile_losses.torch_internals.inductor import compile_with_inductor
+from compile_losses.traced import settings_by
 
 
 def compile_losses(
@@ -181,6 +182,6 @@ def _settings_of(backend: Any) -> Settings | None:
     return getattr(function, "settings", None)
 
 
-doors.settings_by(_settings_of)
+settings_by(_settings_of)
 # What is traced for this backend is traced before it is called.
 doors.watch()

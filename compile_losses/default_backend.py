@@ -24,6 +24,7 @@ from compile_losses.options import INDUCTOR, InvalidOptionError, Settings
 from compile_losses.torch_internals import warn_if_untested
 from compile_losses.torch_internals.dynamo import lookup_backend
 from compile_losses.torch_internals.inductor import InductorBackend, go_around_inductor
+from compile_losses.traced import settings_by
 
 #: Whether COMPILE_LOSSES_ENABLE=1 switches the package on, and whether ``disable`` was called.
 _in_every_thread = _was_disabled = False
@@ -196,4 +197,4 @@ def _settings_of(backend: Any) -> Settings | None:
     return None if first is None else first.settings
 
 
-doors.settings_by(_settings_of)
+settings_by(_settings_of)

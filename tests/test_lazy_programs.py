@@ -44,26 +44,35 @@ def outcome(program: list[tuple[Any, ...]], compile: Callable[..., Any]) -> Any:
         return error
 
 
-def difference(found: Any, expected: Any) -> str | None:
-    if isinstance(found, Exception) or isinstance(expected, Exception):
+def difference(found: Any, *expected: Any) -> str | None:
+    """Where an outcome has what none of the expected ones has there."""
+    known = [each for each in expected if not isinstance(each, Exception)]
+    if isinstance(found, Exception) or not known:
         return repr(found)
-    try:
-        same(found, expected)
-    except AssertionError as error:
-        return str(error)
-    return None
+    return _difference(found, known, "")
+
+
+def _difference(found: Any, expected: list[Any], place: str) -> str | None:
+    if isinstance(found, dict | list):
+        keys = found.keys() if isinstance(found, dict) else range(len(found))
+        alike = [each for each in expected if type(each) is type(found) and len(each) == len(keys)]
+        if not alike:
+            return f"{place}: {len(keys)} items"
+        parts = (
+            _difference(found[k], [each[k] for each in alike], f"{place}[{k!r}]") for k in keys
+        )
+        return next(filter(None, parts), None)
+    for each in expected:
+        try:
+            same(found, each)
+            return None
+        except AssertionError as error:
+            told = f"{place}: {found} for {each} {error}"
+    return told
 
 
 def same(found: Any, expected: Any) -> None:
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key in expected:
-            same(found[key], expected[key])
-    elif isinstance(expected, list):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            same(one, other)
-    elif isinstance(expected, torch.Tensor):
+    if isinstance(expected, torch.Tensor):
         assert isinstance(found, torch.Tensor)
         torch.testing.assert_close(
             found.detach() + 0, expected.detach(), rtol=1e-4, atol=1e-6, equal_nan=True
@@ -99,8 +108,7 @@ def verdict(seed: int, lazy: bool | str = True) -> str:
         torch._dynamo.reset()
     expected = outcome(program, lambda function: function)
     found = ours(lazy)
-    differs = difference(found, expected)
-    if differs is None:
+    if difference(found, expected) is None:
         return "same"
     is_ours = isinstance(found, RuntimeError) and any(text in str(found) for text in DOCUMENTED)
     if is_ours and lazy is True:
@@ -108,12 +116,13 @@ def verdict(seed: int, lazy: bool | str = True) -> str:
     if isinstance(found, RuntimeError) and "modified by an inplace operation" in str(found):
         return "saved"  # a loss keeps its logits, where others keep results
     torch._dynamo.reset()
-    plain = ours(lazy=False)
-    if difference(plain, expected) is not None and difference(found, plain) is None:
+    plain = ours(False)
+    if difference(found, expected, plain) is None:
         return "without lazy logits, too"
     torch._dynamo.reset()
     stock = outcome(program, partial(torch.compile, backend="aot_eager", dynamic=dynamic))
-    if isinstance(stock, Exception) or difference(found, stock) is None:
+    differs = difference(found, expected, plain, stock)
+    if isinstance(stock, Exception) or differs is None:
         return "stock"
     raise AssertionError(f"program {seed}: {differs}\n{program}")
 

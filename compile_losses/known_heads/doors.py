@@ -32,6 +32,7 @@ from compile_losses.torch_internals.dynamo import (
     traced_for,
     traced_lines,
 )
+from compile_losses.traced import settings_here
 
 #: From a head to why no call of it is met in this process: its release, or its arguments.
 left: dict[str, str] = {}
@@ -39,16 +40,9 @@ left: dict[str, str] = {}
 #: reason, and the file and line of the call.
 refused: list[tuple[str, str, tuple[str, int]]] = []
 
-#: From a backend to the settings by which it rewrites, None where it does not.
-_settings_of: list[Callable[[Any], Any]] = []
 _by_name = {str(head): head for head in HEADS}
 #: What ``enable()`` has on for eager calls.
 _eager: frozenset[str] = frozenset()
-
-
-def settings_by(function: Callable[[Any], Any]) -> None:
-    """Has a function asked by which settings the graphs for a backend are rewritten."""
-    _settings_of.append(function)
 
 
 class Replaced(FunctionMeta):
@@ -130,13 +124,11 @@ def standing_in(head: KnownHead, original: Any) -> Callable[..., Any]:
 @constant_in_graphs
 def is_wanted(name: str) -> bool:
     """Whether calls of a head are computed by us here."""
-    compiler = traced_for()
     if not switches.is_on():
         return False
-    if compiler is None:
+    if traced_for() is None:
         return name in _eager
-    found = (settings_of(compiler) for settings_of in _settings_of)
-    settings = next(filter(None, found), None)
+    settings = settings_here()
     return settings is not None and settings.takes_heads and _by_name[name].loss in settings.losses
 
 

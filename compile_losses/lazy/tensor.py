@@ -16,7 +16,7 @@ from compile_losses.lazy.methods import Methods
 from compile_losses.lazy.path import Path, nodes_to_head
 from compile_losses.lazy.rows import by_row, few_rows
 from compile_losses.lazy.source import Source
-from compile_losses.torch_internals.dynamo import leave_to_eager, traced_for
+from compile_losses.torch_internals.dynamo import leave_to_eager
 from compile_losses.torch_internals.eager import NO_TORCH_FUNCTION, not_compiled
 from compile_losses.torch_internals.ops import schema_of, tree_map_only
 from compile_losses.torch_internals.tensors import (
@@ -28,6 +28,7 @@ from compile_losses.torch_internals.tensors import (
     with_memory_of,
     without_dispatch,
 )
+from compile_losses.traced import settings_here
 
 aten = torch.ops.aten
 
@@ -148,7 +149,7 @@ class LazyLogits(Methods):
         """In tracing by another backend, to which this is a head: its graph would write to numbers
         that nobody keeps. Dynamo leaves the op to eager code."""
         is_head = self._head is not None and self._memory.made is None
-        if self.is_traced and not self.is_functional and is_head and not _is_for_us():
+        if self.is_traced and not self.is_functional and is_head and settings_here() is None:
             leave_to_eager("a write to lazy logits")
 
     def _without_numbers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -443,15 +444,6 @@ def first_output(
 def _numbers(lazy: LazyLogits) -> Tensor:
     rows = few_rows(lazy)
     return apply(lazy._memory.read(), lazy._views) if rows is None else rows
-
-
-def _is_for_us() -> bool:
-    """Whether Dynamo traces for this package."""
-    from compile_losses.inductor_passes import installed_rewrite  # which imports this
-
-    name = traced_for()
-    is_default = name in (None, "inductor")
-    return name == "compile_losses" or (is_default and installed_rewrite() is not None)
 
 
 def _plain(arguments: Any) -> Any:

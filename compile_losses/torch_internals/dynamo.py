@@ -77,12 +77,6 @@ def code_that_is_compiled() -> CodeType | None:
     return None if tracer is None else tracer.f_code
 
 
-def traced_for() -> str | None:
-    """The name of the backend that Dynamo traces for; None if it has none, as its default."""
-    compiler = symbolic_convert.InstructionTranslator.current_tx().output.compiler_fn
-    return getattr(compiler, "compiler_name", None)
-
-
 def leave_to_eager(what: str) -> NoReturn:
     """Ends the graph that Dynamo traces: eager code does what comes next."""
     unimplemented(
