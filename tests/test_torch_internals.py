@@ -376,6 +376,75 @@ def backwards():
     assert of_input == [False, True]
 
 
+@checks("dynamo.code_that_is_compiled", "dynamo.forget_compiled")
+def compiled_code():
+    seen = []
+
+    def keep(gm, _):
+        seen.append(dynamo.code_that_is_compiled())
+        return gm.forward
+
+    def function(x):
+        return x * 2
+
+    compiled, x = torch.compile(function, backend=keep), torch.ones(1)
+    for _ in range(2):
+        compiled(x)
+    assert seen == [function.__code__]
+    dynamo.forget_compiled(function.__code__)
+    assert compiled(x) == 2
+    assert seen == [function.__code__] * 2
+    assert dynamo.code_that_is_compiled() is None
+
+
+@checks("dynamo.leave_to_eager")
+def left_to_eager():
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="an op of a test has to run as it is"):
+        dynamo.leave_to_eager("an op of a test")
+
+
+@checks("dynamo.compiles_backwards")
+def compiled_backwards():
+    assert not dynamo.compiles_backwards()
+    with torch._dynamo.compiled_autograd._enable(lambda gm: gm):
+        assert dynamo.compiles_backwards()
+
+
+@checks("eager.keeps_saved_tensors_elsewhere")
+def saved_tensors():
+    assert not eager.keeps_saved_tensors_elsewhere()
+    with torch.autograd.graph.save_on_cpu():
+        assert eager.keeps_saved_tensors_elsewhere()
+
+
+@checks("tensors.is_gathered_for_one_use")
+def gathered_weights():
+    weight = torch.nn.Parameter(torch.ones(4, 2))
+    assert not tensors.is_gathered_for_one_use(weight)
+    assert tensors.is_gathered_for_one_use(weight[:2])
+    weight.ds_id = 3
+    assert tensors.is_gathered_for_one_use(weight)
+
+
+@checks("tensors.FunctionalTensor", "tensors.with_memory_of")
+def functional_tensors():
+    class Viewed(Wrapper):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            like = torch.empty(2, 5, device="meta")[0]
+            view = tensors.make_wrapper(Viewed, like, torch.device("cpu"))
+            return tensors.with_memory_of(args, view, func, kwargs)
+
+    whole = tensors.make_wrapper(Viewed, torch.empty(2, 5, device="meta"), torch.device("cpu"))
+    view = torch.ops.aten.select.int(whole, 0, 0)
+    assert tensors.storage_id(view) == tensors.storage_id(whole)
+
+    mode = torch._subclasses.functional_tensor.FunctionalTensorMode()
+    with mode:
+        assert isinstance(tensors.FunctionalTensor.to_functional(torch.ones(2)), torch.Tensor)
+
+
 @checks("dynamo.in_compiled_backward")
 def compiled_backward():
     seen = []

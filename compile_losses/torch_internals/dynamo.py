@@ -73,7 +73,7 @@ def compiles_backwards() -> bool:
 
 def code_that_is_compiled() -> CodeType | None:
     """The code of the function that Dynamo traces. Without it nobody could compile it once more."""
-    tracer = symbolic_convert.InstructionTranslator.current_tx()
+    tracer = getattr(symbolic_convert.tls, "current_tx", None)
     return None if tracer is None else tracer.f_code
 
 

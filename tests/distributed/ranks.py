@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import compile_losses.functional as fused
 from compile_losses.distributed.data_parallel import global_mean
-from compile_losses.lazy import LazyLogits
+from compile_losses.lazy import LazyLogits, automatic
 from compile_losses.linear import linear_log_probs, linear_softmax_kl_div
 from tests.constants import set_constants
 
@@ -291,12 +291,16 @@ def lazily(wrap):
                         logits.sum()
 
 
-def steps(wrap, compiles, *, outside):
-    """The losses of two steps of training, and the logits of the last."""
+def steps(wrap, compiles, *, outside, lazy=True, reads=False):
+    """The losses of two steps of training, and the logits of the last.
+
+    Args:
+        reads: whether each step's logits are gathered from all ranks, after the step.
+    """
     torch._dynamo.reset()
     wrapped = wrap(Returning())
     optimizer = torch.optim.AdamW(wrapped.parameters(), 0.1)
-    options = {"lazy_logits": True, "inner_backend": "aot_eager"}
+    options = {"lazy_logits": lazy, "inner_backend": "aot_eager"}
     compiled = partial(torch.compile, backend="compile_losses", options=options)
     model = compiled(wrapped) if compiles == "model" else wrapped
 
@@ -312,7 +316,35 @@ def steps(wrap, compiles, *, outside):
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
+        if reads:
+            gathered = [torch.empty_like(logits) for _ in range(WORLD)]
+            dist.all_gather(gathered, logits.detach())
+            losses += [each.sum() for each in gathered]
     return torch.stack(losses), logits
+
+
+def automatically(wrap, expected_kind):
+    """The same without an option: nothing raises, and the logits are there when they are read."""
+    for outside in (False, True):
+        for reads in (False, True):
+            automatic.forget()
+            expected = steps(wrap, "nothing", outside=outside, reads=reads)[0]
+            with small_chunks():
+                found, logits = steps(wrap, "model", outside=outside, lazy="auto", reads=reads)
+            same(found, expected)
+            assert type(logits) in (expected_kind, torch.Tensor)
+            same(logits.sum(), logits.detach().clone().sum())
+
+
+def check_automatic_ddp():
+    automatically(DistributedDataParallel, LazyLogits)
+
+
+def check_automatic_fsdp2():
+    def wrap(whole):
+        return fully_shard(whole, mesh=mesh_of())
+
+    automatically(wrap, LazyLogits)
 
 
 def check_lazy_ddp():
