@@ -230,3 +230,56 @@ compile_losses.enable()
 assert not {packages!r} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def doubled(head):
+    """A class derived from a head, with a forward of its own."""
+
+    class Doubled(head):
+        @staticmethod
+        def forward(ctx, *args):
+            return 2 * head.forward(ctx, *args)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return head.backward(ctx, 2 * grad)
+
+    return Doubled
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_derived_classes_compute_what_they_say(library, when):
+    module = library()
+    derived = doubled(module.Head) if when == "before" else None
+    with compile_losses.enable():
+        derived = derived or doubled(module.Head)
+        found = [derived.apply(*problem(), 1.0), torch.compile(derived.apply)(*problem(), 1.0)]
+        found.append(doubled(derived).apply(*problem(), 1.0) / 2)
+        check(module.Head.apply)
+    found.append(derived.apply(*problem(), 1.0))
+    hidden, weight, target = problem()
+    expected = 2 * F.cross_entropy(F.linear(hidden, weight), target, reduction="sum")
+    for each in found:
+        torch.testing.assert_close(each, expected)
+    assert switches.counters()["known heads"] == {NAME: 1}
+    assert issubclass(derived, module.Head)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_replaced_forward_is_called(library, when):
+    module = library()
+    forward = module.Head.forward
+
+    def replace():
+        module.Head.forward = staticmethod(lambda ctx, *args: 3 * forward(ctx, *args))
+
+    if when == "before":
+        replace()
+    with compile_losses.enable():
+        if when == "after":
+            replace()
+        found = module.Head.apply(*problem(), 1.0)
+    hidden, weight, target = problem()
+    expected = F.cross_entropy(F.linear(hidden, weight), target, reduction="sum")
+    torch.testing.assert_close(found, 3 * expected)
+    assert not switches.counters()["known heads"]

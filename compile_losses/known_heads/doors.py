@@ -21,6 +21,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from compile_losses import switches
 from compile_losses.guard import Failure, attempt
 from compile_losses.known_heads import HEADS
@@ -46,7 +48,21 @@ _eager: frozenset[str] = frozenset()
 
 
 class Replaced(FunctionMeta):
-    """The metaclass of an ``autograd.Function`` whose ``apply`` is ours."""
+    """The metaclass of an ``autograd.Function`` whose ``apply`` is ours.
+
+    A class that is derived from such a function later is torch's again.
+    """
+
+    def __init__(self, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> None:
+        super().__init__(name, bases, members)
+        _give_back(self)
+
+
+def _give_back(derived: Any) -> None:
+    """Makes a class derived from a known head one that computes what it says itself."""
+    if "apply" not in vars(derived):
+        derived.apply = classmethod(vars(torch.autograd.Function)["apply"].__func__)
+    derived.__class__ = FunctionMeta
 
 
 def watch() -> None:
@@ -94,22 +110,39 @@ def _meet(module: ModuleType, head: KnownHead) -> str | None:
     if not head.is_tested(version):
         tested = ", ".join(head.versions)
         return f"release {version} was not tested; {tested} were"
-    reason = head.differs(theirs.forward)
+    forward, backward = theirs.forward, theirs.backward
+    if any(each.__module__ != head.module for each in (forward, backward)):
+        return "somebody has replaced its forward or its backward"
+    reason = head.differs(forward)
     if reason is None:
-        own = {"__dict__", "__weakref__", "_backward_cls"}
-        members = {name: value for name, value in vars(theirs).items() if name not in own}
-        original: Any = FunctionMeta(theirs.__name__, theirs.__bases__, members)
-        theirs.apply = staticmethod(standing_in(head, original))
+        for derived in theirs.__subclasses__():
+            _give_back(derived)
+        # Torch's way of the same function, also if its forward is replaced later.
+        original: Any = FunctionMeta(theirs.__name__, (theirs,), {"__module__": theirs.__module__})
+        _give_back(original)
+
+        @constant_in_graphs
+        def is_theirs() -> bool:
+            return theirs.forward is forward and theirs.backward is backward
+
+        theirs.apply = staticmethod(standing_in(head, original, is_theirs))
         theirs.__class__ = Replaced
     return reason
 
 
-def standing_in(head: KnownHead, original: Any) -> Callable[..., Any]:
-    """The function that is called in the place of a head's."""
+def standing_in(
+    head: KnownHead, original: Any, is_theirs: Callable[[], bool]
+) -> Callable[..., Any]:
+    """The function that is called in the place of a head's.
+
+    Args:
+        original: the library's function.
+        is_theirs: whether it still is what the library made it.
+    """
     name, compute = str(head), head.compute
 
     def apply(*args: Any, **kwargs: Any) -> Any:
-        if not is_wanted(name):
+        if not is_theirs() or not is_wanted(name):
             return original.apply(*args, **kwargs)
         found = compute(*args, **kwargs)
         if isinstance(found, str):
