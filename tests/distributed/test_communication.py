@@ -113,7 +113,7 @@ def test_linear_holds_no_logits_of_all_rows(monkeypatch):
             torch.ones(()), None, input, weight, target, None, None, stats, 0, classes, SUM, -100,
             0.0, None, True, True, False,
         )  # fmt: skip
-    assert largest.bytes == 4 * (classes // 4) * 4
+    assert largest.bytes == 16 * (classes // 4) * 4  # a CPU takes 16 rows or more at a time
 
 
 def dtensor(*shape, placements=None, mesh=None):

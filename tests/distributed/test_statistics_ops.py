@@ -181,7 +181,7 @@ def test_no_logits_of_all_rows(monkeypatch):
         stats = Merged(own.unsqueeze(0), classes).stats
         rest = (None, stats, *options[1:], True, True, False)
         leaf_ops.gradient_kernel(ones, ones, input, weight, target, *rest)
-    assert largest.bytes == 4 * (classes // 4) * 4
+    assert largest.bytes == 16 * (classes // 4) * 4  # a CPU takes 16 rows or more at a time
 
 
 def test_errors():
