@@ -45,9 +45,9 @@ def compile_losses(
               ``except`` may also have places, such as ``"train.py:16"``.
             - ``lazy_logits``: whether logits that a graph returns beside their loss are computed
               when they are read, as :class:`compile_losses.lazy.LazyLogits`, if the loss can be
-              computed without them: ``"auto"``, the default, where that is safe and pays; True also
-              for logits that go to the next graph, and until they are read; False for none
-              (COMPILE_LOSSES_LAZY_LOGITS=auto, 1 or 0).
+              computed without them. ``"auto"``: where that pays, and before the head changes; True:
+              also for logits that go to the next graph, and until they are read
+              (COMPILE_LOSSES_LAZY_LOGITS=auto or 1).
             - ``known_heads``: whether calls of heads that other libraries have fused, which are in
               ``compile_losses.known_heads``, become ops of ours (COMPILE_LOSSES_KNOWN_HEADS=0:
               they do not).

@@ -32,6 +32,7 @@ from compile_losses.torch_internals.dynamo import (
     list_backends,
     lookup_backend,
 )
+from compile_losses.torch_internals.eager import keeps_saved_tensors_elsewhere
 from compile_losses.torch_internals.inductor import (
     InductorBackend,
     is_to_be_saved,
@@ -249,6 +250,8 @@ class Settings:
         code = code_that_is_compiled()
         if code is None:
             return Lazily("it is not known which function is compiled", is_asked_for=False)
+        if keeps_saved_tensors_elsewhere():
+            return Lazily("hooks take what its backward needs", is_asked_for=False)
         if (over := why_over(code)) is not None:
             return Lazily(over, is_asked_for=False)
         always = switches.how_to_set(LAZY_LOGITS)

@@ -79,10 +79,10 @@ def runs(name: str) -> bool:
 
 def lazy_logits(given: bool | str | None = None) -> bool | str:
     """Whether compiled graphs return lazy logits: True, False or ``AUTO``. By default what
-    COMPILE_LOSSES_LAZY_LOGITS says: 1, 0 or auto."""
+    COMPILE_LOSSES_LAZY_LOGITS says: 1, auto, or 0, which is its default."""
     if given is not None:
         return given
-    value = os.environ.get("COMPILE_LOSSES_LAZY_LOGITS", AUTO).lower()
+    value = os.environ.get("COMPILE_LOSSES_LAZY_LOGITS", "0").lower()
     return AUTO if value == AUTO else is_set("COMPILE_LOSSES_LAZY_LOGITS")
 
 

@@ -35,7 +35,7 @@ nitpicky = True
 _ELSEWHERE = (
     r"(torch|collections|typing)\..*|Any|Callable|DeviceMesh|GraphModule|ProcessGroup|Tensor"
 )
-_INSIDE = r"compile_losses\.((lower|ops\.linear)\..*|\w+\._\w+)"
+_INSIDE = r"compile_losses\.((lower|ops\.linear|lazy\.automatic)\..*|\w+\._\w+)"
 nitpick_ignore_regex = [("py:.*", _ELSEWHERE), ("py:.*", _INSIDE)]
 
 myst_heading_anchors = 4

@@ -1,4 +1,4 @@
-"""``lazy_logits="auto"``, the default: training does what it does without a compiler.
+"""``lazy_logits="auto"``: training does what it does without a compiler.
 
 Nothing raises, and functions whose logits are computed in two calls running return plain ones.
 """
@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import compile_losses
+from compile_losses.explanation import explain_call
 from compile_losses.lazy import LazyLogits, automatic
 from compile_losses.lazy.automatic import Automatic
 from tests.constants import set_constants
@@ -37,12 +38,13 @@ def small_chunks(monkeypatch):
 
 @pytest.fixture(params=["backend", "enable"])
 def compiled(request):
-    """Compiles a model or function, with no option, through one of both doors."""
+    """Compiles a model or function through one of both doors."""
     if request.param == "enable":
-        with compile_losses.enable():
+        with compile_losses.enable(lazy_logits="auto"):
             yield torch.compile
         return
-    yield lambda model: torch.compile(model, backend="compile_losses")
+    options = {"lazy_logits": "auto"}
+    yield lambda model: torch.compile(model, backend="compile_losses", options=options)
 
 
 class Outputs(dict):
@@ -74,6 +76,11 @@ def batch(step):
 def model(bias=False):
     torch.manual_seed(0)
     return Model(bias).double()
+
+
+def square(x):
+    """A number that a step of the head changes: the gradients of all classes add up to 0."""
+    return x.square().sum()
 
 
 def sgd(model):
@@ -120,7 +127,7 @@ def in_a_list(model, call, seen):
         kept[-1].loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    seen += [out.logits.sum() for out in kept]
+    seen += [square(out.logits) for out in kept]
 
 
 def views_in_a_list(model, call, seen):
@@ -163,7 +170,7 @@ def by_hand(model, call, seen):
             for p in model.parameters():
                 p -= 0.5 * p.grad
                 p.grad = None
-        seen.append(out.logits.sum())
+        seen.append(square(out.logits))
 
 
 def by_hand_through_data(model, call, seen):
@@ -173,7 +180,7 @@ def by_hand_through_data(model, call, seen):
         for p in model.parameters():
             p.data.sub_(p.grad)
             p.grad = None
-        seen.append(out.logits.sum())
+        seen.append(square(out.logits))
 
 
 def in_the_backward(model, call, seen):
@@ -184,7 +191,7 @@ def in_the_backward(model, call, seen):
     for step in range(STEPS):
         out = call(*batch(step))
         out.loss.backward()
-        seen.append(out.logits.sum())
+        seen.append(square(out.logits))
 
 
 def by_hand_in_the_backward(model, call, seen):
@@ -197,7 +204,7 @@ def by_hand_in_the_backward(model, call, seen):
     for step in range(STEPS):
         out = call(*batch(step))
         out.loss.backward()
-        seen.append(out.logits.sum())
+        seen.append(square(out.logits))
 
 
 def a_step_of_other_gradients(model, call, seen):
@@ -207,13 +214,13 @@ def a_step_of_other_gradients(model, call, seen):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         optimizer.step()
-        seen += [out.logits.sum(), out.loss]
+        seen += [square(out.logits), out.loss]
 
 
 def another_calls_backward(model, call, seen):
     early = call(*batch(9))
     drops(model, call, seen)
-    seen.append(early.logits.sum())
+    seen.append(square(early.logits))
 
 
 def frozen_head(model, call, seen):
@@ -224,12 +231,12 @@ def frozen_head(model, call, seen):
         out.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen += [out.logits.sum(), out.loss]
+        seen += [square(out.logits), out.loss]
 
 
 def tied_weights(model, call, seen):
     model.head.weight = model.embed.weight
-    reading("after", torch.sum)(model, call, seen)
+    reading("after", square)(model, call, seen)
 
 
 def closures(model, call, seen):
@@ -244,7 +251,7 @@ def closures(model, call, seen):
 
     for _ in range(STEPS):
         seen.append(optimizer.step(closure))
-        seen.append(last[0].logits.sum())
+        seen.append(square(last[0].logits))
 
 
 def sharpness(model, call, seen):
@@ -265,7 +272,7 @@ def sharpness(model, call, seen):
                 p -= 0.1 * grad
         optimizer.step()
         optimizer.zero_grad()
-        seen += [first.logits.sum(), second.logits.sum()]
+        seen += [square(first.logits), square(second.logits)]
 
 
 def evaluates_between(model, call, seen):
@@ -281,7 +288,7 @@ def evaluates_between(model, call, seen):
                 evaluated = call(*batch(step + 50))
                 seen += [evaluated.loss, evaluated.logits.argmax(-1)]
         model.train()
-        seen.append(out.logits.sum())
+        seen.append(square(out.logits))
 
 
 def other_lengths(model, call, seen):
@@ -292,7 +299,7 @@ def other_lengths(model, call, seen):
         out.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(out.logits.sum())
+        seen.append(square(out.logits))
 
 
 def raises(model, call, seen):
@@ -304,7 +311,7 @@ def raises(model, call, seen):
             raise KeyError(step)
         except KeyError:
             optimizer.step()
-            seen.append(out.logits.sum())
+            seen.append(square(out.logits))
             optimizer.zero_grad()
 
 
@@ -319,7 +326,7 @@ def raises_in_a_hook(model, call, seen):
     handle.remove()
     model.zero_grad()
     drops(model, call, seen)
-    seen.append(out.logits.sum())
+    seen.append(square(out.logits))
 
 
 def threads(model, call, seen):
@@ -327,7 +334,7 @@ def threads(model, call, seen):
     call(*batch(0))
 
     def read(out, into):
-        into.append(out.logits.sum().item())
+        into.append(square(out.logits).item())
 
     optimizer = sgd(model)
     for step in range(STEPS):
@@ -367,7 +374,7 @@ def writes(model, call, seen):
         out = call(*batch(step))
         with torch.no_grad():
             out.logits.mul_(2)
-        seen.append(out.logits.sum())
+        seen.append(square(out.logits))
         out = call(*batch(step))
         out.loss.backward()
         optimizer.step()
@@ -375,16 +382,18 @@ def writes(model, call, seen):
 
 
 def checkpointed(model, call, seen):
+    call(*batch(7))  # compiled here, where logits may be lazy
     optimizer = sgd(model)
     for step in range(STEPS):
         out = checkpoint(call, *batch(step), use_reentrant=False)
         out.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen += [out.loss, out.logits.sum()]
+        seen += [out.loss, square(out.logits)]
 
 
 def offloaded(model, call, seen):
+    call(*batch(7))
     optimizer = sgd(model)
     for step in range(STEPS):
         with torch.autograd.graph.save_on_cpu():
@@ -392,14 +401,68 @@ def offloaded(model, call, seen):
         out.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen += [out.loss, out.logits.sum()]
+        seen += [out.loss, square(out.logits)]
+
+
+def gradients_by_function(model, call, seen):
+    """No gradient arrives at a parameter, and no write is counted."""
+    params = list(model.parameters())
+    for step in range(STEPS):
+        out = call(*batch(step))
+        for p, grad in zip(params, torch.autograd.grad(out.loss, params), strict=True):
+            p.data.sub_(grad)
+        seen.append(square(out.logits))
+
+
+def gradients_of_some(model, call, seen):
+    for step in range(STEPS):
+        out = call(*batch(step))
+        out.loss.backward(inputs=[model.body.weight])
+        model.head.weight.data.mul_(1.1)
+        seen.append(square(out.logits))
+
+
+def the_loss_is_dropped(model, call, seen):
+    kept = call(*batch(9)).logits.detach()
+    for step in range(STEPS):
+        call(*batch(step)).loss.backward()
+        for p in model.parameters():
+            p.data.sub_(p.grad)
+    seen.append(square(kept))
+
+
+def changed_frozen_head(model, call, seen):
+    model.head.requires_grad_(False)
+    for step in range(STEPS):
+        out = call(*batch(step))
+        out.loss.backward()
+        model.head.weight.mul_(1.1)
+        seen.append(square(out.logits))
+
+
+def inference_mode(model, call, seen):
+    for step in range(STEPS):
+        out = call(*batch(step))
+        with torch.inference_mode():
+            seen += [out.logits.mean(), square(out.logits[:, :-1])]
+        weight = torch.ones(CLASSES, dtype=torch.float64, requires_grad=True)
+        (out.loss + square(out.logits) + (out.logits.detach() * weight).sum()).backward()
+        seen += [p.grad.clone() for p in model.parameters()]
+
+
+def checkpoints_of_two_calls(model, call, seen):
+    call(*batch(7))
+    for step in range(STEPS):
+        outs = [checkpoint(call, *batch(2 * step + i), use_reentrant=False) for i in range(2)]
+        (outs[0].loss + outs[1].loss).backward()
+        seen += [p.grad.clone() for p in model.parameters()]
 
 
 def double_backward(model, call, seen):
     out = call(*batch(0))
     (grad,) = torch.autograd.grad(out.loss, model.body.weight, retain_graph=True)
     out.loss.backward()
-    seen += [grad, out.logits.sum()]
+    seen += [grad, square(out.logits)]
 
 
 def loads_weights(model, call, seen):
@@ -408,7 +471,7 @@ def loads_weights(model, call, seen):
     out = call(*batch(0))
     out.loss.backward()
     model.load_state_dict(before)
-    seen.append(out.logits.sum())
+    seen.append(square(out.logits))
 
 
 def averages_weights(model, call, seen):
@@ -420,7 +483,7 @@ def averages_weights(model, call, seen):
         optimizer.step()
         average.update_parameters(model)
         optimizer.zero_grad()
-        seen.append(out.logits.sum())
+        seen.append(square(out.logits))
     seen += list(average.parameters())
 
 
@@ -432,7 +495,7 @@ def scaled(model, call, seen):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        seen.append(out.logits.sum())
+        seen.append(square(out.logits))
 
 
 def through(function):
@@ -489,7 +552,7 @@ LIBRARIES = {
     "new": lambda x: x.new_zeros(x.shape) + x.detach(),
     "like": lambda x: torch.zeros_like(x),
     "to": lambda x: x.to("cpu", non_blocking=True).detach().to(torch.float64),
-    "func": lambda x: torch.func.vmap(torch.sum)(x.detach()),
+    "func": lambda x: torch.func.vmap(square)(x.detach()),
     "double backward": lambda x: torch.autograd.grad(x.square().sum(), x)[0],
     "topk": lambda x: x.detach().topk(3).values,
     "mask": lambda x: x.detach()[x.detach() > 0],
@@ -516,10 +579,13 @@ PROGRAMS = {
     **{f.__name__.replace("_", " "): f for f in (evaluates_between, other_lengths, raises, hooked)},
     **{f.__name__.replace("_", " "): f for f in (raises_in_a_hook, checkpointed, offloaded)},
     **{f.__name__.replace("_", " "): f for f in (double_backward, loads_weights, scaled)},
+    **{f.__name__.replace("_", " "): f for f in (gradients_by_function, gradients_of_some)},
+    **{f.__name__.replace("_", " "): f for f in (the_loss_is_dropped, changed_frozen_head)},
+    **{f.__name__.replace("_", " "): f for f in (inference_mode, checkpoints_of_two_calls)},
     "averages weights": averages_weights,
-    **{f"reads {when}": reading(when, torch.sum) for when in ("before", "between", "after")},
+    **{f"reads {when}": reading(when, square) for when in ("before", "between", "after")},
     **{f"argmax {when}": reading(when, lambda x: x.argmax(-1)) for when in ("before", "after")},
-    **{f"optimizer {name}": reading("after", torch.sum, of) for name, of in OPTIMIZERS.items()},
+    **{f"optimizer {name}": reading("after", square, of) for name, of in OPTIMIZERS.items()},
     **{f"library {name}": through(function) for name, function in LIBRARIES.items()},
 }
 
@@ -571,7 +637,7 @@ def test_logits_that_are_let_go_stay_lazy(compiled):
 
 def test_kept_logits(compiled):
     with pytest.warns(UserWarning, match="forward .*kept until the backward.*del outputs") as told:
-        found = kinds(reading("after", torch.sum), compiled)
+        found = kinds(reading("after", square), compiled)
     assert found == [True, True, False, False]
     assert len([w for w in told if "kept until" in str(w.message)]) == 1
 
@@ -585,7 +651,7 @@ def test_kept_logits_where_warnings_are_errors(compiled):
 def test_logits_that_are_read(compiled):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert kinds(reading("before", torch.sum), compiled) == [True, True, False, False]
+        assert kinds(reading("before", square), compiled) == [True, True, False, False]
 
 
 def test_logits_that_are_read_now_and_then_stay_lazy(compiled):
@@ -593,7 +659,7 @@ def test_logits_that_are_read_now_and_then_stay_lazy(compiled):
         for step in range(6):
             out = call(*batch(step))
             if step % 2:
-                out.logits.sum()
+                square(out.logits)
             loss = out.loss
             del out
             loss.backward()
@@ -602,10 +668,10 @@ def test_logits_that_are_read_now_and_then_stay_lazy(compiled):
 
 
 def test_report_of_a_function_that_returns_plain_logits_again(compiled):
-    kinds(reading("before", torch.sum), compiled)
+    kinds(reading("before", square), compiled)
     made = model()
     compiled(made)(*batch(0))
-    (site,) = compile_losses.explain(made, *batch(0)).losses
+    (site,) = explain_call(made, batch(0), options={"lazy_logits": "auto"}).losses
     assert "they were read in two calls one after the other" in site.reason
 
 
@@ -622,7 +688,9 @@ def test_options_win(option):
     assert isinstance(out.logits, LazyLogits) == option
 
 
-@pytest.mark.parametrize(("value", "is_lazy"), [("auto", True), ("1", True), ("0", False)])
+@pytest.mark.parametrize(
+    ("value", "is_lazy"), [("auto", True), ("1", True), ("0", False), ("", False)]
+)
 def test_variable(value, is_lazy, monkeypatch):
     monkeypatch.setenv("COMPILE_LOSSES_LAZY_LOGITS", value)
     out = torch.compile(model(), backend="compile_losses")(*batch(0))
@@ -636,15 +704,30 @@ def test_asked_for_lazy_logits_are_not_computed_early():
     out.loss.backward()
     sgd(made).step()
     with pytest.raises(RuntimeError, match=r"weight was changed.*options=\{'lazy_logits': False\}"):
-        out.logits.sum()
+        square(out.logits)
+
+
+def test_checkpoint_from_the_start(compiled):
+    """A function that is compiled under a checkpoint returns plain logits."""
+    out = checkpoint(compiled(model()), *batch(0), use_reentrant=False)
+    assert type(out.logits) is torch.Tensor
+
+
+def test_stance_that_forbids_to_compile(compiled):
+    made = model()
+    call = compiled(made)
+    call(*batch(0)).loss.backward()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for step in range(STEPS):
+            square(call(*batch(step)).logits)
 
 
 def test_compiled_backward(compiled):
     """A backward that is compiled as a whole does not tell when a gradient arrives."""
     made = model()
-    expected = outcome(reading("after", torch.sum), lambda model: model, False)
+    expected = outcome(reading("after", square), lambda model: model, False)
     with torch._dynamo.config.patch(compiled_autograd=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = outcome(reading("after", torch.sum), compiled, False)
+        found = outcome(reading("after", square), compiled, False)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     del made

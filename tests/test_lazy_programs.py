@@ -152,4 +152,4 @@ def test_programs(seeds, monkeypatch):
 def test_programs_that_ask_for_nothing(seeds, monkeypatch):
     with interpreted(monkeypatch), without_recompile_limits():
         found = Counter(verdict(seed, "auto") for seed in seeds)
-    assert found["same"] >= 8, found
+    assert found["same"] >= 4, found

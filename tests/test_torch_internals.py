@@ -16,7 +16,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 from torch.utils.checkpoint import checkpoint
 
 from compile_losses import backend, torch_internals
@@ -415,6 +419,25 @@ def saved_tensors():
     assert not eager.keeps_saved_tensors_elsewhere()
     with torch.autograd.graph.save_on_cpu():
         assert eager.keeps_saved_tensors_elsewhere()
+
+
+@checks("dynamo.may_compile")
+def stances():
+    assert dynamo.may_compile()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert not dynamo.may_compile()
+
+
+@checks("tensors.taking_symbols")
+def ops_of_symbols():
+    sizes = ShapeEnv()
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2 + [DimDynamic.STATIC])
+    with tensors.FakeTensorMode(shape_env=sizes) as mode:
+        x = mode.from_tensor(torch.ones(4, 6, 3), symbolic_context=context)
+        w = mode.from_tensor(torch.ones(5, 3), static_shapes=True)
+    assert isinstance(x.shape[0], torch.SymInt)
+    with mode, tensors.taking_symbols():
+        assert torch.ops.aten.linear.default(x, w).dim() == 3
 
 
 @checks("tensors.is_gathered_for_one_use")

@@ -1,8 +1,8 @@
 """Logits that are lazy without being asked for: in time, and only where that pays.
 
-Such logits are computed before their head may change: when a gradient arrives at a tensor of the
-head, and before an optimizer's step. If they are computed in two calls one after the other, the
-function is compiled once more, and returns plain logits from then on.
+Such logits are computed before their head may change: when a backward begins that goes through any
+call of such a function, and before an optimizer's step. If they are computed in two calls one after
+the other, the function is compiled once more, and returns plain logits from then on.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from types import CodeType
-from weakref import finalize, ref
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from compile_losses.lazy.source import Source
-from compile_losses.torch_internals.dynamo import compiles_backwards, forget_compiled
+from compile_losses.lazy.source import Source, waiting
+from compile_losses.torch_internals.dynamo import (
+    compiles_backwards,
+    forget_compiled,
+    may_compile,
+)
 from compile_losses.torch_internals.eager import keeps_saved_tensors_elsewhere, not_compiled
+from compile_losses.torch_internals.tensors import autograd_node
 
 #: What logits were that were computed all the same.
 KEPT, READ, AT_ONCE = "kept until the backward", "read", "needed at once"
@@ -67,7 +71,7 @@ class Automatic:
             if why_over(self._code) is not None or call == self._last:
                 return
             follows, self._last = self._last == call - 1, call
-            if not follows:
+            if not follows or not may_compile():
                 return
             _over[_place(self._code)] = f"they were {how} in two calls one after the other"
         forget_compiled(self._code)
@@ -91,40 +95,31 @@ class Call:
         self._function, self._number = function, number
         self._how = READ
         self._waits = True
+        # What a checkpoint computes once more must be what it was.
+        self._counts = not keeps_saved_tensors_elsewhere()
 
     def computed(self) -> None:
         """Notes that its logits are computed."""
-        self._function.note(self._number, self._how)
+        if self._counts:
+            self._function.note(self._number, self._how)
 
     def compute_at_once(self) -> None:
         """Computes the logits when they are watched."""
         self._waits = False
 
-    def watch(self, source: Source, tensors: Iterable[Tensor]) -> None:
-        """Computes the logits of a head before its tensors may change.
-
-        Args:
-            source: of the logits.
-            tensors: those of the head that somebody else can change, in the autograd graph.
-        """
+    def watch(self, source: Source) -> None:
+        """Computes the logits of a head before it may change."""
         source.before_changes = self._compute
-        # A compiled backward does not tell when a gradient arrives. Hooks of what a backward needs
-        # keep the head a second time.
-        if not self._waits or compiles_backwards() or keeps_saved_tensors_elsewhere():
+        # A compiled backward does not tell when it begins. Hooks of what a backward needs keep the
+        # head a second time.
+        if not self._waits or compiles_backwards() or not self._counts:
             self._compute(source, AT_ONCE)
-            return
-        known = ref(source)
 
-        @not_compiled
-        def compute(*_: object) -> None:
-            waiting = known()
-            if waiting is not None:
-                self._compute(waiting)
-
-        for tensor in tensors:
-            if tensor.requires_grad:
-                node = torch.autograd.graph.get_gradient_edge(tensor).node
-                finalize(source, node.register_prehook(compute).remove)
+    def watch_backward(self, results: Iterable[Any]) -> None:
+        """Computes all logits that wait when a backward comes to one of the call's results."""
+        nodes = [autograd_node(each) for each in results if isinstance(each, Tensor)]
+        for node in dict.fromkeys(node for node in nodes if node is not None):
+            node.register_prehook(_compute_all)
 
     def _compute(self, source: Source, how: str = KEPT) -> None:
         memory = source.unread_memory()
@@ -132,3 +127,10 @@ class Call:
         if memory is not None and source.is_intact():
             self._how = how
             memory.read()
+
+
+@not_compiled
+def _compute_all(*_: Any) -> None:
+    for source in waiting():
+        if source.before_changes is not None:
+            source.before_changes(source)

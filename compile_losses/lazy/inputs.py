@@ -23,7 +23,7 @@ from compile_losses.lazy.tensor import LazyLogits
 from compile_losses.torch_internals.dynamo import name_input, source_of_input
 from compile_losses.torch_internals.graphs import EXAMPLE
 from compile_losses.torch_internals.ops import tree_leaves, tree_map_only
-from compile_losses.torch_internals.tensors import storage_id, version_of
+from compile_losses.torch_internals.tensors import storage_id, taking_symbols, version_of
 
 aten = torch.ops.aten
 
@@ -42,9 +42,18 @@ def open_lazy_inputs(
         function that makes of the compiled graph one that takes the inputs of ``gm``.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
-    fakes = [node.meta.get(EXAMPLE) for node in placeholders]
-    if not any(isinstance(fake, LazyLogits) for fake in fakes):
+    if not any(isinstance(node.meta.get(EXAMPLE), LazyLogits) for node in placeholders):
         return gm, example_inputs, None
+    with taking_symbols():
+        return _opened(gm, example_inputs, as_numbers)
+
+
+def _opened(
+    gm: GraphModule, example_inputs: list[Any], as_numbers: bool
+) -> tuple[GraphModule, list[Any], Callable[[Compiled], Compiled]]:
+    """See ``open_lazy_inputs``."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    fakes = [node.meta.get(EXAMPLE) for node in placeholders]
     lazy = {place: fake for place, fake in enumerate(fakes) if isinstance(fake, LazyLogits)}
     written = frozenset(place for place, fake in enumerate(fakes) if _is_written(fake))
     (output,) = gm.graph.find_nodes(op="output")

@@ -54,12 +54,14 @@ class Memory:
         with self._lock:
             if self.made is None:
                 assert self._make is not None
-                with torch.no_grad():
+                # A tensor of inference mode could not take part in a backward later.
+                with torch.inference_mode(False), torch.no_grad():
                     made = self._make()
                 self.made, self._make, self._source = made, None, None
-                for tensor in [each() for each in list(self._tensors.values())]:
-                    if tensor is not None:
-                        tensor.lie_in(made)
+                with torch.inference_mode(False):
+                    for tensor in [each() for each in list(self._tensors.values())]:
+                        if tensor is not None:
+                            tensor.lie_in(made)
                 self._tensors.clear()
             return self.made
 

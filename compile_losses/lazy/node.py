@@ -23,12 +23,10 @@ class Wishes:
     Attributes:
         remedy: how a user keeps all logits.
         call: the call that returns it, if nobody asked for lazy logits.
-        changeable: the head's tensors that somebody else can change.
     """
 
     remedy: str = ALL_KEPT
     call: Call | None = None
-    changeable: tuple[Tensor, ...] = ()
 
 
 class _Lazy(HeadFunction):
@@ -43,7 +41,7 @@ class _Lazy(HeadFunction):
         source, call = Source(held, wishes.remedy), wishes.call
         made = first_output(held, head, source, None if call is None else call.computed)
         if call is not None:
-            call.watch(source, wishes.changeable)
+            call.watch(source)
         return made
 
     @staticmethod

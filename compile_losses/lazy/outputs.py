@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import compress
 from typing import Any
 
 import torch
@@ -105,15 +104,12 @@ def return_lazily(
     gm.recompile()
     compiled = compile(gm)
     remedy = how_to_set(LAZY_LOGITS, False)
-    others = {*inputs, *kept[: len(returned) - len(lazy)]}
-    #: For each head, which of its tensors somebody else can change.
-    changeable = {
-        one.sources: [s in others or s.op == "get_attr" for s in one.sources] for one in outputs
-    }
 
     def run(*given: Any) -> list[Any]:
         made = compiled(*given)
         call = None if automatic is None else automatic.call()
+        if call is not None:
+            call.watch_backward(made)
         rest = iter(made)
         #: The output of each head; the results that are made of it start from it.
         heads: dict[tuple[Node, ...], Tensor] = {}
@@ -126,8 +122,7 @@ def return_lazily(
             if one.sources not in heads:
                 input, weight, *bias = (get(given, made) for get in made_of[node])
                 head = Head(input, weight, bias[0] if bias else None, one.dtype, one.is_transposed)
-                tensors = tuple(compress(head.tensors, changeable[one.sources]))
-                heads[one.sources] = lazy_logits(head, Wishes(remedy, call, tensors))
+                heads[one.sources] = lazy_logits(head, Wishes(remedy, call))
             result = apply(heads[one.sources], one.steps)
             is_cut = result.requires_grad and not one.requires_grad
             results.append(result.detach() if is_cut else result)

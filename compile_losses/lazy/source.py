@@ -28,6 +28,11 @@ _NAMES = ("hidden state", "head's weight", "head's bias")
 _sources: WeakSet[Source] = WeakSet()
 
 
+def waiting() -> list[Source]:
+    """The sources of all lazy logits that are alive."""
+    return list(_sources)
+
+
 @cache
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)

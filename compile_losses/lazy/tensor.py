@@ -121,11 +121,12 @@ class LazyLogits(Methods):
     ) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], LazyLogits):
-            if not args[0].is_functional:
+            # A lazy tensor of inference mode could not become one of numbers.
+            if not args[0].is_functional and not torch.is_inference_mode_enabled():
                 late = args[0]._without_numbers(func, args[1:], kwargs)
                 if late is not None:
                     return late
-            elif is_view(func):
+            elif args[0].is_functional and is_view(func):
                 return with_memory_of(args, args[0]._then(func, args[1:], kwargs), func, kwargs)
         schema = schema_of(func)
         shared = [

@@ -87,6 +87,12 @@ def leave_to_eager(what: str) -> NoReturn:
     )
 
 
+def may_compile() -> bool:
+    """Whether a function that has to be compiled once more will be: ``torch.compiler.set_stance``
+    may forbid it."""
+    return bool(eval_frame._stance.stance == "default")
+
+
 def forget_compiled(code: CodeType) -> None:
     """Lets Dynamo compile a function once more, when it is called the next time."""
     _reset_code(code)

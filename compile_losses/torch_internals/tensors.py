@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 
 # What tracing computes with: the examples in a graph's nodes are of this class. Others are taken
 # for a user's class, whose losses stay torch's.
@@ -18,6 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 # it, it would promise lazy gradients.
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
+
+#: Inside of it ops that are made of others take symbolic sizes. Without it torch 2.11 does not know
+#: what a linear layer makes of such a tensor.
+taking_symbols = enable_python_dispatcher
 
 #: Where torch's attributes of a tensor are, past those of the same name in the tensor's class.
 _BASE: Any = torch._C.TensorBase
