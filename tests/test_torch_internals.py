@@ -16,11 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    ShapeEnv,
-    StatelessSymbolicContext,
-)
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 from compile_losses import backend, torch_internals
@@ -430,14 +426,12 @@ def stances():
 
 @checks("tensors.taking_symbols")
 def ops_of_symbols():
-    sizes = ShapeEnv()
-    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2 + [DimDynamic.STATIC])
-    with tensors.FakeTensorMode(shape_env=sizes) as mode:
-        x = mode.from_tensor(torch.ones(4, 6, 3), symbolic_context=context)
-        w = mode.from_tensor(torch.ones(5, 3), static_shapes=True)
+    graph = make_fx(torch.sin, tracing_mode="symbolic")(torch.ones(4, 6, 3))
+    x = next(iter(graph.graph.nodes)).meta["val"]
     assert isinstance(x.shape[0], torch.SymInt)
-    with mode, tensors.taking_symbols():
-        assert torch.ops.aten.linear.default(x, w).dim() == 3
+    with x.fake_mode, tensors.taking_symbols():
+        weight = x.fake_mode.from_tensor(torch.ones(5, 3), static_shapes=True)
+        assert torch.ops.aten.linear.default(x, weight).dim() == 3
 
 
 @checks("tensors.is_gathered_for_one_use")
