@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch.fx import Graph, GraphModule
@@ -67,7 +68,7 @@ def _flag(option: str, value: Any) -> bool:
 def _laziness(option: str, value: Any) -> bool | str:
     if not isinstance(value, bool) and value != AUTO:
         raise RuntimeError(f"{option}: expected True, False or {AUTO!r}, got {value!r}")
-    return bool(value) if isinstance(value, bool) else AUTO
+    return value
 
 
 def _losses(option: str, value: Any) -> tuple[str, ...]:
@@ -247,15 +248,15 @@ class Settings:
             return Lazily("a CUDA graph uses the memory of what it returned anew")
         if how != AUTO:
             return Lazily()
+        of_losses = partial(Lazily, crosses=False)
         code = code_that_is_compiled()
         if code is None:
-            return Lazily("it is not known which function is compiled", is_asked_for=False)
+            return of_losses("it is not known which function is compiled")
         if keeps_saved_tensors_elsewhere():
-            return Lazily("hooks take what its backward needs", is_asked_for=False)
+            return of_losses("hooks take what its backward needs")
         if (over := why_over(code)) is not None:
-            return Lazily(over, is_asked_for=False)
-        always = switches.how_to_set(LAZY_LOGITS)
-        return Lazily(automatic=Automatic(code, always), is_asked_for=False)
+            return of_losses(over)
+        return of_losses(automatic=Automatic(code, switches.how_to_set(LAZY_LOGITS)))
 
     def rewrite(self, gm: GraphModule, lazily: Lazily | None = None) -> Report:
         """Rewrites a Dynamo graph."""

@@ -17,7 +17,7 @@ import torch
 from compile_losses.comparison import Comparison
 from compile_losses.options import Settings
 from compile_losses.report import Report
-from compile_losses.user_step import Side, difference
+from compile_losses.user_step import WITHOUT_CACHES, Side, difference
 from compile_losses.watched_program import END, MEMORY, STEP
 
 #: Steps that are not measured: they compile, for the first sizes and then for any.
@@ -108,11 +108,8 @@ class _Program:
         variables = {
             **os.environ,
             **self.environment,
-            "COMPILE_LOSSES_LOG": "0",
+            **WITHOUT_CACHES,
             "KINETO_LOG_LEVEL": "99",
-            # What comes from a cache has no plan to report.
-            "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
-            "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
         }
         module = ["-m", "compile_losses.watched_program", json.dumps(request)]
         with self.path.with_suffix(".log").open("wb") as log:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from compile_losses import switches
+from compile_losses.user_step import WITHOUT_CACHES
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,9 @@ class Processes:
             **os.environ,
             **given.variables(),
             "COMPILE_LOSSES_ENABLE": "0",
-            "COMPILE_LOSSES_LOG": "0",
-            # Compiled anew each time, but for the code of kernels that stay the same.
+            **WITHOUT_CACHES,
+            # The code of kernels that stay the same is kept for the next trial.
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache"),
-            "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
-            "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
         }
         command = [sys.executable, "-m", "compile_losses.trial", json.dumps(request)]
         done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)

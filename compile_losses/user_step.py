@@ -106,6 +106,14 @@ class Runner:
         return found.pop() if found else torch.device("cpu")
 
 
+#: Variables of a process whose graphs are to be compiled anew: one from a cache has no plan.
+WITHOUT_CACHES = {
+    "COMPILE_LOSSES_LOG": "0",
+    "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+    "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",
+}
+
+
 @contextmanager
 def variables(given: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in given}

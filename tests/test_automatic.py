@@ -615,7 +615,7 @@ def test_training(name, compiled, monkeypatch):
 # How long the logits stay lazy.
 
 
-def kinds(program, compile, count=5):
+def kinds(program, compile):
     """Whether the logits of each call are lazy."""
     made = model()
     call, found = compile(made), []
@@ -724,10 +724,8 @@ def test_stance_that_forbids_to_compile(compiled):
 
 def test_compiled_backward(compiled):
     """A backward that is compiled as a whole does not tell when a gradient arrives."""
-    made = model()
     expected = outcome(reading("after", square), lambda model: model, False)
     with torch._dynamo.config.patch(compiled_autograd=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = outcome(reading("after", square), compiled, False)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    del made

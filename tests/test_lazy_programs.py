@@ -127,13 +127,15 @@ def verdict(seed: int, lazy: bool | str = True) -> str:
     raise AssertionError(f"program {seed}: {differs}\n{program}")
 
 
-@pytest.mark.parametrize(
-    "seeds",
-    [
-        pytest.param(range(at, at + 10), marks=[] if at < 60 else pytest.mark.slow, id=str(at))
-        for at in range(0, 1000, 10)
-    ],
-)
+def groups(count: int, size: int) -> list[Any]:
+    """Seeds in groups, of which the first sixty always run."""
+    return [
+        pytest.param(range(at, at + size), marks=[] if at < 60 else pytest.mark.slow, id=str(at))
+        for at in range(0, count, size)
+    ]
+
+
+@pytest.mark.parametrize("seeds", groups(1000, 10))
 def test_programs(seeds, monkeypatch):
     """Graphs are not forgotten between the programs, so that guards tell them apart."""
     with interpreted(monkeypatch), without_recompile_limits():
@@ -142,13 +144,7 @@ def test_programs(seeds, monkeypatch):
     assert found["documented"] + found["saved"] <= 4, found
 
 
-@pytest.mark.parametrize(
-    "seeds",
-    [
-        pytest.param(range(at, at + 20), marks=[] if at < 60 else pytest.mark.slow, id=str(at))
-        for at in range(0, 2000, 20)
-    ],
-)
+@pytest.mark.parametrize("seeds", groups(2000, 20))
 def test_programs_that_ask_for_nothing(seeds, monkeypatch):
     with interpreted(monkeypatch), without_recompile_limits():
         found = Counter(verdict(seed, "auto") for seed in seeds)

@@ -172,7 +172,7 @@ def note_refused(name: str, reason: str) -> None:
         return
     # Dynamo may trace a call again, as from a frame of its own after a graph break.
     refused[:] = [each for each in refused if each[:2] != (name, reason)]
-    refused.append((name, reason, _line()))
+    refused.append((name, reason, line_in(traced_lines())))
 
 
 @constant_in_graphs
@@ -186,10 +186,6 @@ def take_refused() -> list[tuple[str, str, tuple[str, int]]]:
     found = refused.copy()
     refused.clear()
     return found
-
-
-def _line() -> tuple[str, int]:
-    return line_in(traced_lines())
 
 
 class _Finder(MetaPathFinder):

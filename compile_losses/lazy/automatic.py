@@ -1,4 +1,4 @@
-"""Logits that are lazy without being asked for: in time, and only where that pays.
+"""``lazy_logits="auto"``: logits that are lazy only as long as that is safe, and where it pays.
 
 Such logits are computed before their head may change: when a backward begins that goes through any
 call of such a function, and before an optimizer's step. If they are computed in two calls one after
@@ -16,14 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
-from compile_losses.lazy.source import Source, waiting
+from compile_losses.lazy.source import Source, head_changes
 from compile_losses.torch_internals.dynamo import (
     compiles_backwards,
     forget_compiled,
     may_compile,
 )
 from compile_losses.torch_internals.eager import keeps_saved_tensors_elsewhere, not_compiled
-from compile_losses.torch_internals.tensors import autograd_node
+from compile_losses.torch_internals.tensors import autograd_node, is_gathered_for_one_use
 
 #: What logits were that were computed all the same.
 KEPT, READ, AT_ONCE = "kept until the backward", "read", "needed at once"
@@ -94,7 +94,6 @@ class Call:
     def __init__(self, function: Automatic, number: int) -> None:
         self._function, self._number = function, number
         self._how = READ
-        self._waits = True
         # What a checkpoint computes once more must be what it was.
         self._counts = not keeps_saved_tensors_elsewhere()
 
@@ -103,23 +102,23 @@ class Call:
         if self._counts:
             self._function.note(self._number, self._how)
 
-    def compute_at_once(self) -> None:
-        """Computes the logits when they are watched."""
-        self._waits = False
+    def watch(self, source: Source, weight: Tensor) -> None:
+        """Computes the logits of a head before it may change.
 
-    def watch(self, source: Source) -> None:
-        """Computes the logits of a head before it may change."""
+        Args:
+            weight: the head's, as the user has it.
+        """
         source.before_changes = self._compute
         # A compiled backward does not tell when it begins. Hooks of what a backward needs keep the
         # head a second time.
-        if not self._waits or compiles_backwards() or not self._counts:
+        if is_gathered_for_one_use(weight) or compiles_backwards() or not self._counts:
             self._compute(source, AT_ONCE)
 
     def watch_backward(self, results: Iterable[Any]) -> None:
         """Computes all logits that wait when a backward comes to one of the call's results."""
         nodes = [autograd_node(each) for each in results if isinstance(each, Tensor)]
         for node in dict.fromkeys(node for node in nodes if node is not None):
-            node.register_prehook(_compute_all)
+            node.register_prehook(_before_backward)
 
     def _compute(self, source: Source, how: str = KEPT) -> None:
         memory = source.unread_memory()
@@ -130,7 +129,5 @@ class Call:
 
 
 @not_compiled
-def _compute_all(*_: Any) -> None:
-    for source in waiting():
-        if source.before_changes is not None:
-            source.before_changes(source)
+def _before_backward(*_: Any) -> None:
+    head_changes()

@@ -45,10 +45,10 @@ def open_lazy_inputs(
     if not any(isinstance(node.meta.get(EXAMPLE), LazyLogits) for node in placeholders):
         return gm, example_inputs, None
     with taking_symbols():
-        return _opened(gm, example_inputs, as_numbers)
+        return _open_all(gm, example_inputs, as_numbers)
 
 
-def _opened(
+def _open_all(
     gm: GraphModule, example_inputs: list[Any], as_numbers: bool
 ) -> tuple[GraphModule, list[Any], Callable[[Compiled], Compiled]]:
     """See ``open_lazy_inputs``."""

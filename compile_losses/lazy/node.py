@@ -13,7 +13,7 @@ from compile_losses.lazy.head import Head
 from compile_losses.lazy.path import HeadFunction
 from compile_losses.lazy.source import ALL_KEPT, Source
 from compile_losses.lazy.tensor import LazyLogits, first_output
-from compile_losses.torch_internals.tensors import FakeTensor, is_gathered_for_one_use
+from compile_losses.torch_internals.tensors import FakeTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +22,7 @@ class Wishes:
 
     Attributes:
         remedy: how a user keeps all logits.
-        call: the call that returns it, if nobody asked for lazy logits.
+        call: the call that returns it, with ``"auto"``.
     """
 
     remedy: str = ALL_KEPT
@@ -41,7 +41,7 @@ class _Lazy(HeadFunction):
         source, call = Source(held, wishes.remedy), wishes.call
         made = first_output(held, head, source, None if call is None else call.computed)
         if call is not None:
-            call.watch(source)
+            call.watch(source, head.weight)
         return made
 
     @staticmethod
@@ -72,7 +72,5 @@ def lazy_logits(head: Head, wishes: Wishes = Wishes()) -> Tensor:
     # Tracing calls what is compiled, too, and only asks for shapes.
     if any(isinstance(tensor, FakeTensor) for tensor in head.tensors):
         return head.output()
-    if wishes.call is not None and is_gathered_for_one_use(head.weight):
-        wishes.call.compute_at_once()
     result: Tensor = _Lazy.apply(head, wishes, *head.tensors)
     return result

@@ -66,7 +66,7 @@ def return_lazily(
         gm: as Dynamo captured it, its losses rewritten; some of its outputs change.
         outputs: which are to be lazy.
         compile: the rest of the backend.
-        automatic: the function that is compiled, if nobody asked for lazy logits.
+        automatic: the function that is compiled, with ``"auto"``.
 
     Returns:
         A function that returns the results of ``gm``, with a :class:`LazyLogits` in the place of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -28,9 +28,11 @@ _NAMES = ("hidden state", "head's weight", "head's bias")
 _sources: WeakSet[Source] = WeakSet()
 
 
-def waiting() -> list[Source]:
-    """The sources of all lazy logits that are alive."""
-    return list(_sources)
+def head_changes(sources: Iterable[Source] | None = None) -> None:
+    """Tells sources that their heads may change now; by default all that are alive."""
+    for source in list(_sources) if sources is None else sources:
+        if source.before_changes is not None:
+            source.before_changes(source)
 
 
 @cache
@@ -40,9 +42,7 @@ def _watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    for source in _written_by(optimizer):
-        if source.before_changes is not None:
-            source.before_changes(source)
+    head_changes(_written_by(optimizer))
 
 
 def _note_step(optimizer: Optimizer, *_: Any) -> None:
@@ -81,7 +81,7 @@ class Source:
         head: as above.
         rows: how many rows of its output were computed for readers of only some rows.
         memory: of the head's output, as long as a tensor lies in it.
-        before_changes: is called with the source before an optimizer's step may change the head.
+        before_changes: is called with the source before the head may change.
     """
 
     def __init__(self, head: Head, remedy: str = ALL_KEPT) -> None:

@@ -293,8 +293,8 @@ class LazyLogits(Methods):
         """The head, in the autograd graph, if it can take this tensor's place unseen.
 
         None if the numbers are known or unknown to come from a head, or if a gradient has to go
-        through this tensor and those that it is made of. None as well if nobody asked for lazy
-        logits: then an error about a gradient would not be right.
+        through this tensor and those that it is made of. None as well with ``"auto"``, which
+        raises no errors about gradients.
         """
         if self.source is not None and self.source.before_changes is not None:
             return None

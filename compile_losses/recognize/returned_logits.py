@@ -34,14 +34,14 @@ class Lazily:
 
     Attributes:
         refusal: why they can't be lazy, in words.
-        automatic: the function that is compiled, if nobody asked for lazy logits.
-        is_asked_for: whether somebody did.
+        automatic: the function that is compiled, with ``"auto"``.
+        crosses: whether logits without a loss are lazy, too, for the next graph.
         outputs: collects the outputs that the caller of the graph has to make lazy.
     """
 
     refusal: str | None = None
     automatic: Automatic | None = None
-    is_asked_for: bool = True
+    crosses: bool = True
     outputs: list[LazyOutput] = field(default_factory=list)
 
 
@@ -123,7 +123,7 @@ def add_logits_without_loss(graph: Graph, replay: AtenReplay, lazily: Lazily) ->
     like a head: it makes at least twice as many features as it takes, of enough rows for chunks to
     pay.
     """
-    if lazily.refusal is not None or not lazily.is_asked_for:
+    if lazily.refusal is not None or not lazily.crosses:
         return
     (output,) = graph.find_nodes(op="output")
     known = {one.node for one in lazily.outputs}

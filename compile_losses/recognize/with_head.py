@@ -79,7 +79,7 @@ def through_linear(match: Match, replay: AtenReplay, take: Take, options: Option
             return found
     except OutsideError as error:
         reason = str(error)
-        if options.lazily is None or not options.lazily.is_asked_for:
+        if options.lazily is None or not options.lazily.crosses:
             reason += f": {how_to_set(LAZY_LOGITS)} takes them along, if a compiled layer made them"
     except NotAbsorbedError as error:
         reason = str(error)
