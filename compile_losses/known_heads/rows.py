@@ -58,7 +58,7 @@ def rows_of(
     arguments = linear_row_statistics.in_order(
         *layer, target, bias, ignore_index, cap, *no_teacher, squares=squares, scale=factor
     )
-    found = linear_row_statistics.forward(*arguments)
+    found = linear_row_statistics.statistics(*arguments)
     nll = found[NLL]
     # No comparison with nan holds, of which argmax finds the first.
     is_first = (found[ARGMAX] == target) & (nll == nll)

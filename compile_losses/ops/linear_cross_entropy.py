@@ -20,9 +20,10 @@ Additions, for what models do between the two:
   ``linear``.
 
 Gradients of a loss that is reduced are computed with the loss, in three matrix products in all, and
-only those that are needed. Where that can't be (reduction none, float16, whose unit gradients
-underflow) the backward recomputes the logits; in a compiled step the gradients of reduction none
-may be in the forward, too (:mod:`compile_losses.lower.row_gradients`). Ignored rows have gradients
+only those that are needed. With reduction none that is so if only input needs a gradient
+(:mod:`compile_losses.ops.linear.unit_gradients`), and in compiled steps of more kinds
+(:mod:`compile_losses.lower.row_gradients`). Otherwise, and in float16, whose unit gradients
+underflow, the backward recomputes the logits. Ignored rows have gradients
 of exactly 0; in torch a row of nan has gradients of nan even when it is ignored.
 
 Two cases are computed as torch does, over all logits: class probabilities as target, which are as
@@ -116,16 +117,8 @@ def public_kernel(
         with autocast_off(input):
             return reference(*tensors, *options)
     rows = (as_rows(input), linear_weight, target.reshape(-1), *tensors[3:])
-    needs = [t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)]
-    if (
-        reduction != REDUCTIONS["none"]
-        and torch.is_grad_enabled()
-        and any(needs)
-        and input.dtype != torch.float16
-    ):
-        loss, *_ = leaves.with_grad(*rows, *options, *needs)
-        return loss
-    return leaves.forward(*rows, *options).reshape(target.shape if reduction == 0 else ())
+    loss = leaves((*rows, *options), by_row=reduction == REDUCTIONS["none"])
+    return loss.reshape(target.shape) if reduction == REDUCTIONS["none"] else loss
 
 
 library.implement_public(public, public_kernel)

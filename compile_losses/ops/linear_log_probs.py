@@ -14,7 +14,8 @@ hidden], linear_bias [classes]; index int64, of input's leading shape, or with o
 classes of each row. Results are float32, and float64 for float64. Autocast casts input,
 linear_weight and linear_bias as it casts those of ``linear``. The logits are computed a chunk of
 rows at a time, as for ``compile_losses.ops.linear_row_statistics``: once in the forward, and
-once more in the backward; in a compiled step the gradients may be in the forward, too. Tensors
+once more in the backward. If only input needs a gradient, that of one class of each row is computed
+in the forward; in a compiled step the gradients may be in the forward, too. Tensors
 inside ``torch.func``, and DTensors with K classes of each row, are computed as torch does, over all
 logits. Other DTensors may be sharded by rows, or linear_weight by classes; gradients with sharded
 classes can't be differentiated again.
@@ -125,7 +126,7 @@ def public_kernel(
         picks=picks,
         scale=1 / temperature,
     )
-    statistics = linear_row_statistics.forward(*arguments)
+    statistics = linear_row_statistics.statistics(*arguments)
     if several:
         log_probs = torch.where(index < 0, 0, statistics[LOG_PROBS].view(index.shape))
     else:

@@ -14,7 +14,8 @@ compute all of ``linear(input, linear_weight, linear_bias)``, a chunk of rows at
 - ``fused::linear_row_statistics_backward``: the gradients, from the logits computed again.
 - ``fused::linear_row_statistics_rows_with_grad``: both; the row_function makes the gradients of the
   first six of all nine statistics and of what is known
-  (``compile_losses.ops.linear.row_function``). Not differentiable.
+  (``compile_losses.ops.linear.row_function``). Differentiable in eager mode, where the gradient of
+  nll is 1 and only input needs one (``compile_losses.ops.linear.unit_gradients``).
 
 Input is [rows, hidden], linear_weight [classes, hidden], linear_bias [classes], in one floating
 dtype; target, int64 [rows], may be None where no class is picked, and so may picks, int64 [rows,
@@ -71,7 +72,7 @@ from compile_losses.ops import (
 from compile_losses.ops.checks import accumulation_type, describe
 from compile_losses.ops.linear.arguments import check_linear
 from compile_losses.ops.linear.divergence import check_layers
-from compile_losses.ops.linear.leaf_ops import NEEDS, gradients_fake
+from compile_losses.ops.linear.leaf_ops import NEEDS, are_ours_to_overwrite, gradients_fake
 from compile_losses.ops.linear.reference import autocast_off
 from compile_losses.ops.linear.row_chunks import Problem, results, results_with_gradients
 from compile_losses.ops.linear.row_divergences import NONE, Pair, TeacherLogits
@@ -84,6 +85,13 @@ from compile_losses.ops.linear.row_statistics import (
     LOG_SQUARES,
     NLL,
     RowStatistics,
+)
+from compile_losses.ops.linear.unit_gradients import (
+    NO_MORE,
+    check_unit,
+    has_unit_gradients,
+    scaled_by_row,
+    unit_function,
 )
 from compile_losses.ops.softmax_divergence import check_temperature
 from compile_losses.ops.softmax_js_div import check as check_beta
@@ -314,7 +322,28 @@ for _op, _kernel, _fake in (
 ):
     library.implement(_op, _kernel, "CompositeExplicitAutograd")
     library.register_fake(_op, _fake)
-library.register_not_differentiable(rows_with_grad)
+
+
+_UNIT = unit_function(COUNT, DIFFERENTIABLE)
+
+
+def statistics(*arguments: Any) -> tuple[Tensor, ...]:
+    """The statistics of eager calls, with the gradient of nll if that can be computed with them."""
+    input, linear_weight, target, linear_bias, picks, teacher, *_ = arguments
+    if (
+        _others_had_gradients
+        or target is None
+        or not (picks is None and teacher is None)
+        or not has_unit_gradients(input, linear_weight, linear_bias)
+    ):
+        return tuple(forward(*arguments))
+    found = rows_with_grad(*arguments, True, False, False, _UNIT, [])
+    return tuple(found[:COUNT])
+
+
+#: Whether a gradient ever came to another statistic than nll of :func:`statistics`, such as to an
+#: entropy that is a part of the loss. Then a gradient of nll alone would be computed in vain.
+_others_had_gradients = False
 
 
 def reference(
@@ -392,6 +421,33 @@ def _in_place_of_arguments(gradients: Any, needs: Any) -> tuple[Tensor | None, .
 
 
 library.register_autograd(forward, _forward_vjp, _setup_forward)
+
+
+def _setup_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *arguments, needs_input, needs_weight, needs_bias, text, _ = inputs
+    check_unit(NAME, (needs_input, needs_weight, needs_bias), text, _UNIT)
+    _save(ctx, tuple(arguments), output[COUNT])
+    ctx.mark_non_differentiable(*output[DIFFERENTIABLE:])
+
+
+def _rows_vjp(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    global _others_had_gradients
+    of_nll, *others = gradients[:DIFFERENTIABLE]
+    *tensors, unit = ctx.saved_tensors
+    needs = (True, False, False)
+    if any(gradient is not None for gradient in others):
+        _others_had_gradients = True
+    elif of_nll is None:
+        return (*(None,) * _COUNT, *NO_MORE)
+    elif not torch.is_grad_enabled():
+        overwrites = are_ours_to_overwrite((unit,), of_nll)
+        found = (scaled_by_row(unit, of_nll, overwrites=overwrites), None, None)
+        return *_in_place_of_arguments(found, needs), *NO_MORE
+    found = backward(of_nll, *others, *tensors, *ctx.options, *needs)
+    return *_in_place_of_arguments(found, needs), *NO_MORE
+
+
+library.register_autograd(rows_with_grad, _rows_vjp, _setup_rows)
 
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -46,7 +46,8 @@ at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 
 def keeps_saved_tensors_elsewhere() -> bool:
     """Whether hooks take what a backward needs, as checkpoints and offloading to a host do. What is
-    saved for lazy logits would be kept in addition."""
+    saved for lazy logits would be kept in addition, and gradients that are computed in a forward
+    would be computed by each."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 

@@ -132,7 +132,6 @@ def chunk_rows(
     *,
     beside: float = 0,
     sums_weight: bool = False,
-    budget: int | None = None,
 ) -> int:
     """How many rows of logits to compute at a time.
 
@@ -140,7 +139,8 @@ def chunk_rows(
     than least_elements asks for. If a 16-bit weight gradient would be the sum of more than
     MOST_NARROW_SUMS chunks, it would take a sum in float32 beside it. Then chunks are larger: so
     large that they do without that sum, if they need no more memory than the sum; else as large as
-    the gradient itself.
+    the gradient itself. Without sums of a weight's gradient fewer rows cost little: of few rows
+    chunks are at most a fourth, in multiples of a fourth of least_rows, and two of these at least.
 
     Args:
         rows, hidden, classes: input is [rows, hidden], the logits [rows, classes].
@@ -148,7 +148,6 @@ def chunk_rows(
         device: of the input.
         beside: tensors of the logits' size that the loss needs besides them.
         sums_weight: whether the gradient of the weight, [classes, hidden], is computed.
-        budget: bytes that the buffers may take; by default what the device's constants say.
 
     Returns:
         The rows of every chunk but the last, which has what is left.
@@ -156,16 +155,17 @@ def chunk_rows(
     constants = constants_of(device)
     buffers = 1 + beside / PARTS
     row_bytes = max(1, math.ceil(classes * dtype.itemsize * buffers))
-    if budget is None:
-        budget = constants.logits_bytes
-        if sums_weight:
-            budget = _budget_of_sums(rows, hidden, classes, dtype, constants)
+    budget = constants.logits_bytes
+    if sums_weight:
+        budget = _budget_of_sums(rows, hidden, classes, dtype, constants)
     least = constants.least_rows
 
     def whole(rows: int) -> int:
         return max(1, rows // least) * least
 
     fitting = whole(budget // row_bytes)
+    if not sums_weight:
+        fitting = min(fitting, max(2, rows // least) * least // 4)
     if sums_weight and hidden > 0:
         busy = whole(constants.least_elements // hidden + least // 2)
         fitting = max(fitting, min(busy, whole(int(hidden / buffers))))

@@ -17,8 +17,9 @@ row, of input's leading shape.
 
 If a loss is reduced, the gradients of input, linear_weight and linear_bias are computed with it, in
 three matrix products in all and one for the teacher's logits, and only those that are needed. With
-reduction none, or in float16, whose unit gradients underflow, the backward computes both rows of
-logits again. The teacher has no gradient.
+reduction none that is so if only input needs a gradient
+(:mod:`compile_losses.ops.linear.unit_gradients`); otherwise, and in float16, whose unit gradients
+underflow, the backward computes both rows of logits again. The teacher has no gradient.
 
 ``dtype`` is that of the loss; the result is that of casting the logits to it. When it is given
 autocast changes nothing; otherwise arguments are cast as autocast casts those of ``linear``.
@@ -325,10 +326,7 @@ def declare(
             as_rows(input), linear_weight, as_rows(target), linear_bias, target_weight, target_bias,
             *options,
         )  # fmt: skip
-        needs = [t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)]
-        if each != NONE and torch.is_grad_enabled() and any(needs) and input.dtype != torch.float16:
-            loss, *_ = leaves.with_grad(*arguments, *needs)
-            return loss
-        return leaves.forward(*arguments).reshape(leading if each == NONE else ())
+        loss = leaves(arguments, by_row=each == NONE)
+        return loss.reshape(leading) if each == NONE else loss
 
     library.implement_public(public, public_kernel)

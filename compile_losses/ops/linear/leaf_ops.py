@@ -7,8 +7,9 @@
                              in AOTAutograd's graphs
 ``fused::X_rows_with_grad``  the same for reduction none, which the passes put into graphs: the
                              row_function makes the grad_output of each row of its loss and of what
-                             is known (:mod:`compile_losses.ops.linear.row_function`). Not
-                             differentiable
+                             is known (:mod:`compile_losses.ops.linear.row_function`).
+                             Differentiable in eager mode, where all are 1 and only input needs a
+                             gradient (:mod:`compile_losses.ops.linear.unit_gradients`)
 
 They take input [rows, hidden], linear_weight [classes, hidden] and, as their fourth argument,
 linear_bias: these have gradients, and no other argument has. Gradients that are not needed are
@@ -28,6 +29,13 @@ from compile_losses import library
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.reference import autocast_off
 from compile_losses.ops.linear.row_chunks import Problem, RowChunks
+from compile_losses.ops.linear.unit_gradients import (
+    NO_MORE,
+    check_unit,
+    has_unit_gradients,
+    scaled_by_row,
+    unit_function,
+)
 from compile_losses.ops.scale import scale, scale_
 from compile_losses.ops.transforms import double_backward
 from compile_losses.torch_internals.eager import (
@@ -46,6 +54,25 @@ class Leaves:
 
     forward: OpOverload[..., Any]
     with_grad: OpOverload[..., Any]
+    rows_with_grad: OpOverload[..., Any]
+
+    def __call__(self, arguments: tuple[Any, ...], *, by_row: bool) -> Tensor:
+        """The loss of these arguments, computed with its gradients if that can be.
+
+        Args:
+            by_row: whether the reduction is none.
+        """
+        input, linear_weight, _, linear_bias, *_ = arguments
+        if by_row:
+            if not has_unit_gradients(input, linear_weight, linear_bias):
+                return self.forward(*arguments)
+            loss, *_ = self.rows_with_grad(*arguments, True, False, False, unit_function(), [])
+            return loss
+        needs = [t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)]
+        if not (torch.is_grad_enabled() and any(needs)) or input.dtype == torch.float16:
+            return self.forward(*arguments)
+        loss, *_ = self.with_grad(*arguments, *needs)
+        return loss
 
 
 def declare_leaves(
@@ -103,7 +130,6 @@ def declare_leaves(
     library.register_fake(backward, backward_fake)
     library.register_fake(with_grad, with_grad_fake)
     library.register_fake(rows_with_grad, with_grad_fake)
-    library.register_not_differentiable(rows_with_grad)
 
     def save(ctx: Any, arguments: tuple[Any, ...], *more: Tensor) -> None:
         # Otherwise an output without a gradient would get one of zeros, as large as a weight.
@@ -150,7 +176,7 @@ def declare_leaves(
         gradients: Any = (grad_input, grad_weight, grad_bias)
         if torch.is_grad_enabled():  # create_graph
             gradients = backward(grad_output, *tensors, *ctx.options, *ctx.needs)
-        elif _are_ours_to_overwrite(gradients, grad_output):
+        elif are_ours_to_overwrite(gradients, grad_output):
             for gradient, needed in zip(gradients, ctx.needs, strict=True):
                 if needed:
                     scale_(gradient, grad_output)
@@ -162,6 +188,27 @@ def declare_leaves(
         return *in_place_of_arguments(gradients, ctx.needs), None, None, None, None
 
     library.register_autograd(with_grad, with_grad_vjp, setup_with_grad)
+
+    def setup_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *arguments, needs_input, needs_weight, needs_bias, text, _ = inputs
+        check_unit(name, (needs_input, needs_weight, needs_bias), text, unit_function())
+        _, *gradients = output
+        ctx.mark_non_differentiable(*gradients)
+        save(ctx, tuple(arguments), gradients[0])
+
+    def rows_vjp(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        if grad_output is None:
+            return (*nothing, *NO_MORE)
+        *tensors, unit = ctx.saved_tensors
+        needs = (True, False, False)
+        if torch.is_grad_enabled():  # create_graph
+            gradients = backward(grad_output, *tensors, *ctx.options, *needs)
+        else:
+            overwrites = are_ours_to_overwrite((unit,), grad_output)
+            gradients = (scaled_by_row(unit, grad_output, overwrites=overwrites), None, None)
+        return *in_place_of_arguments(gradients, needs), *NO_MORE
+
+    library.register_autograd(rows_with_grad, rows_vjp, setup_rows)
 
     def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         grad_output, *arguments, needs_input, needs_weight, needs_bias = inputs
@@ -187,7 +234,7 @@ def declare_leaves(
         return of_grad_output, *in_place_of_arguments(of_inputs, (True,) * 3), None, None, None
 
     library.register_autograd(backward, backward_vjp, setup_backward)
-    return Leaves(forward, with_grad)
+    return Leaves(forward, with_grad, rows_with_grad)
 
 
 def gradients_fake(arguments: tuple[Any, ...], needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
@@ -198,7 +245,7 @@ def gradients_fake(arguments: tuple[Any, ...], needs: tuple[bool, ...]) -> tuple
     )
 
 
-def _are_ours_to_overwrite(gradients: tuple[Tensor, ...], grad_output: Tensor) -> bool:
+def are_ours_to_overwrite(gradients: tuple[Tensor, ...], grad_output: Tensor) -> bool:
     """Whether this backward is the last to read the saved gradients, which nobody else has.
 
     Without retain_graph autograd frees them when it returns, and refuses another backward. Tensors

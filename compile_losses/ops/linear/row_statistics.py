@@ -15,6 +15,9 @@ from compile_losses.ops.linear.row_function import RowFunction
 NLL, LOGSUMEXP, ENTROPY, TOTAL, DIVERGENCE, LOG_PROBS, LOG_SQUARES, MAXIMUM, ARGMAX = range(9)
 COUNT, DIFFERENTIABLE = ARGMAX + 1, LOG_PROBS + 1
 
+#: Rows are doubled, for their squares, in so many parts, of which one is held at a time.
+_DOUBLED_PARTS = 8
+
 
 class RowStatistics:
     """The statistics of :mod:`compile_losses.ops.row_statistics` for each row of logits.
@@ -160,17 +163,18 @@ class RowStatistics:
 
 def _log_squares(logits: Tensor, stats: Tensor, softcap: float | None) -> Tensor:
     """``log(sum(p ** 2))`` of each row. Squares of exponentials are those of twice the logits."""
-    doubled = logits.to(_doubled_dtype(logits.dtype)) * 2
-    *_, of_doubled = row_statistics.forward(
-        doubled, None, -1, None if softcap is None else softcap * 2
-    )
+    of_doubled = []
+    for rows in logits.split(max(1, -(-len(logits) // _DOUBLED_PARTS))):
+        doubled = rows.to(_doubled_dtype(logits.dtype)) * 2
+        found = row_statistics.forward(doubled, None, -1, None if softcap is None else softcap * 2)
+        of_doubled.append(found[-1][:, 1])
     # The largest logit has gone from both logarithms, of which large ones would lose digits.
-    return of_doubled[:, 1] - 2 * stats[:, 1]
+    return torch.cat(of_doubled) - 2 * stats[:, 1]
 
 
 def doubled_beside(dtype: torch.dtype) -> float:
     """How many tensors of the logits' size are held for squares."""
-    return _doubled_dtype(dtype).itemsize / dtype.itemsize
+    return _doubled_dtype(dtype).itemsize / dtype.itemsize / _DOUBLED_PARTS
 
 
 def _doubled_dtype(dtype: torch.dtype) -> torch.dtype:
