@@ -3,10 +3,10 @@
 ``--size growth`` measures small to large sizes, for the plots of bandwidth against size and row
 width. ``python -m benchmarks plot FILE.csv`` draws an earlier run again. Other commands measure:
 ``compile-matrix`` compiled steps against stock torch.compile, ``elementwise`` losses that have no
-op, ``linear`` a linear layer with its cross entropy, ``tokens`` losses of tokens over such a
-layer, ``distillation`` from one such layer into another, ``returned`` models that return their
-logits, ``steps`` whole training steps of models, ``overhead`` eager calls against torch, and
-``profile`` the limits of the kernels.
+op, ``linear`` a linear layer with its cross entropy, ``tokens`` losses of tokens over such a layer,
+``distillation`` from one such layer into another, ``returned`` models that return their logits,
+``steps`` whole training steps of models, ``attention`` those of a Llama whose attention is called
+in other ways, ``overhead`` eager calls against torch, and ``profile`` the limits of the kernels.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    attention,
     distillation,
     elementwise,
     linear,
@@ -68,12 +69,13 @@ def parser() -> argparse.ArgumentParser:
     commands = main.add_subparsers(
         dest="command",
         metavar="{plot,compile-matrix,elementwise,linear,tokens,distillation,returned,steps,"
-        "overhead,profile}",
+        "attention,overhead,profile}",
     )
     matrix.add_command(commands)
     elementwise.add_command(commands)
     linear.add_command(commands)
     steps.add_command(commands)
+    attention.add_command(commands)
     tokens.add_command(commands)
     returned.add_command(commands)
     distillation.add_command(commands)
@@ -156,6 +158,8 @@ def main() -> int:
         return returned.run(arguments)
     if arguments.command == "steps":
         return steps.run(arguments)
+    if arguments.command == "attention":
+        return attention.run(arguments)
     if arguments.command == "overhead":
         return overhead.run(arguments)
     if arguments.command == "profile":
