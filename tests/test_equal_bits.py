@@ -90,3 +90,27 @@ def test_compiled_step(dtype, chunks, no_code):
         told.append(ratio)
     assert compile_losses.counters()["plan"]["gradient in forward by row"] == 1
     assert all(bool((ratio == 1).all()) for ratio in told)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("features", "classes"),
+    [(896, 151936), (1024, 50257), (4096, 32000), (2048, 128256), (256, 1000)],
+)
+def test_heads_on_a_gpu(features, classes, dtype):
+    """Products of as many rows as models have, in whatever kernels cuBLAS chooses for them."""
+    rows, options = 2500, {"device": "cuda", "dtype": dtype}
+    hidden = torch.randn(rows, features, **options)
+    weight = torch.randn(classes, features, **options) * features**-0.5
+    target = torch.randint(classes, (rows,), device="cuda")
+    whole = forward(hidden, weight, target)
+    different = [] if torch.equal(with_gradients(hidden, weight, target), whole) else ["gradients"]
+    order = torch.randperm(rows, device="cuda")
+    if not torch.equal(forward(hidden[order], weight, target[order]), whole[order]):
+        different.append("order")
+    for count in (1, 5, 16, 33, 128, 700, 1025, 2049):
+        some = slice(7, 7 + count)
+        if not torch.equal(forward(hidden[some], weight, target[some]), whole[some]):
+            different.append(count)
+    assert not different

@@ -45,7 +45,6 @@ from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, held_rows, plan
 from compile_losses.ops.linear.row_divergences import tensors_beside
 from compile_losses.ops.linear.row_function import encode
-from compile_losses.ops.linear.row_statistics import doubled_beside
 from compile_losses.sites import is_without_logits, site_of
 from compile_losses.switches import PREFER_MEMORY, how_to_set
 from compile_losses.torch_internals.graphs import EAGER_VALUES
@@ -322,9 +321,8 @@ def _costs(node: Node) -> tuple[Cost, Cost, str]:
     elif needs[1] and not _is_by_row(node):
         how = plan(*sizes, needs_input=needs[0])
     else:
-        beside = doubled_beside(weight.dtype) if named.get("squares") else 0
-        chunk = chunk_rows(*sizes, beside=beside, sums_weight=needs[1])
-        how = Plan(chunk, held=held_rows(chunk, weight.device, beside) * row_bytes)
+        chunk = chunk_rows(*sizes, sums_weight=needs[1])
+        how = Plan(chunk, held=chunk * row_bytes)
     logits = rows * row_bytes
     # Written by the product and read by the loss; written and read by it again, and by a product
     # for each gradient. Torch reads them once more. A teacher's are read, and written before if

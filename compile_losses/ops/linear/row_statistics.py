@@ -15,8 +15,8 @@ from compile_losses.ops.linear.row_function import RowFunction
 NLL, LOGSUMEXP, ENTROPY, TOTAL, DIVERGENCE, LOG_PROBS, LOG_SQUARES, MAXIMUM, ARGMAX = range(9)
 COUNT, DIFFERENTIABLE = ARGMAX + 1, LOG_PROBS + 1
 
-#: Rows are doubled, for their squares, in so many parts, of which one is held at a time.
-_DOUBLED_PARTS = 8
+#: So many rows at a time are doubled, for their squares: enough to keep a GPU's processors busy.
+_DOUBLED_ROWS = 128
 
 
 class RowStatistics:
@@ -59,10 +59,9 @@ class RowStatistics:
 
     def beside(self, *, gradient: bool) -> float:
         """How many tensors of the logits' size are held besides them."""
-        doubled = doubled_beside(self.logits) if self.squares else 0
         if self.pair is None or self.teacher is None:
-            return doubled
-        return doubled + tensors_beside(
+            return 0
+        return tensors_beside(
             self.logits,
             self.teacher.dtype,
             computed=self.teacher.computed,
@@ -163,18 +162,13 @@ class RowStatistics:
 
 def _log_squares(logits: Tensor, stats: Tensor, softcap: float | None) -> Tensor:
     """``log(sum(p ** 2))`` of each row. Squares of exponentials are those of twice the logits."""
-    of_doubled = []
-    for rows in logits.split(max(1, -(-len(logits) // _DOUBLED_PARTS))):
-        doubled = rows.to(_doubled_dtype(logits.dtype)) * 2
-        found = row_statistics.forward(doubled, None, -1, None if softcap is None else softcap * 2)
-        of_doubled.append(found[-1][:, 1])
+    dtype, cap = _doubled_dtype(logits.dtype), None if softcap is None else softcap * 2
+
+    def of_doubled(rows: Tensor) -> Tensor:
+        return row_statistics.forward(rows.to(dtype) * 2, None, -1, cap)[-1][:, 1]
+
     # The largest logit has gone from both logarithms, of which large ones would lose digits.
-    return torch.cat(of_doubled) - 2 * stats[:, 1]
-
-
-def doubled_beside(dtype: torch.dtype) -> float:
-    """How many tensors of the logits' size are held for squares."""
-    return _doubled_dtype(dtype).itemsize / dtype.itemsize / _DOUBLED_PARTS
+    return torch.cat(list(map(of_doubled, logits.split(_DOUBLED_ROWS)))) - 2 * stats[:, 1]
 
 
 def _doubled_dtype(dtype: torch.dtype) -> torch.dtype:
