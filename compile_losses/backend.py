@@ -54,6 +54,10 @@ def compile_losses(
             - ``prefer_memory``: whether linear cross entropy is also used if it saves less than
               half of the logits, or has to compute them twice for the gradients of unreduced
               losses, which may cost time (COMPILE_LOSSES_PREFER_MEMORY=1).
+            - ``batch_invariant``: whether the numbers of each row of a head, such as its tokens'
+              log-probabilities, are the same bits whatever rows are computed with it, with and
+              without gradients; for all calls of the process, compiled or not, until it is given
+              otherwise (COMPILE_LOSSES_BATCH_INVARIANT=1).
             - ``verify``: whether to evaluate every loss and its rewrite on random numbers, and to
               leave a loss to torch if they differ (COMPILE_LOSSES_VERIFY=1).
             - ``strict``: whether to raise errors inside this package, instead of leaving a

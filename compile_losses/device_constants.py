@@ -7,6 +7,7 @@ nobody measured has the column of its kind. ``docs/performance.md`` has the meas
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import dataclass, replace
 
 import torch
@@ -116,3 +117,15 @@ def _class_of(type: str, index: int | None) -> str:
     properties = torch.cuda.get_device_properties(index)
     is_hopper = (properties.major, properties.minor) == (9, 0)
     return "h100" if is_hopper and properties.total_memory <= _MOST_OF_AN_H100 else "gpu"
+
+
+def rows_alike(device: torch.device) -> int:
+    """How many rows a kernel may have so that each has as many threads as if it were the only one.
+
+    A GPU's kernels share a row among at most 512 threads, and among fewer if the threads of all
+    rows, 512 each, would not fit on the device at a time.
+    """
+    if _class_of(device.type, device.index) == "cpu":
+        return sys.maxsize
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count * 2048 // 512

@@ -20,6 +20,7 @@ from compile_losses.recognize.with_head import prefer_memory_by_default
 from compile_losses.report import Report
 from compile_losses.switches import (
     AUTO,
+    BATCH_INVARIANT,
     EXCEPT,
     KNOWN_HEADS,
     LAZY_LOGITS,
@@ -109,6 +110,7 @@ OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     LAZY_LOGITS: _laziness,
     KNOWN_HEADS: _flag,
     PREFER_MEMORY: _flag,
+    BATCH_INVARIANT: _flag,
     VERIFY: _flag,
     STRICT: _flag,
     INNER_BACKEND: _backend,
@@ -138,6 +140,7 @@ class Settings:
     prefer_memory: bool | None = None
     lazy_logits: bool | str | None = None
     known_heads: bool | None = None
+    batch_invariant: bool | None = None
     only: tuple[str, ...] | None = None
     excluded: tuple[str, ...] | None = None
     door: str = switches.BACKEND
@@ -158,6 +161,7 @@ class Settings:
         try:
             switches.check_environment()
             settings = cls(others=given).changed(own)
+            settings.apply()
             if settings.inner_backend != INDUCTOR:
                 return settings
             inductors = list_options()
@@ -181,6 +185,11 @@ class Settings:
             if value is not None:
                 fields[_FIELDS.get(name, name)] = OPTIONS[name](name, value)
         return replace(self, **fields)
+
+    def apply(self) -> None:
+        """Sets what holds for all of the process."""
+        if self.batch_invariant is not None:
+            switches.be_batch_invariant(self.batch_invariant)
 
     @classmethod
     def variables(cls, options: Mapping[str, Any]) -> dict[str, str]:

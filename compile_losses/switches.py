@@ -29,6 +29,8 @@ AUTO = "auto"
 PREFER_MEMORY = "prefer_memory"
 #: The option that computes heads that other libraries have fused.
 KNOWN_HEADS = "known_heads"
+#: The option that makes the numbers of a row independent of the rows beside it.
+BATCH_INVARIANT = "batch_invariant"
 #: The options that name the losses to rewrite, and those to leave alone.
 LOSSES, EXCEPT = "losses", "except"
 
@@ -53,6 +55,9 @@ VARIABLES = (
     "COMPILE_LOSSES_PREFER_MEMORY",
     "COMPILE_LOSSES_VERIFY",
 )
+
+#: The last value of the option that was given; None before.
+_batch_invariant: bool | None = None
 
 _counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
@@ -90,6 +95,20 @@ def takes_heads(given: bool | None = None) -> bool:
     """Whether known heads of other libraries are computed by us; by default unless
     COMPILE_LOSSES_KNOWN_HEADS=0 is in the environment."""
     return is_set("COMPILE_LOSSES_KNOWN_HEADS", "1") if given is None else given
+
+
+def is_batch_invariant() -> bool:
+    """Whether the numbers of a row of a head do not depend on the rows beside it, in all bits; by
+    default if COMPILE_LOSSES_BATCH_INVARIANT=1 is in the environment."""
+    if _batch_invariant is None:
+        return is_set("COMPILE_LOSSES_BATCH_INVARIANT")
+    return _batch_invariant
+
+
+def be_batch_invariant(value: bool) -> None:
+    """Sets that for all calls of this process, compiled or not."""
+    global _batch_invariant
+    _batch_invariant = value
 
 
 @contextmanager

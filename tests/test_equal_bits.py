@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import compile_losses
+from compile_losses import switches
 from compile_losses.linear import linear_log_probs
 from compile_losses.ops import linear_row_statistics
+from compile_losses.ops.linear import matrix_products
 from compile_losses.ops.linear.row_function import encode
 from compile_losses.ops.linear.row_statistics import COUNT, NLL
 
@@ -92,25 +94,87 @@ def test_compiled_step(dtype, chunks, no_code):
     assert all(bool((ratio == 1).all()) for ratio in told)
 
 
+@pytest.fixture
+def batch_invariant(monkeypatch):
+    monkeypatch.setattr(switches, "_batch_invariant", True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_rows_of_any_batch(dtype, batch_invariant):
+    """Which are padded on a CPU if the option asks for it."""
+    hidden, weight, target = problem(dtype)
+    whole = forward(hidden, weight, target)
+    for count in (1, 2, 7, 30):
+        some = slice(3, 3 + count)
+        assert torch.equal(forward(hidden[some], weight, target[some]), whole[some])
+
+
+def of_cross_entropy(hidden, weight, target):
+    return torch.ops.fused.linear_cross_entropy(hidden, weight, target, reduction=0)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("loss", [forward, of_cross_entropy])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("features", "classes"),
     [(896, 151936), (1024, 50257), (4096, 32000), (2048, 128256), (256, 1000)],
 )
-def test_heads_on_a_gpu(features, classes, dtype):
-    """Products of as many rows as models have, in whatever kernels cuBLAS chooses for them."""
+def test_heads_on_a_gpu(features, classes, dtype, loss, batch_invariant):
+    """As many rows, features and classes as models have."""
     rows, options = 2500, {"device": "cuda", "dtype": dtype}
     hidden = torch.randn(rows, features, **options)
     weight = torch.randn(classes, features, **options) * features**-0.5
     target = torch.randint(classes, (rows,), device="cuda")
-    whole = forward(hidden, weight, target)
-    different = [] if torch.equal(with_gradients(hidden, weight, target), whole) else ["gradients"]
+    different, whole = [], loss(hidden, weight, target)
+    if loss is forward and not torch.equal(with_gradients(hidden, weight, target), whole):
+        different.append("gradients")
     order = torch.randperm(rows, device="cuda")
-    if not torch.equal(forward(hidden[order], weight, target[order]), whole[order]):
+    if not torch.equal(loss(hidden[order], weight, target[order]), whole[order]):
         different.append("order")
     for count in (1, 5, 16, 33, 128, 700, 1025, 2049):
         some = slice(7, 7 + count)
-        if not torch.equal(forward(hidden[some], weight, target[some]), whole[some]):
+        if not torch.equal(loss(hidden[some], weight, target[some]), whole[some]):
             different.append(count)
     assert not different
+
+
+def test_the_option(monkeypatch):
+    """At both doors, for all of the process, until it is given otherwise."""
+    monkeypatch.setattr(switches, "_batch_invariant", None)
+    assert not switches.is_batch_invariant()
+    monkeypatch.setenv("COMPILE_LOSSES_BATCH_INVARIANT", "1")
+    assert switches.is_batch_invariant()
+    with compile_losses.enable(batch_invariant=False):
+        assert not switches.is_batch_invariant()
+    torch.compile(lambda x: x + 1, backend="compile_losses", options={"batch_invariant": True})(
+        torch.ones(2)
+    )
+    assert switches.is_batch_invariant()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pieces(dtype, batch_invariant, monkeypatch):
+    """Products of a piece of rows each, as on a GPU, in rows of logits with gaps between them."""
+    hidden, weight, target = problem(dtype)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+
+    def results():
+        log_probs = linear_log_probs(hidden, weight, target)
+        loss = of_cross_entropy(hidden, weight, target) * torch.arange(ROWS)
+        total = (log_probs * log_probs).sum() + loss.sum()
+        return [log_probs, loss, *torch.autograd.grad(total, [hidden, weight])]
+
+    expected = results()
+    layouts = []
+
+    def layout(*_):
+        layouts.append(matrix_products.Layout(16, 16, 8))
+        return layouts[-1]
+
+    monkeypatch.setattr(matrix_products, "_layout", layout)
+    rtol = {torch.bfloat16: 0.02, torch.float32: 1e-4, torch.float64: 1e-12}[dtype]
+    for found, exact in zip(results(), expected, strict=True):
+        torch.testing.assert_close(found, exact, rtol=rtol, atol=rtol)
+    assert layouts

@@ -215,6 +215,7 @@ def test_both_doors_have_the_same_options():
         "known_heads": False,
         "lazy_logits": False,
         "prefer_memory": True,
+        "batch_invariant": False,
         "verify": True,
         "strict": False,
         "inner_backend": "eager",

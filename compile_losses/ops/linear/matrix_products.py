@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compile_losses import switches
 from compile_losses.device_constants import constants_of
 from compile_losses.torch_internals.ops import has_kernel
 
@@ -22,6 +24,10 @@ BLOCK_BYTES = 64 * 2**20
 #: A product on a CPU rounds the last rows differently if there is no multiple of this. Chunks of
 #: another size, or a batch with more rows, would make other bits of these.
 ROWS_ALIKE = 16
+
+#: A product on a GPU is made by another kernel for other numbers of rows. Products of so many rows
+#: each make the same bits of a row in any of their places.
+PIECE = 256
 
 #: Which rows, their input and their logits, which may be overwritten.
 Chunk: TypeAlias = tuple[slice, Tensor, Tensor]
@@ -38,21 +44,55 @@ def chunks_of_logits(
 ) -> Iterator[Chunk]:
     """Chunks of the rows kept, from start on. The logits of all chunks lie in one buffer.
 
-    On a CPU the logits of a row do not depend on the chunks, nor on other rows, unless all rows are
-    fewer than a chunk has at least.
+    With the option ``batch_invariant`` the logits of a row do not depend on the chunks, nor on
+    other rows. On a CPU that is so without it, unless all rows are fewer than a chunk has at least.
     """
     count = len(input) if kept is None else len(kept)
-    least = constants_of(input.device).least_rows
-    alike = ROWS_ALIKE if input.device.type == "cpu" and least <= count else 1
-    most = max(0, min(chunk, count - start))
-    buffer = input.new_empty((-(-most // alike) * alike, len(linear_weight)))
+    layout = _layout(input, count)
+    classes = len(linear_weight)
+    most = layout.rows(max(0, min(chunk, count - start)))
+    buffer = input.new_empty((most, layout.stride(classes)))[:, :classes]
     for first in range(start, count, chunk):
         rows = slice(first, min(first + chunk, count))
         part = rows_of(input, rows, kept)
-        more = -len(part) % alike
+        more = layout.rows(len(part)) - len(part)
         padded = F.pad(part, (0, 0, 0, more)) if more else part
-        write_logits(padded, linear_weight, linear_bias, buffer[: len(padded)], scale)
+        piece = layout.piece or max(1, len(padded))
+        for some, logits in zip(padded.split(piece), buffer.split(piece), strict=False):
+            write_logits(some, linear_weight, linear_bias, logits[: len(some)], scale)
         yield rows, part, buffer[: len(part)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the products of chunks and the buffer of their logits lie.
+
+    Attributes:
+        alike: the rows of a chunk are padded to a multiple of this.
+        piece: the rows of one product; None for all of a chunk.
+        packet: rows of the buffer begin at a multiple of so many elements.
+    """
+
+    alike: int = 1
+    piece: int | None = None
+    packet: int = 1
+
+    def rows(self, count: int) -> int:
+        return -(-count // self.alike) * self.alike
+
+    def stride(self, classes: int) -> int:
+        return -(-classes // self.packet) * self.packet
+
+
+def _layout(input: Tensor, count: int) -> Layout:
+    """That for so many rows."""
+    if input.device.type == "cpu":
+        few = count < constants_of(input.device).least_rows
+        return Layout(1 if few and not switches.is_batch_invariant() else ROWS_ALIKE)
+    if not switches.is_batch_invariant():
+        return Layout()
+    # Kernels read a row in another order if it begins elsewhere between two boundaries.
+    return Layout(PIECE, PIECE, 16 // input.element_size())
 
 
 def parts_of(chunk: Chunk, part: int) -> Iterator[tuple[slice, Tensor]]:

@@ -30,7 +30,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from compile_losses.device_constants import constants_of
+from compile_losses import switches
+from compile_losses.device_constants import constants_of, rows_alike
 from compile_losses.ops.checks import accumulation_type
 from compile_losses.ops.linear.arguments import check
 from compile_losses.ops.linear.chunk_size import (
@@ -42,6 +43,7 @@ from compile_losses.ops.linear.chunk_size import (
 )
 from compile_losses.ops.linear.class_blocks import FirstRows
 from compile_losses.ops.linear.matrix_products import (
+    PIECE,
     Chunk,
     Gradients,
     add_chunks,
@@ -115,6 +117,16 @@ class Problem:
             needs_input=needs_input,
             gathered=self.kept is not None,
         )
+
+    def part(self, chunk: int, beside: float) -> int:
+        """How many rows of a chunk the losses compute at a time.
+
+        With the option ``batch_invariant`` no more than kernels give as many threads as one.
+        """
+        part = part_rows(chunk, self.input.device, beside)
+        if not switches.is_batch_invariant():
+            return part
+        return min(part, PIECE, rows_alike(self.input.device))
 
     def results(self) -> tuple[Tensor, ...]:
         """The results of the losses, each row in its place."""
@@ -240,7 +252,7 @@ def results(problem: Problem) -> tuple[Tensor, ...]:
     losses = problem.losses
     beside = losses.beside(gradient=False)
     chunk = chunk_rows(*problem.sizes, beside=beside)
-    part = part_rows(chunk, problem.input.device, beside)
+    part = problem.part(chunk, beside)
     for each in problem.logits(chunk):
         for some in parts_of(each, part):
             losses.add(*some)
@@ -257,7 +269,7 @@ def results_with_gradients(problem: Problem, needs: tuple[bool, bool, bool]) -> 
         rows = rows_of(problem.input, slice(0, how.first_rows), problem.kept)
         first.add(rows, problem.linear_bias)
         del first, rows
-    part = part_rows(how.chunk, problem.input.device, problem.losses.beside(gradient=True))
+    part = problem.part(how.chunk, problem.losses.beside(gradient=True))
     chunks = problem.logits(how.chunk, how.first_rows)
     add_chunks(gradients, chunks, part, problem.losses.write_gradient)
     grad_input, *others = gradients.result()
