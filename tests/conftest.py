@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,6 +76,25 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         module = op.replace("_", "")  # as in HuberLoss
         if f"_{op.removesuffix('_loss')}_" in f"_{words}_" or module in words:
             item.extra_keyword_matches.add(op)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is sampled all but one in so many are slow.
+
+    After each case that is kept the next one is a place further on or back, so that all values of a
+    parameter are in some of them, whatever their number.
+    """
+    counts: Counter[str] = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is None or item.get_closest_marker("gpu") or item.get_closest_marker("slow"):
+            continue
+        (every,) = sampled.args
+        name = item.nodeid.partition("[")[0]
+        if (counts[name] + counts[name] // every) % every:
+            item.add_marker(pytest.mark.slow)
+        counts[name] += 1
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

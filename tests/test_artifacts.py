@@ -44,6 +44,7 @@ def python(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["backend", "enable"])
 def test_ahead_of_time_artifact(way, tmp_path):
     """What either way made imports the package where it is loaded."""
@@ -84,6 +85,7 @@ class Exported(nn.Module):
         return torch.ops.fused.mse_loss(self.linear(x), target)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "kind",
     [

@@ -96,6 +96,7 @@ def run_compiled(function, way, *inputs):
         return outcome(torch.compile(function), *inputs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["backend", "enable"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_bodies(name, way, no_code):

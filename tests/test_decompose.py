@@ -32,6 +32,7 @@ def test_decomposed_in_inference(graphs):
     assert "fused" not in graphs["post"][0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("reduction", "scales_once"),
     [

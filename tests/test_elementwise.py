@@ -98,6 +98,7 @@ def check(function, inputs, factor=1.0, compiled=None, like=(), **options):
         assert_accurate(ours, eager, true, like=like[i] if like else 0.0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("factor", [1.0, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", LOSSES)
@@ -699,6 +700,7 @@ def check_random(seed):
     check(function, tensors, factor, like=worst_errors(function, tensors, factor), **options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(60))
 def test_random_losses(seed, no_code):
     check_random(seed)

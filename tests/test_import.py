@@ -51,6 +51,7 @@ def test_names_load_their_modules():
         _ = compile_losses.nothing_of_this_name
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["enable", "explain", "rewrite", "Report", "backend"])
 def test_a_name_in_a_fresh_process(name):
     """Each name works where it is the first that is asked for."""

@@ -147,6 +147,7 @@ MADE = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("of", ["logits", "made"])
 @pytest.mark.parametrize("kind", ["changes", "watches", "retains", "node", "post", "multi"])
 @pytest.mark.parametrize("made", MADE)
@@ -340,6 +341,7 @@ def test_function_that_takes_the_memory_unseen():
     assert torch.equal(torch.from_dlpack(dlpack.to_dlpack(lg)), F.linear(h, w))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 @pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize("view", ["itself", "inner rows", "detached"])

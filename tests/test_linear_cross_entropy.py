@@ -201,6 +201,7 @@ def test_transforms(chunks, device):
     torch.testing.assert_close(ours, torchs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 def test_opcheck(reduction, either_way, device, opcheck):
     (x, w, b), target = leaves(device, torch.float32, rows=20)

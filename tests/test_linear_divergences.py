@@ -252,6 +252,7 @@ def test_transforms(loss, chunks, device):
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.sampled(5)
 @losses
 @pytest.mark.parametrize("teacher", ["logits", "layer with a bias"])
 @pytest.mark.parametrize("reduction", REDUCTIONS.values(), ids=REDUCTIONS)

@@ -180,6 +180,7 @@ def leaf_arguments(device, dtype=torch.float32, softcap=None):
     return in_order(input, weight, index, bias, -100, softcap)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_opcheck(softcap, device, opcheck):
     arguments = leaf_arguments(device, softcap=softcap)

@@ -73,6 +73,7 @@ class Deep(Head):
         return super().forward(self.first(x).tanh(), target, *others)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradient_in_forward(loss, graphs, device):
     function, inputs = LOSSES[loss]
@@ -154,6 +155,7 @@ def read_again(logits, t):
     return (rows(logits, t) * logits.square().sum(1)).sum()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("function", "in_place"),
     [
@@ -239,6 +241,7 @@ def with_noise(logits, t):
     return loss, F.dropout(logits, 0.5).sum()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("function", "in_place"),
     [
@@ -454,6 +457,7 @@ RETAINED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("first_retains", [False, True])
 @pytest.mark.parametrize("case", RETAINED)
 def test_retain_graph_as_stock(case, first_retains, device, no_code):

@@ -95,6 +95,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("way", ["backend", "enable"])
 @pytest.mark.parametrize("change", CHANGES)

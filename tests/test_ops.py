@@ -113,6 +113,7 @@ def test_repeatable(spec, dtype, device):
             torch.testing.assert_close(other, first, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.sampled(5)
 @specs
 @dtypes
 @pytest.mark.parametrize("shape", [(600, 4099), (5, 131_101)], ids=["rows", "wide rows"])
@@ -162,6 +163,7 @@ def test_unreduced_layout_is_torchs(spec, device):
         assert ours.stride() == sample.call(spec.torch_loss).stride(), sample.name
 
 
+@pytest.mark.sampled(3)
 @specs
 def test_opcheck(spec, device):
     check_public(spec, device)
@@ -199,6 +201,7 @@ def value_arguments(spec, forward, args):
     return tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in values)
 
 
+@pytest.mark.sampled(3)
 @specs
 def test_opcheck_leaves(spec, device):
     check_leaves(spec, device)
@@ -260,6 +263,7 @@ def test_value(name, dtype, device):
     assert ran > 5
 
 
+@pytest.mark.sampled(3)
 @specs
 @dtypes
 @pytest.mark.parametrize("factor", [None, -3.75], ids=["unit", "factor"])

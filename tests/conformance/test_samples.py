@@ -14,6 +14,7 @@ from tests.conformance.ledger import OPTIONS
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
+@pytest.mark.sampled(2)
 @losses
 @dtypes
 def test_values_and_gradients(loss, dtype, device):

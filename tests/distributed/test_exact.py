@@ -45,6 +45,7 @@ CLASS_LAYOUTS = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @REDUCTIONS
 @pytest.mark.parametrize("options", ["plain", "weighted and smoothed"])
 @pytest.mark.parametrize("layouts", CLASS_LAYOUTS, ids=" ".join)
@@ -152,6 +153,7 @@ ELEMENTWISE = {
 }
 
 
+@pytest.mark.sampled(3)
 @REDUCTIONS
 @pytest.mark.parametrize("op", ELEMENTWISE)
 @pytest.mark.parametrize("layouts", ELEMENT_LAYOUTS, ids=" ".join)
@@ -266,6 +268,7 @@ LINEAR_LAYOUTS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @REDUCTIONS
 @pytest.mark.parametrize("options", ["plain", "all"])
 @pytest.mark.parametrize("layouts", LINEAR_LAYOUTS)

@@ -58,6 +58,7 @@ def check_layers(layouts, teacher, divergence, reduction, shape=(7, 5)):
     check(loss, tensors, placed, (0, 1, 3))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("teacher", ["logits", "layer"])
@@ -67,6 +68,7 @@ def test_sharded_rows(layouts, teacher, divergence, reduction, monkeypatch):
     check_layers(layouts, teacher, divergence, reduction)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("divergence", ["forward", "reverse"])
 @pytest.mark.parametrize("teacher", ["logits", "layer"])

@@ -55,6 +55,7 @@ def trained(function, model, batch):
     return out, loss.detach(), gradients
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LAZY)
 def test_models(name, reads):
     model, batch = LAZY[name]()

@@ -44,6 +44,7 @@ GENERALIZED = [(0.0, False), (0.1, False), (0.5, False), (1.0, False), (0.0, Tru
 GENERALIZED += [pytest.param(beta, True, marks=pytest.mark.slow) for beta in (0.5, 1.0)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("beta", "masked"), GENERALIZED)
 def test_generalized_knowledge_distillation(beta, masked):
     """GKD's Jensen-Shannon divergence, forward and reverse divergence at its ends."""
@@ -100,6 +101,7 @@ WITHOUT_LOGITS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("beta", "given", "masked"), WITHOUT_LOGITS)
 def test_distillation_without_logits(beta, given, masked, chunks):
     """With the head, and the teacher's where it is called in the step, as GKD's trainer does."""

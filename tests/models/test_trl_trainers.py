@@ -152,6 +152,7 @@ TRAINERS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("build", TRAINERS, ids=lambda build: build.__name__)
 def test_step(build, model, options, tokenizer):
     trainer = build(model, options, tokenizer)
