@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from compile_losses import switches
+from compile_losses.graphs import annotate
 from compile_losses.guard import attempt
 from compile_losses.library import fingerprint, loaded
 from compile_losses.log_line import compilation, note
@@ -249,7 +250,7 @@ def note_backward(graph: Graph) -> None:
         weakref.finalize(backward, _leave)  # the last of its callbacks: the set forgets it before
         _to_come.add(backward)
         for scale in scales:
-            scale.meta["compile_losses_backward"] = backward
+            annotate(scale, "compile_losses_backward", backward)
 
 
 def _note_compiled(graph: Graph) -> None:

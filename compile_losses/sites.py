@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 
 from compile_losses import switches
+from compile_losses.graphs import annotate
 from compile_losses.torch_internals.graphs import CUSTOM
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)(, in (?P<function>\w+))?')
@@ -129,7 +130,7 @@ def mark(node: Node, *, without_logits: bool = False) -> int:
     """
     number = next(_numbers)
     more = {_WITHOUT_LOGITS: True} if without_logits else {}
-    node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), _SITE: number, **more}
+    annotate(node, CUSTOM, {**node.meta.get(CUSTOM, {}), _SITE: number, **more})
     return number
 
 

@@ -18,11 +18,11 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from compile_losses import (
     backend,
     default_backend,
+    graphs,
     guard,
     inductor_passes,
     lazy,
     lower,
-    node_order,
     options,
     recognize,
     report,
@@ -32,8 +32,8 @@ from compile_losses.recognize import steps
 
 #: Where the functions are that raise.
 SOURCES = (
-    *(str(Path(module.__file__).parent) for module in (recognize, lower, lazy)),
-    *(module.__file__ for module in (backend, inductor_passes, node_order, options, report, sites)),
+    *(str(Path(module.__file__).parent) for module in (graphs, recognize, lower, lazy)),
+    *(module.__file__ for module in (backend, inductor_passes, options, report, sites)),
 )
 #: What undoes the changes of a function that raised; and the doors, where torch calls us.
 GUARDS = (guard.__file__, steps.__file__)

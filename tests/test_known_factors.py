@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import compile_losses
-from compile_losses.lower.known_factors import Factor, emit
+from compile_losses.lower.known_factors import Factor, product_of
 from tests.graphs import Head, classes, compare, real
 
 pytestmark = pytest.mark.usefixtures("kernels_for_small_losses")
@@ -142,7 +142,8 @@ def test_numbers_on_the_host():
         half, count = torch.empty(()), torch.empty((), dtype=torch.int64)
     nodes = [placeholder(*pair) for pair in (("half", half), ("count", count))]
     factor = Factor(placeholder("tangent", tangent), 0.5, nodes[:1], nodes[1:])
-    value = emit(factor, torch.float32, tangent, graph).meta["val"]
+    loss = placeholder("loss", tangent)
+    value = product_of(factor, torch.float32, tangent, loss).meta["val"]
     assert value.device.type == "cuda"
     assert value.dtype == torch.float32
 

@@ -303,6 +303,67 @@ def test_private_names_are_found(code):
     assert list(private_names(ast.parse(code)))
 
 
+#: What changes a graph of torch.fx, and may be called by the tools for graphs alone.
+CHANGES = {
+    *("call_function", "call_method", "create_node", "erase_node", "node_copy", "placeholder"),
+    *("prepend", "replace_all_uses_with", "replace_input_with"),
+}
+#: Modules that change graphs without the tools, and why.
+OWN_CHANGES = {
+    "compile_losses.guard": "puts back a graph as it was, by whatever it was changed",
+    "compile_losses.lazy.inputs": "copies inputs as they are into a graph that it builds",
+}
+
+
+def changes(tree: ast.AST) -> Iterator[str]:
+    """The expressions of a module that change a graph, or what is recorded of a node.
+
+    A report in the meta of a whole module is no record of a node.
+    """
+    for node in run(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            is_of_meta = ast.unparse(node.func.value).endswith(".meta")
+            if node.func.attr in CHANGES or (is_of_meta and node.func.attr in ("pop", "update")):
+                yield ast.unparse(node.func)
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        for target in targets:
+            text = ast.unparse(target)
+            is_report = text.endswith(".meta['compile_losses']")
+            is_module = isinstance(node, ast.Assign) and ast.unparse(node.value) == "dict(gm.meta)"
+            if re.search(r"\.meta(\[.*\])?$", text) and not is_report and not is_module:
+                yield text
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_graphs_are_changed_by_the_tools(module):
+    """So each change counts as one, and each new node has a value and a place in the program."""
+    if module.startswith("compile_losses.graphs"):
+        return
+    found = list(changes(MODULES[module]))
+    assert bool(found) == (module in OWN_CHANGES), found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "node.meta['val'] = value",
+        "node.meta = {**like.meta}",
+        "node.meta |= {'val': None}",
+        "del node.meta[KEY]",
+        "node.meta.pop(KEY, None)",
+        "graph.call_function(op, args)",
+        "node.graph.erase_node(node)",
+        "node.replace_all_uses_with(other)",
+    ],
+)
+def test_changes_of_graphs_are_found(code):
+    assert list(changes(ast.parse(code)))
+
+
 def test_public_ops_are_told_from_internal_ones():
     """By their names, by what ``help`` says, and by the reference, which has the public ones."""
     public = {*LOSSES, "linear_log_probs", "selective_log_softmax", "softmax_entropy"}

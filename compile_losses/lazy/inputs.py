@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from compile_losses.graphs import emit, emit_input, erase, give_value
 from compile_losses.lazy.calls import Calls, Outside
 from compile_losses.lazy.head import Step
 from compile_losses.lazy.outputs import Compiled
@@ -85,7 +86,7 @@ def _open_all(
         _erase(results[place])
     for node in graph.nodes:
         if EXAMPLE in node.meta:
-            node.meta[EXAMPLE] = tree_map_only(LazyLogits, _plain_example, node.meta[EXAMPLE])
+            give_value(node, tree_map_only(LazyLogits, _plain_example, node.meta[EXAMPLE]))
     result = GraphModule(gm, graph)
     result.meta = dict(gm.meta)
     rest = {at: node for at, node in enumerate(results) if at not in outside}
@@ -151,7 +152,7 @@ def _erase(node: Node) -> None:
     waits = all(isinstance(fake, LazyLogits) and not _is_written(fake) for fake in made)
     if node.op in ("call_function", "call_method") and waits and not node.users:
         sources = node.all_input_nodes
-        node.graph.erase_node(node)
+        erase(node)
         for source in sources:
             _erase(source)
 
@@ -177,10 +178,10 @@ def _watched(kept: dict[int, Any], graph: Graph) -> tuple[tuple[int, ...], str |
 class _Opened:
     """One lazy input: placeholders of its head's tensors, and their examples."""
 
-    def __init__(self, fake: LazyLogits, inputs: list[Node], meta: dict[str, Any]) -> None:
+    def __init__(self, fake: LazyLogits, inputs: list[Node], logits: Node) -> None:
         self.fake = fake
         self.inputs = inputs
-        self.meta = meta
+        self.logits = logits
 
     @property
     def examples(self) -> list[Tensor]:
@@ -192,13 +193,9 @@ class _Opened:
         assert head is not None
 
         def call(op: Any, *args: Any, **kwargs: Any) -> Node:
-            node = graph.call_function(op, args, kwargs)
-            examples = [a.meta[EXAMPLE] if isinstance(a, Node) else a for a in args]
-            with fake_mode, torch.set_grad_enabled(self.fake.requires_grad):
-                node.meta = {**self.meta, EXAMPLE: op(*examples, **kwargs)}
-            return node
+            with torch.set_grad_enabled(self.fake.requires_grad):
+                return emit(graph, op, args, kwargs, like=self.logits)
 
-        fake_mode = self.inputs[0].meta[EXAMPLE].fake_mode
         cast = [
             node
             if node.meta[EXAMPLE].dtype == head.dtype
@@ -224,16 +221,14 @@ def _open(graph: Graph, node: Node, fake: LazyLogits) -> _Opened | None:
         return None
     inputs = []
     for name, tensor in zip(("hidden", "weight", "bias"), head.tensors, strict=False):
-        made = graph.placeholder(f"{node.name}_{name}")
-        made.meta[EXAMPLE] = tensor
+        made = emit_input(graph, f"{node.name}_{name}", tensor)
         name_input(made, source_of_input(node), name)
         inputs.append(made)
-    return _Opened(fake, inputs, {k: v for k, v in node.meta.items() if k == "stack_trace"})
+    return _Opened(fake, inputs, node)
 
 
 def _plain_input(graph: Graph, node: Node, fake: LazyLogits) -> Node:
-    made = graph.placeholder(node.name)
-    made.meta[EXAMPLE] = _plain_example(fake)
+    made = emit_input(graph, node.name, _plain_example(fake))
     name_input(made, source_of_input(node))
     return made
 

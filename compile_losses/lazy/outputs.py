@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from compile_losses.graphs import erase_unused, give
 from compile_losses.lazy.automatic import Automatic
 from compile_losses.lazy.head import Head, Step, apply
 from compile_losses.lazy.node import Wishes, lazy_logits
@@ -96,10 +97,8 @@ def return_lazily(
         return lambda given, made: made[place]
 
     made_of = {node: [getter(source) for source in one.sources] for node, one in lazy.items()}
-    output.args = (tuple(kept),)
-    for node in sorted({n for one in outputs for n in one.path}, reverse=True):
-        if not node.users:
-            gm.graph.erase_node(node)
+    give(output, (tuple(kept),))
+    erase_unused(sorted({n for one in outputs for n in one.path}, reverse=True))
     gm.graph.lint()
     gm.recompile()
     compiled = compile(gm)

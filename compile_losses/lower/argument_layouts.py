@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from compile_losses.graphs import annotate, forget
 from compile_losses.lower.cost import MATMULS
 from compile_losses.lower.dead_buffers import ROW_VIEWS
 from compile_losses.torch_internals.graphs import DISLIKES_PADDING, EAGER_VALUES
@@ -36,7 +37,7 @@ def accept_layouts(node: Node) -> None:
     if not all(isinstance(s, int) for s in tree_leaves((results, expected))):
         return
     if results == expected and all(map(_has_rows, node.all_input_nodes)):
-        del node.meta[EAGER_VALUES]
+        forget(node, EAGER_VALUES)
 
 
 def _row_views(node: Node) -> list[Node]:
@@ -63,4 +64,4 @@ def leave_unpadded(node: Node) -> None:
         views = _row_views(source)
         if views[-1].target is aten.addmm.default:
             for each in views:
-                each.meta[DISLIKES_PADDING] = True  # which Inductor asks for
+                annotate(each, DISLIKES_PADDING, True)  # which Inductor asks for

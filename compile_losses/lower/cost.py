@@ -11,7 +11,7 @@ opaque, and its arguments are.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compile_losses.lower.node_relations import is_view, storage_of
+from compile_losses.graphs import ancestors, is_view
+from compile_losses.lower.node_relations import storage_of
 from compile_losses.ops.checks import CASTS
 from compile_losses.sites import megabytes
 from compile_losses.torch_internals.inductor import OpTypes
@@ -159,19 +160,21 @@ def _source_bytes(producer: Node, ops: OpTypes) -> int:
 
 def buffers_read(nodes: Iterable[Node], ops: OpTypes) -> dict[Any, int]:
     """What a fused kernel reads that computes ``nodes``: the sizes of the buffers."""
-    work = list(nodes)
-    seen = set(work)
+    nodes = list(nodes)
     frontier: dict[Any, int] = {}
-    while work:
-        for source in work.pop().all_input_nodes:
-            if source in seen:
-                continue
-            seen.add(source)
-            node = behind_views(source)
-            if node.op == "call_function" and ops.is_fusible(node):
-                work.append(node)
-            else:
-                frontier[storage_of(source)] = nbytes_of(source.meta.get("val"))
+
+    def is_read(source: Node) -> bool:
+        node = behind_views(source)
+        return not (node.op == "call_function" and ops.is_fusible(node))
+
+    def computed(node: Node) -> Iterator[Node]:
+        return (behind_views(n) for n in node.all_input_nodes if not is_read(n))
+
+    seen = set(nodes)
+    for node in ancestors(nodes, sources=computed):
+        read = (source for source in node.all_input_nodes if source not in seen)
+        frontier |= {storage_of(n): nbytes_of(n.meta.get("val")) for n in read if is_read(n)}
+        seen.update(node.all_input_nodes)
     return frontier
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch.fx import Node
 
+from compile_losses.graphs import descendants, is_movable
 from compile_losses.lower.cost import MATMULS, hint_of
 from compile_losses.lower.fused_calls import fused_call
-from compile_losses.lower.node_relations import depends_on, graph_outputs, storage_of
-from compile_losses.node_order import is_movable
+from compile_losses.lower.node_relations import graph_outputs, storage_of
 from compile_losses.ops.checks import CASTS
 from compile_losses.torch_internals.inductor import config, donated_inputs
 from compile_losses.torch_internals.ops import tree_leaves
@@ -105,7 +105,7 @@ def _with_views(producer: Node) -> list[Node]:
 
 def can_go_before(node: Node) -> Callable[[Node], bool]:
     """Whether a reader is before a call, or could be moved there with all its sources."""
-    later = depends_on(node)
+    later = set(descendants([node]))
     nodes = list(node.graph.nodes)
     order = {each: index for index, each in enumerate(nodes)}
 

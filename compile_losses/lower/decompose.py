@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 import compile_losses.ops
+from compile_losses.graphs import copy_nodes, emit, erase_unused, replace, replace_uses
 from compile_losses.lower.cost import MATMULS
 from compile_losses.lower.fused_calls import (
     Loss,
@@ -38,7 +39,6 @@ from compile_losses.ops.checks import (
     reduction_name,
     same_shape,
 )
-from compile_losses.torch_internals.graphs import EAGER_VALUES
 from compile_losses.torch_internals.inductor import select_decomp_table
 from compile_losses.torch_internals.ops import named_arguments, schema_of, tree_leaves
 
@@ -67,7 +67,7 @@ class Decomposition:
         spliced = []
         # The backward is first: then nothing reads the tensors that the forward saves for it.
         for call, replacement in zip(_calls(loss), self.replacements, strict=True):
-            results, nodes = _splice(call.graph, call, replacement)
+            results, nodes = _splice(call, replacement)
             spliced.append(nodes)
             if call is not loss.forward:
                 for gradient in results:
@@ -105,7 +105,7 @@ def decompose_backward(node: Node) -> bool:
     traced = _trace(node, reference) if reference is not None else None
     if traced is None:
         return False
-    _splice(node.graph, node, traced)
+    _splice(node, traced)
     return True
 
 
@@ -159,8 +159,7 @@ def _drop_idle_views(graph: Graph) -> None:
             source = node.args[0]
             same = sym_eq(source.meta["val"].shape, node.meta["val"].shape)
             if statically_known_true(same):
-                node.replace_all_uses_with(source)
-                graph.erase_node(node)
+                replace(node, source)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -227,7 +226,7 @@ def _backward(
     return tuple(results) if needs else results[0]
 
 
-def _splice(graph: Graph, node: Node, replacement: Graph) -> tuple[list[Node], list[Node]]:
+def _splice(node: Node, replacement: Graph) -> tuple[list[Node], list[Node]]:
     """Replaces a call by its traced ops.
 
     Returns:
@@ -235,28 +234,14 @@ def _splice(graph: Graph, node: Node, replacement: Graph) -> tuple[list[Node], l
     """
     placeholders = replacement.find_nodes(op="placeholder")
     copies = dict(zip(placeholders, node.all_input_nodes, strict=True))
-    results: Any = None
-    context = {k: v for k, v in node.meta.items() if k not in ("val", EAGER_VALUES)}
-    with graph.inserting_before(node):
-        for inner in replacement.nodes:
-            if inner.op == "call_function":
-                copies[inner] = graph.node_copy(inner, copies.__getitem__)
-                copies[inner].meta = {**context, "val": inner.meta.get("val")}
-            elif inner.op == "output":
-                results = torch.fx.node.map_arg(inner.args[0], copies.__getitem__)
-    if len(schema_of(node.target).returns) == 1:
-        node.replace_all_uses_with(results)
-    else:
-        each = results if isinstance(results, tuple | list) else (results,)
-        for item in list(node.users):
-            if item.users:
-                item.replace_all_uses_with(each[item.args[1]])  # type: ignore[index]
-            graph.erase_node(item)
-    graph.erase_node(node)
-    nodes = [copies[n] for n in replacement.nodes if n.op == "call_function"]
-    for copy in reversed(nodes):
-        if not copy.users:  # the place of a gradient that is not needed
-            graph.erase_node(copy)
+    inner = [n for n in replacement.nodes if n.op == "call_function"]
+    copy_nodes(inner, copies, lambda _: node, node)
+    (output,) = replacement.find_nodes(op="output")
+    results: Any = torch.fx.node.map_arg(output.args[0], copies.__getitem__)
+    several = len(schema_of(node.target).returns) > 1
+    replace(node, (results,) if several and isinstance(results, Node) else results)
+    nodes = [copies[n] for n in inner]
+    erase_unused(reversed(nodes))  # the places of gradients that are not needed
     read = [each for each in tree_leaves(results) if isinstance(each, Node) and each.users]
     return read, [copy for copy in nodes if copy.users]
 
@@ -277,10 +262,7 @@ def _hold_layout(gradient: Node) -> None:
         return
     if any(s != 1 and s * value.element_size() % 16 for s in strides):
         return
-    graph = gradient.graph
-    with graph.inserting_after(gradient):
-        held = graph.call_function(
-            torch.ops.prims.inductor_force_stride_order.default, (gradient, list(strides))
-        )
-    held.meta = dict(gradient.meta)
-    gradient.replace_all_uses_with(held, lambda user: user is not held)
+    target = torch.ops.prims.inductor_force_stride_order.default
+    args = (gradient, list(strides))
+    held = emit(gradient.next, target, args, like=gradient, value=value)
+    replace_uses(gradient, held, but=held)

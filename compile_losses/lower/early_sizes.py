@@ -8,13 +8,20 @@ known before any loss.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 
-from compile_losses.torch_internals.symbols import Expression, emit, expression_of, symbols_of
+from compile_losses.graphs import emit, erase_unused, replace_uses
+from compile_losses.torch_internals.symbols import (
+    Expression,
+    computed,
+    expression_of,
+    symbols_of,
+)
 
 aten = torch.ops.aten
 
@@ -30,22 +37,19 @@ def compute_sizes_early(graph: Graph) -> None:
     inputs = graph.find_nodes(op="placeholder")
     known = {expression_of(n.meta["val"]): n for n in inputs if _is_symbolic(n)}
     first: Node = next(node for node in graph.nodes if node.op != "placeholder")
-    with graph.inserting_before(first):
-        for symbol in symbols_of(*(node.meta["val"] for node in late)):
-            if symbol not in known:
-                found = _size_of_an_input(inputs, symbol)
-                if found is not None:
-                    known[symbol] = _read(graph, *found)
-        for node in late:
-            expression = expression_of(node.meta["val"])
-            if expression not in known:
-                if not symbols_of(node.meta["val"]) <= known.keys():
-                    continue
-                known[expression] = emit(graph, expression, known)
-            node.replace_all_uses_with(known[expression])
-    for node in reversed(late):
-        if not node.users:
-            graph.erase_node(node)
+    for symbol in symbols_of(*(node.meta["val"] for node in late)):
+        found = None if symbol in known else _size_of_an_input(inputs, symbol)
+        if found is not None:
+            size = found[0].meta["val"].shape[found[1]]
+            known[symbol] = emit(first, aten.sym_size.int, found, like=found[0], value=size)
+    for node in late:
+        expression = expression_of(node.meta["val"])
+        if expression not in known:
+            if not symbols_of(node.meta["val"]) <= known.keys():
+                continue
+            known[expression] = computed(expression, known, partial(emit, first, like=node))
+        replace_uses(node, known[expression])
+    erase_unused(reversed(late))
 
 
 def _is_late(node: Node) -> bool:
@@ -64,9 +68,3 @@ def _size_of_an_input(inputs: list[Node], symbol: Expression) -> tuple[Node, int
             if isinstance(size, SymInt) and expression_of(size) == symbol:
                 return node, dim
     return None
-
-
-def _read(graph: Graph, input: Node, dim: int) -> Node:
-    node = graph.call_function(aten.sym_size.int, (input, dim))
-    node.meta["val"] = input.meta["val"].shape[dim]
-    return node

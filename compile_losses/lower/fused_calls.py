@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from compile_losses.graphs import emit, replace
 from compile_losses.library import DECLARED, is_declared
 from compile_losses.lower.node_relations import graph_outputs, storage_of
-from compile_losses.torch_internals.graphs import EAGER_VALUES
 from compile_losses.torch_internals.ops import OpOverload, named_arguments, schema_of
 
 aten = torch.ops.aten
@@ -125,12 +125,8 @@ def merge_equal_losses(graph: Graph) -> None:
 
     def merge(same: Node, kept: Node) -> None:
         if {storage_of(same), storage_of(kept)} <= returned:
-            with graph.inserting_before(same):
-                copy = graph.call_function(aten.clone.default, (kept,))
-            copy.meta = {k: v for k, v in same.meta.items() if k != EAGER_VALUES}
-            kept = copy
-        same.replace_all_uses_with(kept)
-        graph.erase_node(same)
+            kept = emit(same, aten.clone.default, (kept,), value=same.meta["val"])
+        replace(same, kept)
 
     for node in list(graph.nodes):
         if (fused_call(node) or ("", ""))[1] != "forward":

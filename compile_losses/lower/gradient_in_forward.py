@@ -28,21 +28,30 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
+from compile_losses.graphs import (
+    GIVEN_AS,
+    ancestors,
+    annotate,
+    emit,
+    erase_unused,
+    fresh_like,
+    move_before,
+    replace_uses,
+    retrace_views,
+    view_like,
+)
 from compile_losses.lower.fused_calls import Loss, fused_call, fused_op
-from compile_losses.lower.known_factors import emit, factor_of
+from compile_losses.lower.known_factors import factor_of, product_of
 from compile_losses.lower.node_relations import (
     depends_on_tangents,
     graph_outputs,
     is_fused_into_readers,
-    is_view,
     readers_of,
     storage_of,
 )
-from compile_losses.node_order import move_before
 from compile_losses.ops.checks import REDUCTIONS, same_shape
-from compile_losses.torch_internals.graphs import EAGER_VALUES, RECOMPUTE
+from compile_losses.torch_internals.graphs import RECOMPUTE
 from compile_losses.torch_internals.inductor import (
     activation_memory_budget,
     config,
@@ -101,18 +110,16 @@ def overwrites_buffers(graph: Graph) -> bool:
     ops = get_default_op_list()
     # Nodes of the forward that the backward reads, and the sources of those that are recomputed.
     needed = [n for node in backward for n in tensors_read(node) if n not in backward]
-    seen = set(needed)
-    while needed:
-        node = needed.pop()
-        if node.op != "call_function":
-            continue
-        if not ops.is_recomputable(node):
-            if isinstance(node.meta.get("val"), Tensor) and storage_of(node) in kept:
-                continue
-            return True
-        needed += (source for source in node.all_input_nodes if source not in seen)
-        seen.update(node.all_input_nodes)
-    return False
+
+    def is_recomputed(node: Node) -> bool:
+        return node.op == "call_function" and ops.is_recomputable(node)
+
+    saved = (n for n in ancestors(needed, past=is_recomputed) if not is_recomputed(n))
+    return any(
+        node.op == "call_function"
+        and not (isinstance(node.meta.get("val"), Tensor) and storage_of(node) in kept)
+        for node in saved
+    )
 
 
 def tensors_read(node: Node) -> list[Node]:
@@ -130,16 +137,6 @@ def is_returned(node: Node) -> bool:
     return any(reader.op == "output" for reader in readers_of(node))
 
 
-def _like(fake: Any) -> Tensor:
-    with fake.fake_mode:
-        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-
-
-def _view(fake: Any) -> Tensor:
-    with fake.fake_mode:
-        return fake.view_as(fake)
-
-
 def move_into_forward(loss: Loss, backward_nodes: set[Node], *, owned: bool) -> bool:
     """Moves the gradient of a loss without a refusal; True if a factor of its grad_output went too.
 
@@ -151,54 +148,51 @@ def move_into_forward(loss: Loss, backward_nodes: set[Node], *, owned: bool) -> 
     (gradient,) = loss.gradients()
     value = loss.value
     assert value is not None
-    graph = loss.forward.graph
-    with_grad = fused_op(loss.name, "with_grad")
+    forward = loss.forward
     # What scales the gradient in the backward: all of grad_output, or its factor that is not known.
     scaling: Any = backward.args[0]
     factor = factor_of(scaling, backward_nodes)
-    if factor is not None and not move_before(factor.nodes, loss.forward):
+    if factor is not None and not move_before(factor.nodes, forward):
         factor = None
-    kwargs = dict(loss.forward.kwargs)
-    meta = dict(loss.forward.meta)
-    with graph.inserting_before(loss.forward):
-        if factor is not None:
-            scaling = factor.tangent
-            number = emit(factor, value.meta["val"].dtype, loss.input.meta["val"], graph)
-            kwargs["grad_output"] = number
-            if EAGER_VALUES in meta:
-                args_vals, kwargs_vals = meta[EAGER_VALUES]
-                kwargs_vals = {**kwargs_vals, "grad_output": number.meta["val"]}
-                meta[EAGER_VALUES] = args_vals, kwargs_vals
-        both = graph.call_function(with_grad, loss.forward.args, kwargs)
-        unit_value = _like(gradient.meta["val"])
-        both.meta = {**meta, "val": (value.meta["val"], unit_value)}
-        first = graph.call_function(operator.getitem, (both, 0))
-        first.meta = dict(value.meta)
-        unit = graph.call_function(operator.getitem, (both, 1))
-        unit.meta = {**value.meta, "val": unit_value}
+    kwargs = dict(forward.kwargs)
+    given = forward.meta.get(GIVEN_AS)
+    if factor is not None:
+        scaling = factor.tangent
+        number = product_of(factor, value.meta["val"].dtype, loss.input.meta["val"], forward)
+        kwargs["grad_output"] = number
+        if given is not None:
+            given = given[0], {**given[1], "grad_output": number.meta["val"]}
+    values = value.meta["val"], fresh_like(gradient.meta["val"])
+    with_grad = fused_op(loss.name, "with_grad")
+    both = emit(forward, with_grad, forward.args, kwargs, value=values, given_as=given)
+    first, unit = (
+        emit(forward, operator.getitem, (both, index), like=value, value=result)
+        for index, result in enumerate(values)
+    )
     # At the place of the backward op, and so after grad_output.
-    with graph.inserting_before(backward):
-        scaled = graph.call_function(fused.scale.default, (unit, scaling))
-        scaled.meta = {**backward.meta, "val": gradient.meta["val"]}
-        if not owned:
-            # AOTAutograd donates no tensor that shares memory with a result of the backward.
-            scaled.meta |= {SAVED: True, "val": _view(unit_value)}
-        # The strides that Inductor gives the arguments; with_grad has those of X_forward.
-        scaled.meta[EAGER_VALUES] = ((unit.meta["val"], scaling.meta["val"]), {})
-    value.replace_all_uses_with(first)
-    gradient.replace_all_uses_with(scaled)
-    _retrace_views(scaled)
-    for node in (*backward.users, backward, *loss.forward.users, loss.forward):
-        if not node.users:
-            graph.erase_node(node)
+    scaled = scale(backward, unit, scaling, gradient.meta["val"], owned=owned)
+    # The strides that Inductor gives the arguments; with_grad has those of X_forward.
+    annotate(scaled, GIVEN_AS, ((unit.meta["val"], scaling.meta["val"]), {}))
+    replace_uses(value, first)
+    replace_uses(gradient, scaled)
+    retrace_views(scaled)
+    erase_unused([*backward.users, backward, *forward.users, forward])
     return factor is not None
 
 
-def _retrace_views(node: Node) -> None:
-    """Makes the recorded values of a node's views share the memory of the node's value."""
-    for user in node.users:
-        if is_view(user):
-            args, kwargs = map_arg((user.args, user.kwargs), lambda n: n.meta["val"])
-            with node.meta["val"].fake_mode:
-                user.meta["val"] = user.target(*args, **kwargs)  # type: ignore[operator]
-            _retrace_views(user)
+def scale(
+    place: Node, unit: Node, factor: Node, value: Tensor, *, owned: bool, like: Node | None = None
+) -> Node:
+    """A gradient, as the backward scales it; what reads it is to be retraced.
+
+    Args:
+        place, like: as for :func:`compile_losses.graphs.emit`.
+        value: of the gradient.
+        owned: whether AOTAutograd may give the unit gradient to the backward for good. It donates
+            no tensor that shares memory with a result of the backward.
+    """
+    value = value if owned else view_like(unit.meta["val"])
+    scaled = emit(place, fused.scale.default, (unit, factor), like=like, value=value)
+    if not owned:
+        annotate(scaled, SAVED, True)
+    return scaled

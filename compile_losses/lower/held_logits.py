@@ -7,62 +7,23 @@ unreduced loss whose gradients no forward can compute.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Node
-from torch.fx.node import map_arg
 
+from compile_losses.graphs import emit, replace
 from compile_losses.lower.fused_calls import fused_call, fused_op
 from compile_losses.lower.row_gradients import values_of
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.row_divergences import Pair
 from compile_losses.ops.linear.row_statistics import DIVERGENCE, ENTROPY
 from compile_losses.ops.linear_row_statistics import TEACHER, pair_of
-from compile_losses.torch_internals.graphs import EAGER_VALUES
 from compile_losses.torch_internals.ops import named_arguments, schema_of
 
 aten = torch.ops.aten
 
 _NEEDS = ("needs_grad_input", "needs_grad_linear_weight", "needs_grad_linear_bias")
-
-
-def call(op: Any, args: tuple[Any, ...], like: Node, value: Any = None) -> Node:
-    """A call where the graph inserts."""
-    new = like.graph.call_function(op, args)
-    new.meta = {k: v for k, v in like.meta.items() if k not in ("val", EAGER_VALUES)}
-    if value is None:
-        (fake, *_) = (v for n in new.all_input_nodes if isinstance(v := n.meta["val"], Tensor))
-        with fake.fake_mode:  # type: ignore[attr-defined]
-            value = op(*map_arg(args, lambda n: n.meta["val"]))
-    new.meta["val"] = value
-    return new
-
-
-def put(backward: Node, gradients: dict[Any, Node]) -> None:
-    """Replaces the gradients of a backward."""
-    for item in list(backward.users):
-        item.replace_all_uses_with(gradients[item.args[1]])
-        backward.graph.erase_node(item)
-    backward.graph.erase_node(backward)
-
-
-def put_values(node: Node, values: Sequence[Node | None]) -> None:
-    """Replaces the one or several results of a call by values.
-
-    Args:
-        values: None where nobody reads it.
-    """
-    replaced = {node: values[0]}
-    if len(values) > 1:
-        replaced = {item: values[item.args[1]] for item in node.users}  # type: ignore[index]
-    for old, value in replaced.items():
-        if value is not None:
-            old.replace_all_uses_with(value)
-    for old in {**replaced, node: None}:
-        node.graph.erase_node(old)
 
 
 def grad_outputs_of(backward: Node) -> list[Node | None]:
@@ -86,36 +47,36 @@ def leaf_arguments(node: Node) -> tuple[Any, ...]:
 
 def take_logits_back(node: Node, backwards: list[Node]) -> None:
     """Losses and gradients of logits that are held, as without this op."""
-    graph = node.graph
     input, weight, _, bias, *_ = leaf_arguments(node)
     kind = _KINDS.get(name_of(node), _Divergence)
-    with graph.inserting_before(node):
-        loss: _Losses = kind(node, _linear(node, input, weight, bias))
-    put_values(node, loss.values)
+    loss: _Losses = kind(node, _linear(node, input, weight, bias))
+    (first, *others) = loss.values
+    replace(node, loss.values if others or first is None else first)
     for backward in backwards:
-        with graph.inserting_before(backward):
-            of_logits = loss.gradient(backward)
-            gradients: dict[Any, Node] = {}
-            for index in {item.args[1] for item in backward.users}:
-                if index == 0:
-                    gradients[index] = call(aten.mm.default, (of_logits, weight), backward)
-                elif index == 1:
-                    rows = call(aten.permute.default, (of_logits, [1, 0]), backward)
-                    gradients[index] = call(aten.mm.default, (rows, input), backward)
-                else:
-                    gradients[index] = call(aten.sum.dim_IntList, (of_logits, [0]), backward)
-        put(backward, gradients)
+        of_logits = loss.gradient(backward)
+        gradients: dict[Any, Node] = {}
+        for index in {item.args[1] for item in backward.users}:
+            if index == 0:
+                gradients[index] = emit(backward, aten.mm.default, (of_logits, weight))
+            elif index == 1:
+                rows = emit(backward, aten.permute.default, (of_logits, [1, 0]))
+                gradients[index] = emit(backward, aten.mm.default, (rows, input))
+            else:
+                gradients[index] = emit(backward, aten.sum.dim_IntList, (of_logits, [0]))
+        replace(backward, gradients)
 
 
 def _linear(node: Node, input: Node, weight: Node, bias: Node | None) -> Node:
-    columns = call(aten.permute.default, (weight, [1, 0]), node)
+    columns = emit(node, aten.permute.default, (weight, [1, 0]))
     if bias is None:
-        return call(aten.mm.default, (input, columns), node)
-    return call(aten.addmm.default, (bias, input, columns), node)
+        return emit(node, aten.mm.default, (input, columns))
+    return emit(node, aten.addmm.default, (bias, input, columns))
 
 
-def _results(node: Node, like: Node) -> list[Node]:
-    return [call(operator.getitem, (node, i), like, v) for i, v in enumerate(node.meta["val"])]
+def results_of(node: Node, place: Node) -> list[Node]:
+    """The results of a call with several, emitted before a node."""
+    values = enumerate(node.meta["val"])
+    return [emit(place, operator.getitem, (node, i), value=value) for i, value in values]
 
 
 class _Losses:
@@ -142,18 +103,18 @@ class _CrossEntropy(_Losses):
         _, _, target, _, of_classes, *options = leaf_arguments(node)
         reduction, ignore_index, label_smoothing, self.softcap, _, dtype = options
         if target.meta["val"].dtype != torch.int64:
-            target = call(torch.ops.prims.convert_element_type.default, (target, torch.int64), node)
+            target = emit(node, torch.ops.prims.convert_element_type.default, (target, torch.int64))
         self.tensors = (logits, target, of_classes)
         self.options = (reduction, ignore_index, label_smoothing)
         args = (*self.tensors, *self.options, dtype, self.softcap)
-        forward = call(fused_op("cross_entropy", "forward"), args, node)
-        loss, stats, total_weight = _results(forward, node)
+        forward = emit(node, fused_op("cross_entropy", "forward"), args)
+        loss, stats, total_weight = results_of(forward, node)
         self.values = [loss]
         self.statistics = (stats, total_weight)
 
     def gradient(self, backward: Node) -> Node:
         args = (backward.args[0], *self.tensors, *self.statistics, *self.options, self.softcap)
-        return call(fused_op("cross_entropy", "backward"), args, backward)
+        return emit(backward, fused_op("cross_entropy", "backward"), args)
 
 
 class _Statistics(_Losses):
@@ -164,8 +125,8 @@ class _Statistics(_Losses):
         self.logits, self.target, self.picks = logits, named["target"], named["picks"]
         self.options = (named["ignore_index"], named["softcap"])
         args = (logits, self.target, *self.options)
-        forward = call(fused_op("row_statistics", "forward"), args, node)
-        *values, self.stats = _results(forward, node)
+        forward = emit(node, fused_op("row_statistics", "forward"), args)
+        *values, self.stats = results_of(forward, node)
         self.compared: _Compared | None = None
         pair = pair_of(named["divergence"], named["beta"], named["temperature"])
         if pair is not None:
@@ -177,12 +138,12 @@ class _Statistics(_Losses):
         loss = None if self.compared is None else self.compared.loss
         if loss is not None and named["divergence"] == "cross_entropy":
             args = (teacher, None, named["ignore_index"], None)
-            of_teacher = call(fused_op("row_statistics", "forward"), args, node)
-            loss = call(aten.add.Tensor, (loss, _results(of_teacher, node)[ENTROPY]), node)
+            of_teacher = emit(node, fused_op("row_statistics", "forward"), args)
+            loss = emit(node, aten.add.Tensor, (loss, results_of(of_teacher, node)[ENTROPY]))
         log_probs = None
         if self.picks is not None:
             args = (logits, self.picks, self.stats, named["softcap"])
-            log_probs = call(fused_op("row_picks", "forward"), args, node)
+            log_probs = emit(node, fused_op("row_picks", "forward"), args)
         self.values = [*values[:DIVERGENCE], loss, log_probs, None, *values[DIVERGENCE:]]
 
     def gradient(self, backward: Node) -> Node:
@@ -191,17 +152,17 @@ class _Statistics(_Losses):
         if self.picks is not None and of_picks is not None:
             args = (of_picks, *given, self.logits, self.picks, self.target, self.stats)
             op = fused_op("row_picks", "backward")
-            parts.append(call(op, (*args, *self.options), backward))
+            parts.append(emit(backward, op, (*args, *self.options)))
         elif any(gradient is not None for gradient in given):
             args = (*given, self.logits, self.target, self.stats, *self.options)
-            parts.append(call(fused_op("row_statistics", "backward"), args, backward))
+            parts.append(emit(backward, fused_op("row_statistics", "backward"), args))
         if self.compared is not None and of_divergence is not None:
             of_student = self.compared.gradient(of_divergence, backward)
             if self.tanh is not None:
                 args = (of_student, self.tanh)
-                of_student = call(aten.tanh_backward.default, args, backward)
+                of_student = emit(backward, aten.tanh_backward.default, args)
             parts.append(of_student)
-        return parts[0] if len(parts) == 1 else call(aten.add.Tensor, tuple(parts), backward)
+        return parts[0] if len(parts) == 1 else emit(backward, aten.add.Tensor, tuple(parts))
 
 
 class _Divergence(_Losses):
@@ -226,7 +187,7 @@ class _Divergence(_Losses):
         of_student = self.compared.gradient(backward.args[0], backward)
         if self.tanh is None:
             return of_student
-        return call(aten.tanh_backward.default, (of_student, self.tanh), backward)
+        return emit(backward, aten.tanh_backward.default, (of_student, self.tanh))
 
 
 class _Compared:
@@ -247,24 +208,24 @@ class _Compared:
     ) -> None:
         self.pair, self.rows = pair, pair.ordered(logits, teacher)
         self.options = (reduction, *pair.options, -1)
-        forward = call(pair.op("forward"), (*self.rows, *self.options, dtype), node)
-        self.loss, self.statistics = _results(forward, node)
+        forward = emit(node, pair.op("forward"), (*self.rows, *self.options, dtype))
+        self.loss, self.statistics = results_of(forward, node)
 
     def gradient(self, grad_output: Any, backward: Node) -> Node:
         """Of the logits."""
         needs = (not self.pair.reverse, self.pair.reverse)
         args = (grad_output, *self.rows, self.statistics, *self.options, *needs)
-        both = call(self.pair.op("backward"), args, backward)
+        both = emit(backward, self.pair.op("backward"), args)
         index = int(self.pair.reverse)
-        return call(operator.getitem, (both, index), backward, both.meta["val"][index])
+        return emit(backward, operator.getitem, (both, index), value=both.meta["val"][index])
 
 
 def _capped(node: Node, logits: Node, softcap: float | None) -> tuple[Node, Node | None]:
     """Logits with a soft-cap, and the tanh that is in it."""
     if softcap is None:
         return logits, None
-    tanh = call(aten.tanh.default, (call(aten.div.Tensor, (logits, softcap), node),), node)
-    return call(aten.mul.Tensor, (tanh, softcap), node), tanh
+    tanh = emit(node, aten.tanh.default, (emit(node, aten.div.Tensor, (logits, softcap)),))
+    return emit(node, aten.mul.Tensor, (tanh, softcap)), tanh
 
 
 def _teacher(node: Node, target: Node, weight: Node | None, bias: Node | None) -> Node:

@@ -13,13 +13,13 @@ they would be cut in two, and the forward would write a difference for the backw
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from compile_losses.graphs import GIVEN_AS, emit, move_before, replace
 from compile_losses.lower.argument_layouts import accept_layouts, leave_unpadded
 from compile_losses.lower.dead_buffers import (
     can_go_before,
@@ -38,10 +38,8 @@ from compile_losses.lower.fused_calls import (
 )
 from compile_losses.lower.gradient_in_forward import SAVED
 from compile_losses.lower.node_relations import is_fused_into_readers
-from compile_losses.node_order import later_sources
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.sites import site_of
-from compile_losses.torch_internals.graphs import EAGER_VALUES
 from compile_losses.torch_internals.ops import named_arguments, schema_of
 
 aten = torch.ops.aten
@@ -67,9 +65,9 @@ def in_place(graph: Graph, donated: Collection[int] = ()) -> list[Decision]:
         elif part == "backward" and has_part(loss, "with_grad_") and is_elementwise(loss):
             decompose_backward(node)
         elif node.target is fused.cross_entropy_backward.default:
-            decisions.append(_gradient_over_saved_input(node, donated))
+            decisions.append(_over_saved_input(node, donated, _write_cross_entropy))
         elif node.target is fused.row_statistics_backward.default:
-            decisions.append(_gradient_of_statistics(node, donated))
+            decisions.append(_over_saved_input(node, donated, _write_statistics))
     drop_markers(graph)
     for decision in decisions:
         log.debug("%s", decision)
@@ -84,22 +82,27 @@ def _gradient_over_input(node: Node, name: str) -> Decision:
     if reason is not None:
         return Decision(site, name, "not in place", reason)
     _put_readers_before(node, input)
-    graph = node.graph
-    with graph.inserting_before(node):
-        loss = graph.call_function(fused_op(name, "with_grad_"), node.args, node.kwargs)
-        loss.meta = {**node.meta, "val": node.meta["val"][0]}
-    for item in list(node.users):
-        assert item.target is operator.getitem
-        item.replace_all_uses_with(loss if item.args[1] == 0 else input)
-        graph.erase_node(item)
-    graph.erase_node(node)
+    loss = emit(
+        node,
+        fused_op(name, "with_grad_"),
+        node.args,
+        node.kwargs,
+        value=node.meta["val"][0],
+        given_as=node.meta.get(GIVEN_AS),
+    )
+    replace(node, (loss, input))
     return Decision(site, name, "in place")
 
 
-def _gradient_over_saved_input(node: Node, donated: Collection[int]) -> Decision:
-    """Cross entropy's gradient over the logits, where it is computed in the backward.
+def _over_saved_input(
+    node: Node, donated: Collection[int], write: Callable[[Node, dict[str, Any]], None]
+) -> Decision:
+    """A gradient over the logits, where it is computed in the backward.
 
     Torch's own ops, fused, write it there, too.
+
+    Args:
+        write: emits the call that writes it, of the node and its arguments by name.
     """
     named = named_arguments(node)
     input: Node = named["input"]
@@ -108,92 +111,69 @@ def _gradient_over_saved_input(node: Node, donated: Collection[int]) -> Decision
     if reason is not None:
         return Decision(site, "gradient", "gradient in a new buffer", reason)
     _put_readers_before(node, input)
+    write(node, named)
+    replace(node, input)
+    return Decision(site, "gradient", "gradient in place")
+
+
+def _write_cross_entropy(node: Node, named: dict[str, Any]) -> None:
+    input: Node = named["input"]
     value = input.meta["val"]
     dim = min(1, value.dim() - 1)
     classes = value.shape[dim]
     target = fused.vocabulary_parallel_gradient_.default
-    with node.graph.inserting_before(node):
-        if not isinstance(classes, int):
-            size = node.graph.call_function(aten.sym_size.int, (input, dim))
-            size.meta["val"] = classes
-            classes = size
-        if named["reduction"] == REDUCTIONS["mean"]:  # which the op in place does not know
-            factor, total = named["grad_output"], named["total_weight"]
-            divided = node.graph.call_function(aten.div.Tensor, (factor, total))
-            divided.meta["val"] = factor.meta["val"] / total.meta["val"]
-            named |= {"grad_output": divided, "reduction": REDUCTIONS["sum"]}
-        named |= {"first_class": 0, "classes": classes, "grad_squares": None}
-        args = tuple(named[argument.name] for argument in schema_of(target).arguments)
-        written = node.graph.call_function(target, args)
-    written.meta = {k: v for k, v in node.meta.items() if k != EAGER_VALUES} | {"val": None}
-    node.replace_all_uses_with(input)
-    node.graph.erase_node(node)
-    return Decision(site, "gradient", "gradient in place")
+    if not isinstance(classes, int):
+        classes = emit(node, aten.sym_size.int, (input, dim), value=classes)
+    if named["reduction"] == REDUCTIONS["mean"]:  # which the op in place does not know
+        divided = emit(node, aten.div.Tensor, (named["grad_output"], named["total_weight"]))
+        named = {**named, "grad_output": divided, "reduction": REDUCTIONS["sum"]}
+    named = {**named, "first_class": 0, "classes": classes, "grad_squares": None}
+    args = [named[argument.name] for argument in schema_of(target).arguments]
+    emit(node, target, args, value=None)
 
 
-def _gradient_of_statistics(node: Node, donated: Collection[int]) -> Decision:
-    """The gradient of several statistics over the logits, under the same conditions."""
-    input: Node = named_arguments(node)["input"]
-    site = site_of(node)
-    reason = overwritable(input, {node}, donated, earlier=can_go_before(node))
-    if reason is not None:
-        return Decision(site, "gradient", "gradient in a new buffer", reason)
-    _put_readers_before(node, input)
-    with node.graph.inserting_before(node):
-        written = node.graph.call_function(fused.row_statistics_backward_.default, node.args)
-    written.meta = {k: v for k, v in node.meta.items() if k != EAGER_VALUES} | {"val": None}
-    node.replace_all_uses_with(input)
-    node.graph.erase_node(node)
-    return Decision(site, "gradient", "gradient in place")
+def _write_statistics(node: Node, _: dict[str, Any]) -> None:
+    emit(node, fused.row_statistics_backward_.default, node.args, value=None)
 
 
 def _put_readers_before(node: Node, input: Node) -> None:
     """Moves what else reads a buffer, and comes after a call, to before it."""
-    others = (reader for reader in readers_of_buffer(input) if reader is not node)
-    for each in later_sources(others, node):
-        node.prepend(each)
+    others = [reader for reader in readers_of_buffer(input) if reader is not node]
+    moved = move_before(others, node, lambda _: True)
+    assert moved, f"{node.name} makes what reads its buffer"
 
 
 def _scale(node: Node, donated: Collection[int]) -> Decision:
     gradient, factor = node.args
     assert isinstance(gradient, Node)
-    graph = node.graph
-    placeholders = graph.find_nodes(op="placeholder")
+    placeholders = node.graph.find_nodes(op="placeholder")
     index = placeholders.index(gradient) if gradient in placeholders else None
     reason = gradient_overwritable(
         gradient, placeholders, owned=index in donated or SAVED in node.meta
     )
+    given, site = node.meta.get(GIVEN_AS), site_of(node)
     if reason is not None:
         choice = "scale in a new buffer"
     elif is_fused_into_readers(node):
         choice = "scale fused"
     elif index in donated:
         choice = "scale in place"
+        emit(node, fused.scale_.default, (gradient, factor), value=None, given_as=given)
+        replace(node, gradient)
+        return Decision(site, "gradient", choice)
     else:
         choice = "scale in place unless retained"
-    with graph.inserting_before(node):
-        if choice == "scale in place":
-            scaled = graph.call_function(fused.scale_.default, (gradient, factor))
-            scaled.meta = {**node.meta, "val": None}
-            node.replace_all_uses_with(gradient)
-        elif choice == "scale in place unless retained":
-            scaled = graph.call_function(fused.scale_saved.default, (gradient, factor))
-            scaled.meta = dict(node.meta)
-            node.replace_all_uses_with(scaled)
-        else:
-            node.replace_all_uses_with(_multiply(graph, node, gradient, factor))
-    graph.erase_node(node)
-    return Decision(site_of(node), "gradient", choice, reason or "")
+        args, value = (gradient, factor), node.meta["val"]
+        replace(node, emit(node, fused.scale_saved.default, args, value=value, given_as=given))
+        return Decision(site, "gradient", choice)
+    replace(node, _multiply(node, gradient, factor))
+    return Decision(site, "gradient", choice, reason or "")
 
 
-def _multiply(graph: Graph, node: Node, gradient: Node, factor: Any) -> Node:
+def _multiply(node: Node, gradient: Node, factor: Any) -> Node:
     """A multiplication in ATen, which Inductor fuses into whatever reads it."""
-    value, number = node.meta["val"], factor.meta["val"]
-    if number.dtype != value.dtype:
-        factor = graph.call_function(
-            torch.ops.prims.convert_element_type.default, (factor, value.dtype)
-        )
-        factor.meta["val"] = number.to(value.dtype)
-    product = graph.call_function(aten.mul.Tensor, (gradient, factor))
-    product.meta = {k: v for k, v in node.meta.items() if k != EAGER_VALUES}
-    return product
+    value = node.meta["val"]
+    if factor.meta["val"].dtype != value.dtype:
+        cast = torch.ops.prims.convert_element_type.default
+        factor = emit(node, cast, (factor, value.dtype))
+    return emit(node, aten.mul.Tensor, (gradient, factor), value=value)

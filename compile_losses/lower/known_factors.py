@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import SymFloat, SymInt, Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
-from compile_losses.lower.node_relations import is_view
+from compile_losses.graphs import emit, is_view
 from compile_losses.ops.checks import CASTS
 
 aten = torch.ops.aten
@@ -115,27 +115,21 @@ def _is_number(node: Node) -> bool:
     return isinstance(value, SymInt | SymFloat)
 
 
-def emit(factor: Factor, dtype: torch.dtype, like: Tensor, graph: Graph) -> Node:
-    """Computes a factor where the graph inserts; in float32, or in float64 for such a loss.
+def product_of(factor: Factor, dtype: torch.dtype, like: Tensor, place: Node) -> Node:
+    """Computes a factor before a loss; in float32, or in float64 for such a loss.
 
     Args:
         dtype: of the loss.
-        like: a tensor on the loss's device, of the graph's fake mode.
+        like: a tensor on the loss's device.
+        place: the call of the loss.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-
-    def call(op: Any, *args: Any, **kwargs: Any) -> Node:
-        node = graph.call_function(op, args, kwargs)
-        values, named = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with like.fake_mode:  # type: ignore[attr-defined]
-            node.meta["val"] = op(*values, **named)
-        return node
 
     def widened(node: Node) -> Node:
         value = node.meta["val"]
         if not isinstance(value, Tensor) or value.dtype == wide:
             return node
-        return call(torch.ops.prims.convert_element_type.default, node, wide)
+        return emit(place, torch.ops.prims.convert_element_type.default, (node, wide))
 
     def is_here(node: Node) -> bool:
         value = node.meta["val"]
@@ -145,14 +139,16 @@ def emit(factor: Factor, dtype: torch.dtype, like: Tensor, graph: Graph) -> Node
     product: Node | None = None
     elsewhere = [n for n in factor.numerators if not is_here(n)]
     for numerator in map(widened, filter(is_here, factor.numerators)):
-        product = numerator if product is None else call(aten.mul.Tensor, product, numerator)
+        product = (
+            numerator if product is None else emit(place, aten.mul.Tensor, (product, numerator))
+        )
     if product is None:
         options = {"dtype": wide, "device": like.device, "layout": torch.strided}
-        product = call(aten.full.default, [], factor.constant, **options)
+        product = emit(place, aten.full.default, ([], factor.constant), options)
     elif factor.constant != 1.0:
-        product = call(aten.mul.Tensor, product, factor.constant)
+        product = emit(place, aten.mul.Tensor, (product, factor.constant))
     for numerator in map(widened, elsewhere):
-        product = call(aten.mul.Tensor, product, numerator)
+        product = emit(place, aten.mul.Tensor, (product, numerator))
     for denominator in map(widened, factor.denominators):
-        product = call(aten.div.Tensor, product, denominator)
+        product = emit(place, aten.div.Tensor, (product, denominator))
     return product

@@ -23,31 +23,37 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from compile_losses.graphs import (
+    descendants,
+    emit,
+    erase,
+    erase_unused,
+    give,
+    move_before,
+    replace,
+    replace_uses,
+)
 from compile_losses.lower.cost import Cost, hint_of, nbytes_of
 from compile_losses.lower.decision import Decision
 from compile_losses.lower.early_sizes import compute_sizes_early
 from compile_losses.lower.fused_calls import fused_call, fused_op, same_arguments
 from compile_losses.lower.held_logits import (
-    call,
     grad_outputs_of,
     leaf_arguments,
     name_of,
-    put,
-    put_values,
+    results_of,
     take_logits_back,
 )
-from compile_losses.lower.known_factors import emit, factor_of
-from compile_losses.lower.node_relations import depends_on, depends_on_tangents
+from compile_losses.lower.known_factors import factor_of, product_of
+from compile_losses.lower.node_relations import depends_on_tangents
 from compile_losses.lower.row_gradients import RowGradients, row_gradients, values_of
 from compile_losses.lower.shared_with_forward import save
-from compile_losses.node_order import move_before
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, held_rows, plan
 from compile_losses.ops.linear.row_divergences import tensors_beside
 from compile_losses.ops.linear.row_function import encode
 from compile_losses.sites import is_without_logits, site_of
 from compile_losses.switches import PREFER_MEMORY, how_to_set
-from compile_losses.torch_internals.graphs import EAGER_VALUES
 from compile_losses.torch_internals.inductor import activation_memory_budget
 from compile_losses.torch_internals.ops import named_arguments
 
@@ -71,12 +77,12 @@ def plan_linear(graph: Graph) -> list[Decision]:
             if _compute_again(node):
                 choice = "logits computed again, for an activation memory budget of 0"
         elif part == "with_grad":
-            save(node)
             choice = (
                 "gradient in forward with its factor"
                 if _take_factor(node, backward)
                 else "gradient in forward"
             )
+            save(node)
         decisions.append(Decision(site, name, choice, reason, cost, stock))
     return decisions
 
@@ -103,7 +109,7 @@ def of_rows(graph: Graph, inputs: Sequence[Node]) -> list[Node]:
     for node in graph.nodes:
         name, part = fused_call(node) or ("", "")
         if name in _NAMES and part == "forward" and _is_by_row(node):
-            made, most = depends_on(node), max(hint_of(v.numel()) for v in values_of(node))
+            made, most = set(descendants([node])), max(hint_of(v.numel()) for v in values_of(node))
             found += [n for n in inputs if n in made and hint_of(n.meta["val"].numel()) <= most]
     return found
 
@@ -157,73 +163,60 @@ def _with_unit_gradients(
     node: Node, backward: Node, function: str, known: Sequence[Node]
 ) -> dict[int, Node]:
     """Puts the losses and gradients of each row into the place of the losses; the gradients."""
-    graph = node.graph
     named = named_arguments(backward)
     needs = [value for name, value in named.items() if name.startswith("needs_grad_")]
     values = values_of(node)
     with values[0].fake_mode:  # type: ignore[attr-defined]
         fresh = tuple(map(torch.empty_like, backward.meta["val"]))
     op = fused_op(name_of(node), "rows_with_grad")
-    with graph.inserting_before(node):
-        args = (*leaf_arguments(node), *needs, function, list(known))
-        both = call(op, args, node, (*values, *fresh))
-        items = [call(operator.getitem, (both, i), node, v) for i, v in enumerate(both.meta["val"])]
+    args = (*leaf_arguments(node), *needs, function, list(known))
+    both = emit(node, op, args, value=(*values, *fresh))
+    items = results_of(both, node)
     losses, units = items[: len(values)], items[len(values) :]
     save(both)
-    put_values(node, losses)
+    replace(node, losses if len(values) > 1 else losses[0])
     indices: list[Any] = [user.args[1] for user in backward.users]
     kept = {index: units[index] for index in indices}
-    for item in items:
-        if not item.users and item not in kept.values():
-            graph.erase_node(item)
+    erase_unused(item for item in items if item not in kept.values())
     return kept
 
 
 def _move_rows_into_forward(node: Node, backward: Node, found: RowGradients) -> None:
     units = _with_unit_gradients(node, backward, found.function, found.known)
-    with node.graph.inserting_before(backward):
-        scaled = {
-            index: call(
-                fused.scale.default,
-                (unit, found.tangent),
-                backward,
-                backward.meta["val"][index],
-            )
-            for index, unit in units.items()
-        }
-    put(backward, scaled)
+    values, scale = backward.meta["val"], fused.scale.default
+    scaled = {
+        index: emit(backward, scale, (unit, found.tangent), value=values[index])
+        for index, unit in units.items()
+    }
+    replace(backward, scaled)
 
 
 def _scale_rows(node: Node, backward: Node) -> None:
     """Makes input's gradient for a gradient of 1 of each row, which the backward multiplies."""
-    graph, input = node.graph, named_arguments(node)["input"]
+    input = named_arguments(node)["input"]
     (grad_output,) = _given(backward)
     value = grad_output.meta["val"]
-    with graph.inserting_before(node):
-        rows: Any = value.shape[0]
-        if not isinstance(rows, int):
-            rows = call(aten.sym_size.int, (input, 0), node, rows)
-        options: dict[str, Any] = {
-            "dtype": value.dtype,
-            "device": value.device,
-            "layout": torch.strided,
-        }
-        ones = graph.call_function(aten.full.default, ([rows], 1), options)
-        ones.meta["val"] = value
+    rows: Any = value.shape[0]
+    if not isinstance(rows, int):
+        rows = emit(node, aten.sym_size.int, (input, 0), value=rows)
+    options: dict[str, Any] = {
+        "dtype": value.dtype,
+        "device": value.device,
+        "layout": torch.strided,
+    }
+    ones = emit(node, aten.full.default, ([rows], 1), options, value=value)
     first = len(values_of(node))
     results = [None if given is None else first for given in grad_outputs_of(backward)]
     function = encode([], results)
     assert function is not None
     (unit,) = _with_unit_gradients(node, backward, function, [ones]).values()
-    with graph.inserting_before(backward):
-        column = call(aten.unsqueeze.default, (grad_output, 1), backward)
-        product = call(aten.mul.Tensor, (unit, column), backward)
-        wanted = backward.meta["val"][0].dtype
-        if product.meta["val"].dtype != wanted:
-            product = call(
-                torch.ops.prims.convert_element_type.default, (product, wanted), backward
-            )
-    put(backward, {0: product})
+    column = emit(backward, aten.unsqueeze.default, (grad_output, 1))
+    product = emit(backward, aten.mul.Tensor, (unit, column))
+    wanted = backward.meta["val"][0].dtype
+    if product.meta["val"].dtype != wanted:
+        cast = torch.ops.prims.convert_element_type.default
+        product = emit(backward, cast, (product, wanted))
+    replace(backward, {0: product})
 
 
 def _compute_again(node: Node) -> bool:
@@ -241,26 +234,21 @@ def _compute_again(node: Node) -> bool:
     (grad_output, *others) = {scale.args[1] for _, scale in scales}
     if others:
         return False
-    graph, arguments, values = node.graph, leaf_arguments(node), node.meta["val"]
+    arguments, values = leaf_arguments(node), node.meta["val"]
     name, count = name_of(node), len(arguments)
     needs = node.args[count : count + 3]
-
-    with graph.inserting_before(node):
-        loss = call(fused_op(name, "forward"), arguments, node, values[0])
+    loss = emit(node, fused_op(name, "forward"), arguments, value=values[0])
     first = min(scale for _, scale in scales)
-    with graph.inserting_before(first):
-        op = fused_op(name, "backward")
-        backward = call(op, (grad_output, *arguments, *needs), first, values[1:])
-        gradients = {
-            index: call(operator.getitem, (backward, index - 1), first, values[index])
-            for index in items
-        }
-    loss_item.replace_all_uses_with(loss)
+    args = (grad_output, *arguments, *needs)
+    backward = emit(first, fused_op(name, "backward"), args, value=values[1:])
+    gradients = {
+        index: emit(first, operator.getitem, (backward, index - 1), value=values[index])
+        for index in items
+    }
+    replace_uses(loss_item, loss)
     for index, scale in scales:
-        scale.replace_all_uses_with(gradients[index])
-        graph.erase_node(scale)
-    for unused in (loss_item, *items.values(), node):
-        graph.erase_node(unused)
+        replace(scale, gradients[index])
+    erase(loss_item, *items.values(), node)
     return True
 
 
@@ -274,15 +262,10 @@ def _take_factor(node: Node, backward: set[Node]) -> bool:
     factor = factor_of(scalings.pop(), backward)
     if factor is None or not move_before(factor.nodes, node):
         return False
-    values = node.meta["val"]
-    with node.graph.inserting_before(node):
-        number = emit(factor, values[0].dtype, values[0], node.graph)
-    node.kwargs = {**node.kwargs, "grad_output": number}
+    loss = node.meta["val"][0]
+    give(node, grad_output=product_of(factor, loss.dtype, loss, node))
     for scale in scales:
-        scale.args = (scale.args[0], factor.tangent)
-    # Both are given other arguments than tracing recorded.
-    for changed in (node, *scales):
-        changed.meta.pop(EAGER_VALUES, None)
+        give(scale, (scale.args[0], factor.tangent))
     return True
 
 

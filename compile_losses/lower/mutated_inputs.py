@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph
 
-from compile_losses.lower.node_relations import depends_on, depends_on_tangents, readers_of
+from compile_losses.graphs import descendants
+from compile_losses.lower.node_relations import depends_on_tangents, readers_of
 from compile_losses.lower.shared_with_forward import save
 
 _COPY = torch.ops.aten.copy_.default
@@ -31,5 +32,5 @@ def save_before_mutation(graph: Graph) -> None:
         if written.op != "placeholder" or copy in backward:
             continue
         for reader in readers_of(written):
-            if depends_on(reader) & backward:
+            if not backward.isdisjoint(descendants([reader])):
                 save(reader)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from compile_losses.graphs import descendants, is_view
 from compile_losses.torch_internals.graphs import is_tangent
-from compile_losses.torch_internals.ops import OpOverload, schema_of
+from compile_losses.torch_internals.ops import OpOverload
 from compile_losses.torch_internals.tensors import storage_id
 
 aten = torch.ops.aten
@@ -39,30 +40,7 @@ def graph_outputs(graph: Graph) -> list[Node]:
 
 def depends_on_tangents(graph: Graph) -> set[Node]:
     """The backward half of a joint graph."""
-    backward: set[Node] = set()
-    for node in graph.nodes:
-        if is_tangent(node) or any(source in backward for source in node.all_input_nodes):
-            backward.add(node)
-    return backward
-
-
-def depends_on(node: Node) -> set[Node]:
-    """A node and all that is computed from it."""
-    found, work = {node}, [node]
-    while work:
-        for user in work.pop().users:
-            if user not in found:
-                found.add(user)
-                work.append(user)
-    return found
-
-
-def is_view(node: Node) -> bool:
-    """Whether a node's result lies in its argument's memory."""
-    target = node.target
-    return isinstance(target, OpOverload) and any(
-        result.alias_info is not None for result in schema_of(target).returns
-    )
+    return set(descendants(filter(is_tangent, graph.find_nodes(op="placeholder"))))
 
 
 def readers_of(node: Node) -> list[Node]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from compile_losses.graphs import descendants
 from compile_losses.lower.cost import (
     Cost,
     Feed,
@@ -48,7 +49,6 @@ from compile_losses.lower.gradient_in_forward import (
 from compile_losses.lower.linear_losses import of_rows, plan_linear, plan_rows
 from compile_losses.lower.mutated_inputs import save_before_mutation
 from compile_losses.lower.node_relations import (
-    depends_on,
     depends_on_tangents,
     is_fused_into_readers,
 )
@@ -264,12 +264,13 @@ def _dies(loss: Loss, may_come_first: Callable[[Node], bool]) -> bool:
     """
     readers = {loss.forward, *loss.backwards}
     backward = depends_on_tangents(loss.forward.graph)
-    after = depends_on(loss.forward)
+    after = set(descendants([loss.forward]))
 
     def earlier(reader: Node) -> bool:
         if reader in after or not may_come_first(reader):
             return False
-        return not backward & {node for node in depends_on(reader) if node.op != "output"}
+        made = descendants([reader])
+        return not any(node in backward and node.op != "output" for node in made)
 
     return overwritable(loss.input, readers, earlier=earlier) is None
 

@@ -31,12 +31,10 @@ import torch
 from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.fx.node import map_arg
 
-from compile_losses.lower.elementwise.find import IN_ORDER, cone_of, linear_part
+from compile_losses.graphs import ancestors, copy_nodes, descendants, emit, move_before
+from compile_losses.lower.elementwise.find import IN_ORDER, linear_part
 from compile_losses.lower.known_factors import has_one_element, is_one_number
-from compile_losses.lower.node_relations import depends_on
-from compile_losses.node_order import move_before
 from compile_losses.ops.checks import same_shape
 from compile_losses.ops.linear.row_function import (
     COLUMN,
@@ -51,7 +49,6 @@ from compile_losses.ops.linear.row_function import (
     is_of_elements,
 )
 from compile_losses.ops.linear.row_statistics import LOG_PROBS
-from compile_losses.torch_internals.graphs import EAGER_VALUES
 from compile_losses.torch_internals.symbols import expression_of
 
 aten = torch.ops.aten
@@ -97,11 +94,12 @@ def row_gradients(
         backward: the nodes that depend on tangents.
     """
     given = [node for node in grad_outputs if node is not None]
-    tangents = [n for n in cone_of(given) if n.op == "placeholder" and n in backward]
+    cone = set(ancestors(given))
+    tangents = [n for n in cone if n.op == "placeholder" and n in backward]
     if len(tangents) != 1 or not is_one_number(tangents[0]):
         return "its gradients are made of more than one number from outside of the graph"
     (tangent,) = tangents
-    late, cone = depends_on(losses), cone_of(given)
+    late = set(descendants([losses]))
     several = next((v.shape[1] for v in values_of(losses) if v.dim() == 2), None)
     if several is not None and type(several) is not int:
         return "its picks are a number of classes that is a symbol"
@@ -361,20 +359,14 @@ class _Writer:
     def _copied(self) -> dict[Node, Node]:
         """Copies of the early nodes for a tangent of 1, before the losses."""
         value: Tensor = self.tangent.meta["val"]
-        context = {k: v for k, v in self.losses.meta.items() if k not in ("val", EAGER_VALUES)}
         options: dict[str, Any] = {
             "dtype": value.dtype,
             "device": value.device,
             "layout": torch.strided,
         }
-        copies: dict[Node, Node] = {}
-        with self.graph.inserting_before(self.losses):
-            one = self.graph.call_function(aten.full.default, (list(value.shape), 1), options)
-            one.meta = {**context, "val": value}
-            copies[self.tangent] = one
-            for node in self.early:
-                copies[node] = self.graph.node_copy(node, lambda n: copies.get(n, n))
-                copies[node].meta = {**context, "val": node.meta["val"]}
+        one = emit(self.losses, aten.full.default, (list(value.shape), 1), options, value=value)
+        copies = {self.tangent: one}
+        copy_nodes(self.early, copies, lambda _: self.losses, self.losses)
         return copies
 
     def _as_known(self, node: Node, shape: Sequence[Any]) -> Node:
@@ -385,14 +377,16 @@ class _Writer:
         """
         value: Tensor = node.meta["val"]
         if has_one_element(value):
-            return node if value.dim() == 0 else self._emit(aten.reshape.default, node, [1])
+            is_number = value.dim() == 0
+            return node if is_number else emit(self.losses, aten.reshape.default, (node, [1]))
         if not same_shape(value.shape, torch.Size(shape)):
             sizes = [size if isinstance(size, int) else self._size_node(size) for size in shape]
-            node = self._emit(aten.expand.default, node, sizes)
+            node = emit(self.losses, aten.expand.default, (node, sizes))
         columns = self._columns(node.meta["val"])
         if len(shape) == (1 if columns == 1 else 2):
             return node
-        return self._emit(aten.reshape.default, node, [-1] if columns == 1 else [-1, columns])
+        flat = [-1] if columns == 1 else [-1, columns]
+        return emit(self.losses, aten.reshape.default, (node, flat))
 
     def _size_node(self, size: SymInt) -> Node | None:
         """A node before the losses that holds a size."""
@@ -403,14 +397,6 @@ class _Writer:
             if isinstance(value, SymInt) and expression_of(value) == expression_of(size):
                 return node
         return None
-
-    def _emit(self, op: Any, *args: Any) -> Node:
-        with self.graph.inserting_before(self.losses):
-            node = self.graph.call_function(op, args)
-        values = map_arg(args, lambda n: n.meta["val"])
-        with self.values[-1].fake_mode:  # type: ignore[attr-defined]
-            node.meta["val"] = op(*values)
-        return node
 
 
 def _in_shape(node: Node, shape: Sequence[Any]) -> tuple[Any, ...]:

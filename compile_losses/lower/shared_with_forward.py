@@ -6,6 +6,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
+from compile_losses.graphs import annotate, erase_unused, replace_uses
 from compile_losses.torch_internals.graphs import RECOMPUTE
 
 
@@ -34,13 +35,12 @@ def share(forward: list[Node], backward: list[Node]) -> None:
         if same[node] is node:
             continue
         if node.all_input_nodes:  # a constant is made where it is read
-            node.replace_all_uses_with(same[node])
-        if not node.users:
-            node.graph.erase_node(node)
+            replace_uses(node, same[node])
+        erase_unused([node])
 
 
 def save(node: Node) -> None:
     """Keeps a result, or several, from being computed a second time in the backward."""
     several = isinstance(node.meta.get("val"), tuple | list)
     for each in (node, *node.users) if several else (node,):
-        each.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
+        annotate(each, RECOMPUTE, CheckpointPolicy.MUST_SAVE)

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from compile_losses import library
 from compile_losses.distributed import are_dtensors
+from compile_losses.graphs import ancestors
 from compile_losses.recognize.aten_replay import expanded_source
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.memory import memory_of, storage_of
@@ -150,14 +151,7 @@ def gradient_lost(match: Match) -> str | None:
 
 
 def _made_from(node: Node, source: Node) -> bool:
-    seen, waiting = {node}, [node]
-    while waiting:
-        before = [n for n in waiting.pop().all_input_nodes if n not in seen and not n < source]
-        if source in before:
-            return True
-        seen.update(before)
-        waiting += before
-    return False
+    return source in ancestors([node], past=lambda each: not each < source)
 
 
 def changes_grad_mode(first: Node, last: Node) -> bool:

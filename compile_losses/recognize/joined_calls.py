@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
+from compile_losses.graphs import ancestors
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.recognize.aten_replay import AtenReplay, aten, compute
 from compile_losses.recognize.match import Match
@@ -48,7 +49,8 @@ def joined_calls(node: Node, replay: AtenReplay) -> Match | None:
     if input is None:
         return None
     match = Match(node, "cross_entropy", (input.argument, target.argument, *calls[0][2:]))
-    match.interior = _between(node, set(match.inputs))
+    between = set(ancestors([node], until=set(match.inputs))) - {node}
+    match.interior = sorted(between, reverse=True)
     return match
 
 
@@ -80,14 +82,3 @@ def _call(node: Node) -> tuple[Any, ...] | None:
         return None
     args = (input, target, *match.args[2:])
     return args if args[3] == REDUCTIONS["none"] else None
-
-
-def _between(root: Node, inputs: set[Node]) -> list[Node]:
-    """The nodes that make a node of its inputs, the last one first."""
-    found: set[Node] = set()
-    waiting = [root]
-    while waiting:
-        new = set(waiting.pop().all_input_nodes) - inputs - found
-        found |= new
-        waiting += new
-    return sorted(found, reverse=True)

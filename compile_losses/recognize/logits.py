@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from compile_losses.graphs import descendants
 from compile_losses.ops.checks import NARROW
 from compile_losses.recognize.aten_replay import RESHAPES, AtenReplay, aten, same_sizes
 from compile_losses.recognize.constants import constant
@@ -260,14 +261,8 @@ def _check_readers(nodes: set[Node], root: Node) -> None:
 
 
 def _leads_to(node: Node, nodes: set[Node]) -> bool:
-    seen, waiting, last = {node}, [node], max(nodes)
-    while waiting:
-        users = {user for user in waiting.pop().users if user not in seen and not last < user}
-        if users & nodes:
-            return True
-        seen |= users
-        waiting += users
-    return False
+    last = max(nodes)
+    return any(made in nodes for made in descendants([node], past=lambda each: not last < each))
 
 
 class _Walk:

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
+from compile_losses.graphs import ancestors, emit, erase_unused, replace_uses, undone_if_it_fails
 from compile_losses.lazy import LazyOutput
 from compile_losses.recognize.symbolic_tensors import (
     Value,
     computed_at,
-    emit,
     example,
     examples,
     fake_mode,
+    put,
     sources,
 )
-from compile_losses.torch_internals.graphs import EXAMPLE
 from compile_losses.torch_internals.ops import OpOverload
 
 
@@ -68,18 +68,9 @@ class Match:
         """The nodes that compute the root from the inputs, which the rewrite replaces."""
         inputs = set(self.inputs)
         extra = [arguments for _, arguments in self.steps]
-        waiting = {
-            self.root,
-            *self.interior,
-            *self.detached,
-            *computed_at((self.args, self.kwargs, extra)),
-        }
-        span: set[Node] = set()
-        while waiting:
-            node = waiting.pop()
-            span.add(node)
-            waiting |= {n for n in node.all_input_nodes if n not in inputs and n not in span}
-        return span
+        made = computed_at((self.args, self.kwargs, extra))
+        nodes = (self.root, *self.interior, *self.detached, *made)
+        return set(ancestors(nodes, until=inputs))
 
     def replace(self) -> list[Node]:
         """Puts the op in the root's place, and erases nodes that nothing uses any more.
@@ -87,37 +78,23 @@ class Match:
         Returns:
             The nodes erased.
         """
-        graph = self.root.graph
-        before = self.root.prev
-        try:
-            with graph.inserting_before(self.root):
-                node = self._emit(graph)
-        except Exception:
-            while self.root.prev is not before:  # as if nothing had been tried
-                graph.erase_node(self.root.prev)
-            raise
-        self.root.replace_all_uses_with(node)
+        with undone_if_it_fails(self.root):
+            node = self._emit()
+        replace_uses(self.root, node)
         # Only the match's own nodes: dead-code elimination on a Dynamo graph would also erase
         # in-place operations, whose effect is not in their result.
-        erased = []
-        for old in [self.root, *self.interior, *self.detached]:
-            if not old.users:
-                graph.erase_node(old)
-                erased.append(old)
-        return erased
+        return erase_unused([self.root, *self.interior, *self.detached])
 
-    def _emit(self, graph: Graph) -> Node:
-        """Inserts the op, and the nodes that it needs, at the graph's insertion point."""
-        meta = self.root.meta
-        args = [emit(graph, argument, meta) for argument in self.args]
-        kwargs = {key: emit(graph, argument, meta) for key, argument in self.kwargs.items()}
-        node = graph.call_function(self.overload, tuple(args), kwargs)
-        node.meta = dict(meta)
-        for (function, rest), value in zip(self.steps, self._before_steps(), strict=True):
-            node.meta[EXAMPLE] = value
-            more = [emit(graph, argument, meta) for argument in rest]
-            node = graph.call_function(function, (node, *more))
-            node.meta = dict(meta)
+    def _emit(self) -> Node:
+        """Puts the op, and the nodes that it needs, before the root."""
+        root = self.root
+        args = [put(argument, root) for argument in self.args]
+        kwargs = {key: put(argument, root) for key, argument in self.kwargs.items()}
+        values = [*self._before_steps(), example(root)]
+        node = emit(root, self.overload, args, kwargs, value=values[0])
+        for (function, rest), value in zip(self.steps, values[1:], strict=True):
+            more = [put(argument, root) for argument in rest]
+            node = emit(root, function, (node, *more), value=value)
         return node
 
     def _before_steps(self) -> list[Tensor]:

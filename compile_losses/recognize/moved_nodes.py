@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compile_losses import node_order
-from compile_losses.node_order import later_sources
+from compile_losses import graphs
+from compile_losses.graphs import later_sources
 from compile_losses.recognize.aten_replay import AtenReplay
 from compile_losses.recognize.memory import memory_of
 from compile_losses.recognize.symbolic_tensors import Value, example
@@ -30,7 +30,7 @@ def move_before(nodes: list[Node], place: Node, replay: AtenReplay) -> bool:
     writers = [writer for each in memory.writers.values() for writer in each]
     if memory.unexplained or any(place < w and w < last for w in writers):
         return False
-    return node_order.move_before(nodes, place, partial(_is_fixed, replay=replay))
+    return graphs.move_before(nodes, place, partial(_is_fixed, replay=replay))
 
 
 def _is_fixed(node: Node, replay: AtenReplay) -> bool:

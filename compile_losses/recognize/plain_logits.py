@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.device_constants import constants_of
 from compile_losses.distributed import are_dtensors
+from compile_losses.graphs import ancestors
 from compile_losses.ops.linear.row_statistics import (
     ARGMAX,
     ENTROPY,
@@ -113,12 +114,11 @@ def _sources_of_entropies(graph: Graph, replay: AtenReplay) -> set[Node]:
         if reading is None or ENTROPY not in reading.terms:
             continue
         classes = reading.logits.fake.shape[reading.dim]
-        waiting = [node]
-        while waiting:
-            for source in waiting.pop().all_input_nodes:
-                if source not in found and holds(example(source), classes):
-                    found.add(source)
-                    waiting.append(source)
+
+        def of_classes(node: Node, classes: Any = classes) -> list[Node]:
+            return [each for each in node.all_input_nodes if holds(example(each), classes)]
+
+        found.update(set(ancestors([node], until=found, sources=of_classes)) - {node})
     return found
 
 

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from torch.nn import Parameter
 
 from compile_losses.distributed import are_dtensors
+from compile_losses.graphs import descendants
 from compile_losses.lazy import LazyOutput
 from compile_losses.lazy.automatic import Automatic
 from compile_losses.lazy.head import Step
@@ -67,22 +68,15 @@ def outputs_of(nodes: set[Node], root: Node | None) -> list[Node]:
     Raises:
         NotAbsorbedError: something else reads the logits.
     """
-    found: dict[Node, None] = {}
-    seen = set(nodes)
-    waiting = sorted(nodes)
-    while waiting:
-        node = waiting.pop()
-        for user in readers({node}, root):
-            if user.op == "output":
-                found[node] = None
-            elif user in seen:
-                continue  # assertions about a size, too, that the loss makes superfluous
-            elif not isinstance(example(user), Tensor) or not user.users:
-                raise NotAbsorbedError(_READ)
-            else:
-                seen.add(user)
-                waiting.append(user)
-    return sorted(found)
+
+    def read_in(node: Node) -> list[Node]:
+        return [user for user in readers({node}, root) if user.op != "output"]
+
+    made = set(descendants(nodes, users=read_in))
+    # Assertions about a size are among the nodes: the loss makes them superfluous.
+    if not all(isinstance(example(node), Tensor) and node.users for node in made - nodes):
+        raise NotAbsorbedError(_READ)
+    return sorted(node for node in made if any(user.op == "output" for user in node.users))
 
 
 def lazy_outputs(

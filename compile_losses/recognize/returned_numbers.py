@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from compile_losses.graphs import ancestors
 from compile_losses.recognize.memory import bodies
 from compile_losses.recognize.symbolic_tensors import example
 from compile_losses.sites import site_of
@@ -43,19 +44,16 @@ def returned_numbers(graph: Graph, marks: set[int]) -> list[Returned]:
 
 def of_parameters(reduction: Node) -> bool:
     """Whether a reduction reads parameters alone, as a penalty on weights does."""
-    seen, waiting, found = {reduction}, [reduction], False
-    while waiting:
-        for source in waiting.pop().all_input_nodes:
-            value = example(source)
-            if source in seen or not isinstance(value, Tensor):
-                continue
-            if source.op in ("placeholder", "get_attr"):
-                if not isinstance(value, torch.nn.Parameter):
-                    return False
-                found = True
-            seen.add(source)
-            waiting.append(source)
-    return found
+
+    def tensors(node: Node) -> list[Node]:
+        return [each for each in node.all_input_nodes if isinstance(example(each), Tensor)]
+
+    inputs = [
+        example(node)
+        for node in ancestors([reduction], sources=tensors)
+        if node is not reduction and node.op in ("placeholder", "get_attr")
+    ]
+    return bool(inputs) and all(isinstance(value, torch.nn.Parameter) for value in inputs)
 
 
 def reads_a_function(reduction: Node) -> bool:

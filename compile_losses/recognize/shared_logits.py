@@ -18,9 +18,18 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.fx.node import map_arg
 
 from compile_losses.distributed import are_dtensors
+from compile_losses.graphs import (
+    ancestors,
+    between,
+    descendants,
+    emit,
+    erase_unused,
+    give_value,
+    replace_uses,
+    undone_if_it_fails,
+)
 from compile_losses.lazy import LazyOutput
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.row_divergences import tensors_beside
@@ -55,15 +64,14 @@ from compile_losses.recognize.symbolic_tensors import (
     Size,
     Value,
     computed_alike,
-    emit,
     example,
     fake_mode,
+    put,
     sources,
 )
 from compile_losses.recognize.verify import verify as compare
 from compile_losses.recognize.with_head import Options, check_gain, check_rows, rows_of
 from compile_losses.sites import in_words, left_out
-from compile_losses.torch_internals.graphs import EXAMPLE
 from compile_losses.torch_internals.ops import schema_of
 
 _OP = "linear_row_statistics_forward"
@@ -376,12 +384,7 @@ class Taking:
     def _turns(self, join: Node) -> set[Node]:
         """The nodes that lead from the logits to the end of a loop."""
         head = self.shared.head.node
-        before = made_of(join, {head, *head.all_input_nodes})
-        of_logits = set(self.shared.between)
-        for node in sorted(before):
-            if any(source in of_logits for source in node.all_input_nodes):
-                of_logits.add(node)
-        return before & of_logits
+        return between(self.shared.between, join, until={head, *head.all_input_nodes})
 
     def _logits(self) -> Logits:
         """How the logits that all readers read are made, with the classes last in input.
@@ -513,18 +516,16 @@ class Taking:
 
         Nodes between these logits and the readers, such as a softmax, are superfluous as well.
         """
-        waiting, seen = sorted(nodes), set(nodes)
-        while waiting:
-            for reader in readers({waiting.pop()}, None):
-                if reader in self.shared.readings or reader in seen:
-                    continue
-                if divergence.kind != "cross_entropy" or reader.op == "output":
-                    return False
-                if not isinstance(example(reader), Tensor) or not reader.users:
-                    return False
-                seen.add(reader)
-                waiting.append(reader)
-        return True
+        readings = self.shared.readings
+
+        def others(node: Node) -> list[Node]:
+            return [each for each in readers({node}, None) if each not in readings]
+
+        made = (node for node in descendants(nodes, users=others) if node not in nodes)
+        return all(
+            divergence.kind == "cross_entropy" and isinstance(example(node), Tensor) and node.users
+            for node in made
+        )
 
     def _beside(self, divergence: tuple[Any, ...], softcap: float | None) -> float:
         """How many tensors of the logits' size the op holds besides them."""
@@ -603,12 +604,9 @@ class Taking:
         """The match of one reader alone, for the guards and for verification."""
         has_gradient = example(reader).requires_grad
         inputs = set(Match(reader, self.op, args).inputs)
-        interior: set[Node] = set()
         detached = self._way_of_teacher if reading.divergence is not None else []
         starts = {*inputs, *detached}
-        for node in sorted(made_of(reader, starts)):
-            if any(source in starts or source in interior for source in node.all_input_nodes):
-                interior.add(node)
+        interior = between(starts, reader, until=starts)
 
         def read(
             statistics: Any,
@@ -647,45 +645,33 @@ class Taking:
         returned: list[LazyOutput],
         more: list[str],
     ) -> Rewritten:
-        readings, graph, meta = self.shared.readings, place.graph, place.meta
-        before, of_teacher = place.prev, self._way_of_teacher
+        readings, of_teacher = self.shared.readings, self._way_of_teacher
         records = any(example(node).requires_grad for node in self._records())
-        mode = fake_mode(example(self.shared.head.node))
-        assert mode is not None
 
         def call(op: Any, *arguments: Any) -> Node:
-            node = graph.call_function(op, arguments)
-            with mode, torch.set_grad_enabled(records):
-                node.meta = {**meta, EXAMPLE: op(*map_arg(arguments, example))}
-            return node
+            return emit(place, op, arguments)
 
-        try:
-            with graph.inserting_before(place):
-                given = [emit(graph, argument, meta) for argument in args]
-                node = call(getattr(torch.ops.fused, self.op).default, *given)
-                linear_weight = self._argument(given, "linear_weight")
-                results = {}
-                for reader, reading in readings.items():
-                    where = self.places.get(reader)
-                    target = emit(graph, self.targets.get(reader), meta)
-                    made = Readings(call, node, where, target, linear_weight, reading.weight)
-                    shape = [emit(graph, size, meta) for size in sizes[reader]]
-                    value, base = example(reader), [emit(graph, s, meta) for s in self.base_shape]
-                    moves = self.moves[reader]
-                    batch = emit(graph, batches[reader], meta)
-                    results[reader] = made.of(reading, value.dtype, shape, base, moves, batch)
-                    if not value.requires_grad:
-                        results[reader] = call(aten.detach.default, results[reader])
-                    results[reader].meta[EXAMPLE] = value
-        except Exception:
-            while place.prev is not before:  # as if nothing had been tried
-                graph.erase_node(place.prev)
-            raise
+        with undone_if_it_fails(place), torch.set_grad_enabled(records):
+            given = [put(argument, place) for argument in args]
+            node = call(getattr(torch.ops.fused, self.op).default, *given)
+            linear_weight = self._argument(given, "linear_weight")
+            results = {}
+            for reader, reading in readings.items():
+                where = self.places.get(reader)
+                target = put(self.targets.get(reader), place)
+                made = Readings(call, node, where, target, linear_weight, reading.weight)
+                shape = [put(size, place) for size in sizes[reader]]
+                value, base = example(reader), [put(size, place) for size in self.base_shape]
+                batch = put(batches[reader], place)
+                moves = self.moves[reader]
+                result = made.of(reading, value.dtype, shape, base, moves, batch)
+                if not value.requires_grad:
+                    result = call(aten.detach.default, result)
+                give_value(result, value)
+                results[reader] = result
         for reader, result in results.items():
-            reader.replace_all_uses_with(result)
-        for old in sorted({*self._inside(), *of_teacher}, reverse=True):
-            if not old.users:
-                graph.erase_node(old)
+            replace_uses(reader, result)
+        erase_unused(sorted({*self._inside(), *of_teacher}, reverse=True))
         layers = "the linear layers of student and teacher" if of_teacher else self.layer
         absorbed = " and ".join(filter(None, [layers, *logits.absorbed]))
         whats = dict.fromkeys(reading.what for reading in readings.values())
@@ -697,13 +683,7 @@ class Taking:
 
 def made_of(node: Node, inputs: set[Node]) -> set[Node]:
     """The nodes that a node is made of, from inputs on."""
-    found: set[Node] = set()
-    waiting = [node]
-    while waiting:
-        new = set(waiting.pop().all_input_nodes) - inputs - found
-        found |= new
-        waiting += new
-    return found
+    return set(ancestors([node], until=inputs)) - {node}
 
 
 def _sizes_of(shape: torch.Size, needed: list[Node]) -> list[Any]:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import SymInt, Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.distributed import are_dtensors
-from compile_losses.torch_internals.graphs import EXAMPLE
+from compile_losses.graphs import emit, value_of
 from compile_losses.torch_internals.ops import OpOverload, tree_leaves, tree_map
 from compile_losses.torch_internals.tensors import FakeTensor, FakeTensorMode, shard_of
 
@@ -75,7 +75,7 @@ def example(argument: Any) -> Any:
     if isinstance(argument, Size):
         return example(argument.node).shape[argument.dim]
     if isinstance(argument, Node):
-        return argument.meta.get(EXAMPLE, argument.meta.get("val"))
+        return value_of(argument)
     return argument
 
 
@@ -102,24 +102,16 @@ def computed_at(arguments: Any) -> Iterator[Node]:
             yield from computed_at((argument.args, argument.kwargs))
 
 
-def emit(graph: Graph, argument: Any, meta: dict[str, Any]) -> Any:
-    """Inserts the nodes that an argument needs, at the graph's insertion point.
-
-    Args:
-        meta: of the node that is replaced; new nodes inherit its place in the program.
-    """
+def put(argument: Any, place: Node) -> Any:
+    """Puts the nodes that an argument needs before a node, from which they inherit; the argument
+    as a node takes it."""
     if isinstance(argument, Size):
-        node = graph.call_method("size", (argument.node, argument.dim))
-    elif isinstance(argument, Value) and not argument.whole:
-        assert argument.op is not None
-        args, kwargs = tree_map(
-            lambda inner: emit(graph, inner, meta), (argument.args, argument.kwargs)
-        )
-        node = graph.call_function(argument.op, args, kwargs)
-    else:
+        return emit(place, "size", (argument.node, argument.dim), value=example(argument))
+    if not isinstance(argument, Value) or argument.whole:
         return argument.node if isinstance(argument, Value) else argument
-    node.meta = {**meta, EXAMPLE: example(argument)}
-    return node
+    assert argument.op is not None
+    args, kwargs = tree_map(lambda inner: put(inner, place), (argument.args, argument.kwargs))
+    return emit(place, argument.op, args, kwargs, value=example(argument))
 
 
 def has_gradient(argument: Node | Value) -> bool:

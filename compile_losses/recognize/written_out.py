@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from compile_losses.graphs import ancestors, descendants
 from compile_losses.library import DECLARED
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.recognize.absorb import absorb
@@ -292,14 +293,10 @@ class Recognizer:
 
     def _between(self, root: Node, inputs: set[Node]) -> list[Node]:
         """The nodes that the rewrite makes superfluous, the last one first."""
-        found: set[Node] = set()
-        waiting = [root]
-        while waiting:
-            for node in waiting.pop().all_input_nodes:
-                if node in found or node in inputs or not self._looked_into(node):
-                    continue
-                found.add(node)
-                waiting.append(node)
+        before = ancestors(
+            [root], until=inputs, past=lambda node: node is root or self._looked_into(node)
+        )
+        found = {node for node in before if node is not root and self._looked_into(node)}
         found |= {check for node in found for check in _size_checks(node)}
         return sorted(found, reverse=True)
 
@@ -314,16 +311,12 @@ def _size_checks(node: Node) -> set[Node]:
     value = example(node)
     if not isinstance(value, torch.Tensor) or not free_unbacked_symbols(value):
         return set()
-    found: set[Node] = set()
-    waiting = [user for user in node.users if user.target is aten.sym_size.int]
-    while waiting:
-        check = waiting.pop()
-        asserts = check.target in SIZE_ASSERTIONS
-        if not asserts and isinstance(example(check), torch.Tensor | type(None)):
-            return set()
-        found.add(check)
-        waiting += check.users
-    return found
+    sizes = (user for user in node.users if user.target is aten.sym_size.int)
+    checks = set(descendants(sizes))
+    others = (check for check in checks if check.target not in SIZE_ASSERTIONS)
+    if any(isinstance(example(other), torch.Tensor | type(None)) for other in others):
+        return set()
+    return checks
 
 
 def _scaled(form: NormalForm, scale: float) -> NormalForm:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from torch import SymBool, SymFloat, SymInt
 from torch.fx import Graph, Node, Proxy
-from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -26,26 +25,31 @@ def symbols_of(*sizes: SymInt) -> set[Expression]:
     return {symbol for size in sizes for symbol in expression_of(size).free_symbols}
 
 
-def emit(graph: Graph, expression: Expression, known: Mapping[Expression, Node]) -> Node:
-    """A node that computes an expression, at the graph's insertion point.
+def computed(
+    expression: Expression, known: Mapping[Expression, Node], emit: Callable[..., Node]
+) -> Node:
+    """A node that computes an expression.
 
     Without it what is made of the sizes of late tensors alone would be taken for late.
 
     Args:
         known: the nodes that hold the expression's symbols.
+        emit: puts a call of a function into the graph, given the function and its arguments.
     """
-    tracer = _Tracer(graph)
+    (graph, *_) = (node.graph for node in known.values())
+    tracer = _Tracer(graph, emit)
     symbols = {symbol: Proxy(known[symbol], tracer) for symbol in expression.free_symbols}
     node: Node = sympy_interp(PythonReferenceAnalysis, symbols, expression).node
     return node
 
 
 class _Tracer(GraphAppendingTracer):
-    """Gives each node that it makes its value."""
+    """Has each of its nodes put into the graph by a function."""
 
-    def create_node(self, *args: Any, **kwargs: Any) -> Node:
-        node = super().create_node(*args, **kwargs)
-        target: Any = node.target
-        given, named = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-        node.meta["val"] = target(*given, **named)
-        return node
+    def __init__(self, graph: Graph, emit: Callable[..., Node]) -> None:
+        super().__init__(graph)
+        self.emit = emit
+
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any) -> Node:
+        assert kind == "call_function", kind
+        return self.emit(target, args, kwargs)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from compile_losses.graphs import ancestors
 from compile_losses.lower.cost import behind_views
 from compile_losses.lower.known_factors import is_one_number
 from compile_losses.lower.node_relations import depends_on_tangents, graph_outputs
@@ -71,7 +72,7 @@ class Part:
     def of(self, gradients: Iterable[Node]) -> Part:
         """The part that computes these gradients."""
         chosen = tuple(gradients)
-        cone = cone_of(chosen)
+        cone = set(ancestors(chosen))
         return Part(self.tangent, tuple(node for node in self.nodes if node in cone), chosen)
 
 
@@ -121,24 +122,13 @@ def _part(tangent: Node, backward: set[Node]) -> Part:
     return Part(tangent, tuple(linear), tuple(large))
 
 
-def cone_of(nodes: Iterable[Node]) -> set[Node]:
-    """Nodes and all that they are computed by."""
-    cone = set(nodes)
-    work = list(cone)
-    while work:
-        sources = [source for source in work.pop().all_input_nodes if source not in cone]
-        cone.update(sources)
-        work += sources
-    return cone
-
-
 def _differs(gradient: Node) -> bool:
     """Whether a gradient is made of more than numbers."""
     return any(
         isinstance(node.meta.get("val"), Tensor)
         and node.op == "placeholder"
         and not is_one_number(node)
-        for node in cone_of([gradient])
+        for node in ancestors([gradient])
     )
 
 

@@ -10,14 +10,20 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from compile_losses.graphs import (
+    ancestors,
+    change_input,
+    copy_nodes,
+    emit,
+    erase_unused,
+    fresh_like,
+    replace,
+    replace_uses,
+    retrace_views,
+)
 from compile_losses.lower.cost import Cost, buffers_read, nbytes_of
 from compile_losses.lower.decision import Decision, log
-from compile_losses.lower.elementwise.find import (
-    Part,
-    cone_of,
-    find_parts,
-    forward_outputs,
-)
+from compile_losses.lower.elementwise.find import Part, find_parts, forward_outputs
 from compile_losses.lower.elementwise.refuse import (
     is_materialised,
     pays,
@@ -25,16 +31,9 @@ from compile_losses.lower.elementwise.refuse import (
     refusal_to_share,
 )
 from compile_losses.lower.elementwise.rows import Rows, find_sums, rows_to_keep, sum_in_rows
-from compile_losses.lower.gradient_in_forward import (
-    SAVED,
-    _like,
-    _retrace_views,
-    _view,
-    overwrites_buffers,
-)
+from compile_losses.lower.gradient_in_forward import overwrites_buffers, scale
 from compile_losses.lower.known_factors import is_one_number
 from compile_losses.sites import site_of
-from compile_losses.torch_internals.graphs import EAGER_VALUES
 from compile_losses.torch_internals.inductor import get_default_op_list
 
 aten = torch.ops.aten
@@ -64,7 +63,7 @@ def _decide(part: Part, gradients: Sequence[Node], loss: Node, overwrites: bool)
     """Moves gradients of a part, or says why not; None if the part has no loss of elements."""
     moved = part.of(gradients)
     values: list[Tensor] = [gradient.meta["val"] for gradient in gradients]
-    sums = find_sums(loss, values, cone_of(moved.operands))
+    sums = find_sums(loss, values, set(ancestors(moved.operands)))
     if not sums:
         return None
     nodes = [loss] if isinstance(sums, str) else [loss, *(found.node for found in sums)]
@@ -94,47 +93,35 @@ def _loss_of(part: Part) -> Node | None:
     without a gradient in the forward."""
     tangent: Tensor = part.tangent.meta["val"]
     operands = set(part.operands)
-    inputs = {node for node in cone_of(operands) if node.op == "placeholder"}
+    inputs = {node for node in ancestors(operands) if node.op == "placeholder"}
     found: dict[Node, tuple[int, bool]] = {}
     for node in forward_outputs(part.tangent.graph):
         if node.op != "call_function" or not is_one_number(node):
             continue
         value: Tensor = node.meta["val"]
-        cone = cone_of([node])
+        cone = set(ancestors([node]))
         if (value.shape, value.dtype) == (tangent.shape, tangent.dtype) and inputs & cone:
             found[node] = len(operands & cone), node.target is not operator.getitem
     return max(found, key=found.__getitem__, default=None)
 
 
-def _context(loss: Node) -> dict[str, Any]:
-    return {k: v for k, v in loss.meta.items() if k not in ("val", EAGER_VALUES)}
-
-
 def _move(part: Part, units: Iterable[Node], loss: Node, *, owned: bool) -> None:
     """Replaces gradients by the same for a tangent of 1, scaled in the backward."""
-    graph = loss.graph
-    context = _context(loss)
-    kept = loss
+    kept, of_loss = loss, loss.meta["val"]
     for gradient, unit in zip(part.gradients, units, strict=True):
-        uses = list(gradient.users)
-        with graph.inserting_before(gradient):
-            both = graph.call_function(fused.keep_gradient.default, (kept, unit))
-            unit_value = _like(gradient.meta["val"])
-            both.meta = {**context, "val": (loss.meta["val"], unit_value)}
-            kept = graph.call_function(operator.getitem, (both, 0))
-            kept.meta = {**context, "val": loss.meta["val"]}
-            saved = graph.call_function(operator.getitem, (both, 1))
-            saved.meta = {**context, "val": unit_value}
-            scaled = graph.call_function(fused.scale.default, (saved, part.tangent))
-            scaled.meta = {**gradient.meta}
-            if not owned:  # as in gradient_in_forward
-                scaled.meta |= {SAVED: True, "val": _view(unit_value)}
-        for user in uses:
-            user.replace_input_with(gradient, scaled)
-        _retrace_views(scaled)
-    (output,) = graph.find_nodes(op="output")
-    output.replace_input_with(loss, kept)
-    _erase_unused(part.nodes)
+        values = of_loss, fresh_like(gradient.meta["val"])
+        target = fused.keep_gradient.default
+        both = emit(gradient, target, (kept, unit), like=loss, value=values)
+        kept, saved = (
+            emit(gradient, operator.getitem, (both, index), like=loss, value=value)
+            for index, value in enumerate(values)
+        )
+        scaled = scale(gradient, saved, part.tangent, gradient.meta["val"], owned=owned)
+        replace_uses(gradient, scaled)
+        retrace_views(scaled)
+    (output,) = loss.graph.find_nodes(op="output")
+    change_input(output, loss, kept)
+    erase_unused(reversed(part.nodes))
 
 
 def _copy_in_the_forward(part: Part, loss: Node, rows: Rows | None) -> list[Node]:
@@ -143,49 +130,31 @@ def _copy_in_the_forward(part: Part, loss: Node, rows: Rows | None) -> list[Node
     Args:
         rows: whose loop they are computed in, or None.
     """
-    graph = loss.graph
-    context = _context(loss)
-
-    def call(op: Any, args: tuple[Any, ...], options: dict[str, Any], val: Tensor) -> Node:
-        node = graph.call_function(op, args, options)
-        node.meta = {**context, "val": val}
-        return node
-
     value: Tensor = part.tangent.meta["val"]
     kind: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
-    with graph.inserting_before(part.nodes[0] if rows is None else rows.sum):
-        one = call(aten.full.default, ([*value.shape], 1), kind | {"layout": torch.strided}, value)
-    copies: dict[Any, Node] = {part.tangent: one}
-    for node in part.nodes:
-        with graph.inserting_before(node if rows is None else rows.sum):
-            copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
-        copies[node].meta = {**context, "val": node.meta["val"]}
+    options = kind | {"layout": torch.strided}
+    place = part.nodes[0] if rows is None else rows.sum
+    one = emit(place, aten.full.default, ([*value.shape], 1), options, like=loss, value=value)
+    copies = {part.tangent: one}
+    copy_nodes(part.nodes, copies, lambda node: node if rows is None else rows.sum, loss)
     units = [copies[gradient] for gradient in part.gradients]
     if rows is None:
         return units
     ones: dict[torch.dtype, Node] = {}
-    with graph.inserting_before(rows.sum):
-        for i, unit in enumerate(units):
-            value = unit.meta["val"]
-            if value.dtype not in ones:
-                kind = {"dtype": value.dtype, "device": value.device}
-                with value.fake_mode:  # type: ignore[attr-defined]
-                    number = torch.empty(rows.shape, **kind)
-                ones[value.dtype] = call(fused.row_ones.default, ([*rows.shape],), kind, number)
-            units[i] = call(aten.mul.Tensor, (unit, ones[value.dtype]), {}, value)
+    for i, unit in enumerate(units):
+        value = unit.meta["val"]
+        if value.dtype not in ones:
+            kind = {"dtype": value.dtype, "device": value.device}
+            with value.fake_mode:  # type: ignore[attr-defined]
+                number = torch.empty(rows.shape, **kind)
+            target, shape = fused.row_ones.default, ([*rows.shape],)
+            ones[value.dtype] = emit(rows.sum, target, shape, kind, like=loss, value=number)
+        args = (unit, ones[value.dtype])
+        units[i] = emit(rows.sum, aten.mul.Tensor, args, like=loss, value=value)
     return units
-
-
-def _erase_unused(nodes: Sequence[Node]) -> None:
-    for node in reversed(nodes):
-        if not node.users:
-            node.graph.erase_node(node)
 
 
 def drop_markers(graph: Graph) -> None:
     """Replaces each marker by its arguments, in a graph of a forward alone."""
     for node in graph.find_nodes(op="call_function", target=fused.keep_gradient.default):
-        for item in list(node.users):
-            item.replace_all_uses_with(node.args[item.args[1]])
-            graph.erase_node(item)
-        graph.erase_node(node)
+        replace(node, node.args)

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from compile_losses.device_constants import constants_of
+from compile_losses.graphs import ancestors, is_view
 from compile_losses.lower.cost import MATMULS, buffers_read, nbytes_of
-from compile_losses.lower.elementwise.find import Part, cone_of, forward_outputs
+from compile_losses.lower.elementwise.find import Part, forward_outputs
 from compile_losses.lower.gradient_in_forward import is_returned
-from compile_losses.lower.node_relations import is_generated, is_view, readers_of, storage_of
+from compile_losses.lower.node_relations import is_generated, readers_of, storage_of
 from compile_losses.ops.checks import CASTS
 from compile_losses.torch_internals.graphs import RECOMPUTE
 from compile_losses.torch_internals.inductor import (
@@ -57,8 +58,8 @@ def refusal(part: Part, losses: Iterable[Node], overwrites: bool) -> str | None:
         return "inside a checkpointed region, which runs its forward twice"
     if activation_memory_budget() < 1:
         return "with an activation memory budget, for which the forward may run twice"
-    cone = cone_of(part.operands)
-    backward = cone - cone_of(forward_outputs(part.tangent.graph))
+    cone = set(ancestors(part.operands))
+    backward = cone - set(ancestors(forward_outputs(part.tangent.graph)))
     if any(draws_random_numbers(node.target) for node in backward):
         return "random numbers are drawn in the backward"
     if _is_written(part.tangent.graph, cone):
@@ -107,20 +108,16 @@ def _reduction_before(part: Part) -> Node | None:
     """An op that is no function of elements and that Inductor computes together with a part's
     operands. For such an op the operands are read before, or are in the cache."""
     ops = get_default_op_list()
-    seen = set(part.operands)
-    work = list(part.operands)
-    while work:
-        node = work.pop()
-        if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
-            continue
-        if not is_generated(node) and not is_view(node) and node.target not in _SIMPLE:
-            if ops.is_fusible(node):
-                return node
-            continue
-        sources = [source for source in node.all_input_nodes if source not in seen]
-        seen.update(sources)
-        work += sources
-    return None
+
+    def is_computed(node: Node) -> bool:
+        return node.op == "call_function" and isinstance(node.meta.get("val"), Tensor)
+
+    def is_simple(node: Node) -> bool:
+        return is_generated(node) or is_view(node) or node.target in _SIMPLE
+
+    before = ancestors(part.operands, past=lambda node: is_computed(node) and is_simple(node))
+    fused = (n for n in before if is_computed(n) and not is_simple(n) and ops.is_fusible(n))
+    return next(fused, None)
 
 
 #: Of elements, but not tagged as pointwise.

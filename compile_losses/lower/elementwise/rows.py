@@ -32,11 +32,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from compile_losses.device_constants import constants_of
+from compile_losses.graphs import ancestors, emit, is_view, move_before, replace
 from compile_losses.lower.cost import hint_of
 from compile_losses.lower.elementwise.find import Part
-from compile_losses.lower.node_relations import is_generated, is_view
-from compile_losses.node_order import move_before
-from compile_losses.torch_internals.graphs import EAGER_VALUES
+from compile_losses.lower.node_relations import is_generated
 
 aten = torch.ops.aten
 
@@ -75,20 +74,13 @@ def find_sums(loss: Node, gradients: Sequence[Tensor], before: set[Node]) -> lis
     """
     sizes = {_numel(value.shape): value for value in gradients}
     sums: list[Sum] = []
-    seen, work = {loss}, [loss]
-    while work:
-        node = work.pop()
+    for node in ancestors([loss], until=before, past=lambda node: _summed(node) not in sizes):
         like = sizes.get(_summed(node))
         if like is not None:
             found = _row_of(node, like)
             if found is None:
                 return "no dimensions of the tensor make rows to add up in one loop with it"
             sums.append(found)
-            continue
-        for source in node.all_input_nodes:
-            if source not in seen and source not in before:
-                seen.add(source)
-                work.append(source)
     return sums
 
 
@@ -182,14 +174,11 @@ def rows_to_keep(sums: Sequence[Sum], gradients: Part) -> Rows | str | None:
 
 def _functions(nodes: Iterable[Node]) -> int:
     """How many calls compute nodes that Inductor may put in one loop."""
-    seen: set[Node] = set()
-    work = list(nodes)
-    while work:
-        node = work.pop()
-        if node not in seen and (is_generated(node) or is_view(node)):
-            seen.add(node)
-            work += node.all_input_nodes
-    return len(seen)
+
+    def is_in_the_loop(node: Node) -> bool:
+        return is_generated(node) or is_view(node)
+
+    return sum(map(is_in_the_loop, set(ancestors(nodes, past=is_in_the_loop))))
 
 
 def sum_in_rows(sums: Iterable[Sum], loss: Node) -> Node:
@@ -206,31 +195,23 @@ def _sum_rows_first(found: Sum) -> Node:
     source = node.all_input_nodes[0]
     value: Tensor = source.meta["val"]
     result: Tensor = node.meta["val"]
-    graph = node.graph
     wide = torch.float64 if torch.float64 in (result.dtype, value.dtype) else torch.float32
-    context = {k: v for k, v in node.meta.items() if k not in ("val", EAGER_VALUES)}
 
     def call(op: Any, *args: Any) -> Node:
-        new = graph.call_function(op, args)
-        values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
-        with value.fake_mode:  # type: ignore[attr-defined]
-            new.meta = {**context, "val": op(*values)}
-        return new
+        return emit(node, op, args)
 
-    with graph.inserting_before(node):
-        if found.shape is not None:
-            source = call(aten.reshape.default, source, list(found.shape))
-            target = _SUMS[target]
-            args: Any = (list(range(len(found.shape))), False)
-        else:
-            args = node.args[1:]
-        if value.dtype != wide:
-            source = call(torch.ops.prims.convert_element_type.default, source, wide)
-        total = call(target, call(_SUMS[target], source, list(found.row), True), *args)
-        if result.dtype != wide:
-            total = call(torch.ops.prims.convert_element_type.default, total, result.dtype)
-        if found.shape is not None and result.dim():
-            total = call(aten.view.default, total, list(result.shape))
-    node.replace_all_uses_with(total)
-    graph.erase_node(node)
+    if found.shape is not None:
+        source = call(aten.reshape.default, source, list(found.shape))
+        target = _SUMS[target]
+        args: Any = (list(range(len(found.shape))), False)
+    else:
+        args = node.args[1:]
+    if value.dtype != wide:
+        source = call(torch.ops.prims.convert_element_type.default, source, wide)
+    total = call(target, call(_SUMS[target], source, list(found.row), True), *args)
+    if result.dtype != wide:
+        total = call(torch.ops.prims.convert_element_type.default, total, result.dtype)
+    if found.shape is not None and result.dim():
+        total = call(aten.view.default, total, list(result.shape))
+    replace(node, total)
     return total
