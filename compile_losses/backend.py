@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from torch.fx import GraphModule
 
-from compile_losses import switches
+from compile_losses import passes, switches
 from compile_losses.guard import Failure, attempt
 from compile_losses.inductor_passes import LOWERING, told, users_passes
 from compile_losses.known_heads import doors
@@ -80,7 +80,7 @@ def compile_losses(
             keywords = {k: v for k, v in given if v}
             return lookup_backend(settings.inner_backend)(gm, example_inputs, **keywords)
 
-    if not switches.runs(switches.REWRITE):
+    if not switches.runs(passes.REWRITE):
         return inner(gm, example_inputs)
     return rewritten(gm, example_inputs, settings, inner)
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from compile_losses import switches
+from compile_losses import passes, switches
 from compile_losses.facts import gather, in_words
 from compile_losses.sites import number_of
 from compile_losses.trial import REPORT, SITES, STEP, TIME
@@ -198,10 +198,10 @@ class Bisection:
 
     def _pass(self) -> str:
         """The first pass without which the problem does not show, of those that run."""
-        for i in range(1, len(switches.PASSES)):
-            if self.shows(passes=switches.PASSES[:i]):
-                return switches.PASSES[i - 1]
-        return switches.PASSES[-1]
+        for i in range(1, len(passes.STAGES)):
+            if self.shows(passes=passes.STAGES[:i]):
+                return passes.STAGES[i - 1]
+        return passes.STAGES[-1]
 
     def _flag(self) -> tuple[str, bool] | None:
         """An option that is on and without which the problem does not show."""
@@ -233,7 +233,7 @@ class Bisection:
             ends.append(f'options={{"except": {names}}}, or {variable}')
         if flag is not None:
             ends.insert(0, f'options={{"{flag[0]}": False}}, or {Switches(flags=(flag,))}')
-        before = switches.PASSES[: switches.PASSES.index(found.in_pass)]
+        before = passes.STAGES[: passes.STAGES.index(found.in_pass)]
         if before:
             ends.append(str(Switches(passes=before)))
         ends.append(str(Switches(off=True)))

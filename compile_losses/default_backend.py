@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from compile_losses import switches
+from compile_losses import passes, switches
 from compile_losses.backend import rewritten, saved_with_package
 from compile_losses.inductor_passes import (
     install,
@@ -83,7 +83,7 @@ def _compile(
                 return lookup_backend(other)(gm, example_inputs)
             return saved_with_package(following(inductor, gm, example_inputs, **options))
 
-    if not switches.runs(switches.REWRITE):
+    if not switches.runs(passes.REWRITE):
         return inner(gm, example_inputs)
     return rewritten(gm, example_inputs, settings, inner)
 

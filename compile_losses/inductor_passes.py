@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 from torch.fx import Graph, GraphModule
 
-from compile_losses import switches
+from compile_losses import passes, switches
 from compile_losses.graphs import annotate
 from compile_losses.guard import attempt
 from compile_losses.library import fingerprint, loaded
@@ -22,6 +22,7 @@ from compile_losses.log_line import compilation, note
 from compile_losses.lower import Decision, donated_buffers, in_place, lower_or_leave, plan
 from compile_losses.lower.decision import log
 from compile_losses.options import Settings
+from compile_losses.pipeline import dump_folder
 from compile_losses.report import Report
 from compile_losses.torch_internals.inductor import (
     JOINT,
@@ -60,7 +61,9 @@ class Pass(CustomGraphPass):
 
     def uuid(self) -> Any:
         ids = [getattr(other, "uuid", lambda: None)() for other in self.previous]
-        if None in ids:  # a pass without an id switches the caches off, also without us
+        # A pass without an id switches the caches off, also without us. So does a dump: what comes
+        # from a cache passes no pass.
+        if None in ids or dump_folder() is not None:
             return None
         given = (*switches.environment(), *self.settings.key)
         return (type(self).__name__, fingerprint(), loaded(), *given, *_rank(), *ids)
@@ -85,7 +88,7 @@ class RewritePass(Pass):
     def run(self, graph: Graph) -> None:
         # A graph inside another is left to the pass on the outer graph, which runs later and knows
         # the mutations after the inner graph.
-        if inside_pre_grad_passes() or not switches.runs(switches.REWRITE):
+        if inside_pre_grad_passes() or not switches.runs(passes.REWRITE):
             return
         module = graph.owning_module
         if module is not None and self.has_run(module):
@@ -147,14 +150,10 @@ class LoweringPass(Pass):
 class PlanPass(LoweringPass):
     """The plan, on the joint graph or on the inference graph."""
 
-    name = switches.PLAN
+    name = passes.PLAN
 
     def lower(self, graph: Graph) -> list[Decision]:
-        decisions = plan(
-            graph,
-            prefer_memory=self.settings.prefers_memory,
-            elementwise=switches.ELEMENTWISE in self.settings.losses,
-        )
+        decisions = plan(graph, self.settings.request)
         if self.calls:
             note_backward(graph)
         return decisions
@@ -163,7 +162,7 @@ class PlanPass(LoweringPass):
 class InPlacePass(LoweringPass):
     """The in-place pass, on the forward graph and on the backward graph."""
 
-    name = switches.IN_PLACE
+    name = passes.IN_PLACE
 
     def lower(self, graph: Graph) -> list[Decision]:
         _note_compiled(graph)

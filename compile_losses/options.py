@@ -10,14 +10,12 @@ from typing import Any
 from torch.fx import Graph, GraphModule
 
 from compile_losses import switches
-from compile_losses.guard import strict_by_default
 from compile_losses.lazy.automatic import Automatic, why_over
 from compile_losses.recognize import rewrite_graph
 from compile_losses.recognize.returned_logits import Lazily
 from compile_losses.recognize.steps import Graphs
-from compile_losses.recognize.verify import verify_by_default
-from compile_losses.recognize.with_head import prefer_memory_by_default
 from compile_losses.report import Report
+from compile_losses.request import Request
 from compile_losses.switches import (
     AUTO,
     BATCH_INVARIANT,
@@ -50,6 +48,8 @@ VERIFY = "verify"
 STRICT = "strict"
 #: The default of ``inner_backend``.
 INDUCTOR = "inductor"
+#: The pass that gives unreduced losses of a head their gradients, or their logits.
+_LOWERS = "plan.row_gradients"
 
 
 class InvalidOptionError(ShortenTraceback):
@@ -229,8 +229,15 @@ class Settings:
         return switches.places(self.excluded)
 
     @property
-    def prefers_memory(self) -> bool:
-        return prefer_memory_by_default() if self.prefer_memory is None else self.prefer_memory
+    def request(self) -> Request:
+        """What is asked of the passes, with the environment's settings."""
+        return Request.of(
+            losses=self.losses,
+            prefer_memory=self.prefer_memory,
+            verify=self.verify,
+            strict=self.strict,
+            lowers=self.inner_backend == INDUCTOR and switches.runs(_LOWERS),
+        )
 
     @property
     def takes_heads(self) -> bool:
@@ -239,12 +246,11 @@ class Settings:
     @property
     def key(self) -> tuple[Any, ...]:
         """What compiled graphs depend on, for the keys of caches."""
-        verifies = verify_by_default() if self.verify is None else self.verify
+        request = self.request
         is_lazy = switches.lazy_logits(self.lazy_logits)
         names = (*sorted(self.losses), *sorted(self.places))
         # What was compiled in spite of a fault is not what a user who wants to see it asks for.
-        is_strict = strict_by_default() if self.strict is None else self.strict
-        return (*names, self.prefers_memory, verifies, is_lazy, is_strict)
+        return (*names, request.prefer_memory, request.verify, is_lazy, request.strict)
 
     def lazily(self, gm: GraphModule) -> Lazily | None:
         """Makes logits that a Dynamo graph returns lazy; None if that is not requested."""
@@ -278,16 +284,8 @@ class Settings:
         graphs = Graphs(graph, module)
         try:
             with switches.leaving_out(self.places):
-                return rewrite_graph(
-                    graph,
-                    module=module,
-                    verify=self.verify,
-                    strict=self.strict,
-                    prefer_memory=self.prefer_memory,
-                    losses=self.losses,
-                    lowers=self.inner_backend == INDUCTOR and switches.runs(switches.PLAN),
-                    lazily=lazily,
-                )
+                request = replace(self.request, lazily=lazily)
+                return rewrite_graph(graph, request=request, module=module)
         except Exception:
             # Dynamo erases the nodes of a graph that failed. In one that is no graph any more,
             # torch 2.15 fails at that, and hides the error.

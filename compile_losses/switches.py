@@ -15,12 +15,10 @@ from contextvars import ContextVar
 from typing import Any
 
 from compile_losses import library
+from compile_losses.passes import PASSES, STAGES
 
 #: The name for losses that have no op, whose gradients are computed together with them.
 ELEMENTWISE = "elementwise"
-#: The passes, in their order: one on Dynamo's graph, and two on AOTAutograd's graphs.
-REWRITE, PLAN, IN_PLACE = PASSES = ("rewrite", "plan", "in_place")
-
 #: The option that returns lazy logits.
 LAZY_LOGITS = "lazy_logits"
 #: Its value for logits that are lazy where that is safe and pays.
@@ -77,9 +75,18 @@ def is_on() -> bool:
 
 
 def runs(name: str) -> bool:
-    """Whether a pass runs: if ``COMPILE_LOSSES_PASSES`` names passes, only these run."""
+    """Whether a pass runs, or any pass of a stage.
+
+    If ``COMPILE_LOSSES_PASSES`` names passes, only these run. The name of a stage stands for all of
+    its passes.
+    """
     named = _names("COMPILE_LOSSES_PASSES")
-    return is_on() and (named is None or name in named)
+    stage = name.partition(".")[0]
+    return is_on() and (
+        named is None
+        or stage in named
+        or any(each == name or each.startswith(f"{name}.") for each in named)
+    )
 
 
 def lazy_logits(given: bool | str | None = None) -> bool | str:
@@ -173,7 +180,8 @@ def check_environment() -> None:
     Raises:
         RuntimeError: a variable names an unknown pass or loss.
     """
-    check_names("COMPILE_LOSSES_PASSES", _names("COMPILE_LOSSES_PASSES") or [], PASSES)
+    known = (*STAGES, *(each.name for each in PASSES))
+    check_names("COMPILE_LOSSES_PASSES", _names("COMPILE_LOSSES_PASSES") or [], known)
     check_names("COMPILE_LOSSES_ONLY", _names("COMPILE_LOSSES_ONLY") or [], losses())
     check_excluded("COMPILE_LOSSES_EXCEPT", excluded_names())
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compile_losses import bisection, guard, inductor_passes, switches
+from compile_losses import bisection, guard, inductor_passes, passes
 from compile_losses.__main__ import main
 from compile_losses.bisection import Bisection, RefusedError, fewest
 from compile_losses.recognize.match import Match
@@ -117,7 +117,7 @@ def test_a_wrong_rewrite(plain, wrong_rewrite, monkeypatch):
     found = found_by("loss", Here(monkeypatch))
     assert found.ours
     assert found.sites == {MSE: "mse_loss"}
-    assert found.in_pass == switches.REWRITE
+    assert found.in_pass == passes.REWRITE
     names = json.dumps([MSE])
     assert found.switch == f'options={{"except": {names}}}, or COMPILE_LOSSES_EXCEPT={MSE}'
     assert found.others == ["COMPILE_LOSSES=0"]
@@ -126,13 +126,13 @@ def test_a_wrong_rewrite(plain, wrong_rewrite, monkeypatch):
         assert part in text
 
 
-@pytest.mark.parametrize("lowering", [switches.PLAN, switches.IN_PLACE])
+@pytest.mark.parametrize("lowering", [passes.PLAN, passes.IN_PLACE])
 def test_a_wrong_kernel_in_a_lower_graph(lowering, plain, monkeypatch):
     """What a pass puts in the place of a cross entropy smooths its labels."""
     ops = torch.ops.fused
     made = {
-        switches.PLAN: ops.cross_entropy_with_grad.default,
-        switches.IN_PLACE: ops.cross_entropy_with_grad_.default,
+        passes.PLAN: ops.cross_entropy_with_grad.default,
+        passes.IN_PLACE: ops.cross_entropy_with_grad_.default,
     }
 
     def wrong(graph, *given, **options):
@@ -150,7 +150,7 @@ def test_a_wrong_kernel_in_a_lower_graph(lowering, plain, monkeypatch):
 
 
 @pytest.mark.planted
-@pytest.mark.parametrize("lowering", [switches.PLAN, switches.IN_PLACE])
+@pytest.mark.parametrize("lowering", [passes.PLAN, passes.IN_PLACE])
 def test_a_pass_that_raises(lowering, plain, monkeypatch):
     """Users are not told of it but by a warning; the bisection wants to see it."""
 
@@ -167,9 +167,7 @@ def test_a_pass_that_raises(lowering, plain, monkeypatch):
     assert found.problem == "PlantedError: planted"
     assert found.in_pass == lowering
     assert found.sites == {MSE: "mse_loss"}
-    others = [
-        "COMPILE_LOSSES_PASSES=" + ",".join(switches.PASSES[: switches.PASSES.index(lowering)])
-    ]
+    others = ["COMPILE_LOSSES_PASSES=" + ",".join(passes.STAGES[: passes.STAGES.index(lowering)])]
     assert found.others == [*others, "COMPILE_LOSSES=0"]
 
 
@@ -223,7 +221,7 @@ def test_a_slow_loss():
     found = Bisection("time", run).find()
     assert found.problem == "1.52 times as long as stock"
     assert found.sites == {"train.py:1": "cross_entropy"}
-    assert found.in_pass == switches.REWRITE
+    assert found.in_pass == passes.REWRITE
     assert Bisection("time", run, tolerance=1.0).find().problem == ""
 
 
@@ -326,4 +324,4 @@ def test_the_command_with_processes(script, capsys):
     assert "SIGABRT" in found["problem"]
     assert found["ours"]
     assert found["sites"] == {"train.py:18": "mse_loss"}
-    assert found["in_pass"] == switches.REWRITE
+    assert found["in_pass"] == passes.REWRITE

@@ -252,7 +252,7 @@ def test_prefers_memory(graphs):
     for prefer_memory in (False, True):
         with compile_losses.enable(prefer_memory=prefer_memory):
             first = installed_rewrite()
-            assert first.settings.prefers_memory == prefer_memory
+            assert first.settings.request.prefer_memory == prefer_memory
             assert prefer_memory in first.uuid()
             torch.compile(step)(h, w, t)
 

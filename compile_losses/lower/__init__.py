@@ -13,7 +13,7 @@ from torch.fx import Graph
 from compile_losses.guard import Failure, Snapshot, attempt
 from compile_losses.library import is_declared
 from compile_losses.lower.dead_buffers import donated_buffers
-from compile_losses.lower.decision import Decision
+from compile_losses.lower.decision import Decision, log
 from compile_losses.lower.elementwise import scalar_tangents
 from compile_losses.lower.fused_calls import PARTS
 from compile_losses.lower.in_place import in_place
@@ -49,6 +49,8 @@ def lower_or_leave(
 
     found = attempt(lowered, strict=strict)
     if not isinstance(found, Failure):
+        for decision in found:
+            log.debug("%s", decision)
         return found
     for snapshot in snapshots:
         snapshot.restore()

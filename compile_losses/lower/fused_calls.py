@@ -5,19 +5,19 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, Node
 
-from compile_losses.graphs import emit, replace
 from compile_losses.library import DECLARED, is_declared
-from compile_losses.lower.node_relations import graph_outputs, storage_of
 from compile_losses.torch_internals.ops import OpOverload, named_arguments, schema_of
 
-aten = torch.ops.aten
-
 PARTS = ("forward", "backward", "with_grad")
+
+
+#: A call of a fused op, the name of its loss and the part that it is.
+Call: TypeAlias = tuple[Node, str, str]
 
 
 def fused_call(node: Node) -> tuple[str, str] | None:
@@ -98,10 +98,14 @@ def result(call: Node, index: int) -> Node | None:
     return items[0] if len(items) == 1 else None
 
 
+def find_calls(graph: Graph) -> list[Call]:
+    """The calls of fused ops in a graph, in its order."""
+    return [(node, *call) for node in graph.nodes if (call := fused_call(node))]
+
+
 def find_losses(graph: Graph) -> list[Loss]:
     """The losses of a graph in its order, each with its gradients; not those composed of others."""
-    calls = [(node, *call) for node in graph.nodes if (call := fused_call(node))]
-    calls = [call for call in calls if has_part(call[1], "with_grad_")]
+    calls = [call for call in find_calls(graph) if has_part(call[1], "with_grad_")]
     return [
         Loss(
             name,
@@ -113,32 +117,6 @@ def find_losses(graph: Graph) -> list[Loss]:
         for node, name, part in calls
         if part == "forward"
     ]
-
-
-def merge_equal_losses(graph: Graph) -> None:
-    """Leaves one of several losses with the same arguments, so that a gradient has one forward.
-
-    Results that the graph returns apart stay apart: the caller may write to one of them.
-    """
-    first_of: dict[Any, Node] = {}
-    returned = {storage_of(node) for node in graph_outputs(graph)}
-
-    def merge(same: Node, kept: Node) -> None:
-        if {storage_of(same), storage_of(kept)} <= returned:
-            kept = emit(same, aten.clone.default, (kept,), value=same.meta["val"])
-        replace(same, kept)
-
-    for node in list(graph.nodes):
-        if (fused_call(node) or ("", ""))[1] != "forward":
-            continue
-        first = first_of.setdefault((node.target, node.args, *node.kwargs.items()), node)
-        if first is node:
-            continue
-        for item in [user for user in node.users if user.target is operator.getitem]:
-            kept = result(first, item.args[1])
-            if kept is not None:
-                merge(item, kept)
-        merge(node, first)
 
 
 def same_arguments(forward: Node, backward: Node) -> bool:

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from compile_losses.graphs import (
     GIVEN_AS,
@@ -41,11 +41,10 @@ from compile_losses.graphs import (
     retrace_views,
     view_like,
 )
+from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.fused_calls import Loss, fused_call, fused_op
 from compile_losses.lower.known_factors import factor_of, product_of
 from compile_losses.lower.node_relations import (
-    depends_on_tangents,
-    graph_outputs,
     is_fused_into_readers,
     readers_of,
     storage_of,
@@ -98,15 +97,16 @@ def refusal(loss: Loss, overwrites: bool) -> str | None:
     return None
 
 
-def overwrites_buffers(graph: Graph) -> bool:
+def overwrites_buffers(graph: AtenGraph) -> bool:
     """Whether stock torch.compile donates a buffer to the backward of a joint graph.
 
     AOTAutograd donates a saved tensor if nothing but the backward needs it, and a backward with a
     donated buffer refuses retain_graph. The unit gradient may be one more donated buffer. It must
     not be the first, or a backward would refuse retain_graph which stock torch.compile allows.
     """
-    backward = depends_on_tangents(graph) - {*graph.find_nodes(op="output")}
-    kept = {storage_of(n) for n in [*graph.find_nodes(op="placeholder"), *graph_outputs(graph)]}
+    backward = graph.backward - {*graph.graph.find_nodes(op="output")}
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    kept = {storage_of(n) for n in [*placeholders, *graph.outputs]}
     ops = get_default_op_list()
     # Nodes of the forward that the backward reads, and the sources of those that are recomputed.
     needed = [n for node in backward for n in tensors_read(node) if n not in backward]

@@ -21,13 +21,14 @@ from torch.fx import Graph, Node
 
 from compile_losses.graphs import GIVEN_AS, emit, move_before, replace
 from compile_losses.lower.argument_layouts import accept_layouts, leave_unpadded
+from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.dead_buffers import (
     can_go_before,
     gradient_overwritable,
     overwritable,
     readers_of_buffer,
 )
-from compile_losses.lower.decision import Decision, log
+from compile_losses.lower.decision import Decision
 from compile_losses.lower.decompose import decompose_backward
 from compile_losses.lower.elementwise import drop_markers
 from compile_losses.lower.fused_calls import (
@@ -39,11 +40,26 @@ from compile_losses.lower.fused_calls import (
 from compile_losses.lower.gradient_in_forward import SAVED
 from compile_losses.lower.node_relations import is_fused_into_readers
 from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.passes import IN_PLACE
+from compile_losses.pipeline import Pipeline
+from compile_losses.request import Request
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.ops import named_arguments, schema_of
 
 aten = torch.ops.aten
 fused = torch.ops.fused
+
+
+class LoneGraph(AtenGraph):
+    """The graph of a forward or a backward alone.
+
+    Attributes:
+        donated: the places of the graph's inputs that it may overwrite.
+    """
+
+    def __init__(self, graph: Graph, donated: Collection[int]) -> None:
+        super().__init__(graph, Request(frozenset()))
+        self.donated = donated
 
 
 def in_place(graph: Graph, donated: Collection[int] = ()) -> list[Decision]:
@@ -52,8 +68,15 @@ def in_place(graph: Graph, donated: Collection[int] = ()) -> list[Decision]:
     Args:
         donated: the places of the graph's inputs that it may overwrite.
     """
-    decisions = []
-    for node in list(graph.nodes):
+    indexed = LoneGraph(graph, donated)
+    _PIPELINE.run(indexed)
+    return indexed.decisions
+
+
+def _overwrite_buffers(graph: LoneGraph) -> None:
+    """Writes over buffers, each call in its turn."""
+    decisions, donated = graph.decisions, graph.donated
+    for node in list(graph.graph.nodes):
         loss, part = fused_call(node) or ("", "")
         if part or node.target is fused.scale.default:
             accept_layouts(node)
@@ -68,10 +91,11 @@ def in_place(graph: Graph, donated: Collection[int] = ()) -> list[Decision]:
             decisions.append(_over_saved_input(node, donated, _write_cross_entropy))
         elif node.target is fused.row_statistics_backward.default:
             decisions.append(_over_saved_input(node, donated, _write_statistics))
-    drop_markers(graph)
-    for decision in decisions:
-        log.debug("%s", decision)
-    return decisions
+
+
+_PIPELINE: Pipeline[LoneGraph] = Pipeline(
+    IN_PLACE, buffers=_overwrite_buffers, markers=drop_markers
+)
 
 
 def _gradient_over_input(node: Node, name: str) -> Decision:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from compile_losses.graphs import (
     descendants,
@@ -33,10 +33,11 @@ from compile_losses.graphs import (
     replace,
     replace_uses,
 )
+from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import Cost, hint_of, nbytes_of
 from compile_losses.lower.decision import Decision
 from compile_losses.lower.early_sizes import compute_sizes_early
-from compile_losses.lower.fused_calls import fused_call, fused_op, same_arguments
+from compile_losses.lower.fused_calls import fused_op, same_arguments
 from compile_losses.lower.held_logits import (
     grad_outputs_of,
     leaf_arguments,
@@ -45,7 +46,6 @@ from compile_losses.lower.held_logits import (
     take_logits_back,
 )
 from compile_losses.lower.known_factors import factor_of, product_of
-from compile_losses.lower.node_relations import depends_on_tangents
 from compile_losses.lower.row_gradients import RowGradients, row_gradients, values_of
 from compile_losses.lower.shared_with_forward import save
 from compile_losses.ops.checks import REDUCTIONS
@@ -63,13 +63,12 @@ _DIVERGENCES = ("linear_softmax_js_div", "linear_softmax_kl_div")
 _NAMES = ("linear_cross_entropy", "linear_row_statistics", *_DIVERGENCES)
 
 
-def plan_linear(graph: Graph) -> list[Decision]:
+def plan_linear(graph: AtenGraph) -> None:
     """Moves factors of the gradients into the forward; says what each loss costs."""
-    calls = [(node, *found) for node in graph.nodes if (found := fused_call(node))]
-    losses = [c for c in calls if c[1] in _NAMES and c[2] != "backward"]
-    backward = depends_on_tangents(graph) if losses else set()
-    decisions = []
-    for node, name, part in losses:
+    backward = graph.backward
+    for node, name, part in graph.calls:
+        if name not in _NAMES or part == "backward":
+            continue
         cost, stock, reason = _compared_costs(node, node)
         site = site_of(node)
         choice = "kernel"
@@ -83,38 +82,44 @@ def plan_linear(graph: Graph) -> list[Decision]:
                 else "gradient in forward"
             )
             save(node)
-        decisions.append(Decision(site, name, choice, reason, cost, stock))
-    return decisions
+        graph.decisions.append(Decision(site, name, choice, reason, cost, stock))
 
 
-def plan_rows(graph: Graph, *, prefer_memory: bool = False) -> list[Decision]:
+def plan_rows(graph: AtenGraph) -> None:
     """Decides how the gradients of losses that are not reduced are computed."""
-    calls = [(node, *found) for node in graph.nodes if (found := fused_call(node))]
     differentiated = []
-    for node, name, part in calls:
-        if name not in _NAMES or part != "forward" or not _is_by_row(node):
-            continue
-        own = [n for n, *c in calls if c == [name, "backward"] and same_arguments(node, n)]
+    for node in _losses_by_row(graph):
+        name = name_of(node)
+        own = [
+            n for n, *call in graph.calls if call == [name, "backward"] and same_arguments(node, n)
+        ]
         if own:
             differentiated.append((node, own))
     if differentiated:
-        compute_sizes_early(graph)
-    return [_plan_rows(node, own, prefer_memory) for node, own in differentiated]
+        compute_sizes_early(graph.graph)
+    graph.decisions += [_plan_rows(graph, node, own) for node, own in differentiated]
 
 
-def of_rows(graph: Graph, inputs: Sequence[Node]) -> list[Node]:
+def _losses_by_row(graph: AtenGraph) -> list[Node]:
+    """The losses of a head that are not reduced."""
+    return [
+        node
+        for node, name, part in graph.calls
+        if name in _NAMES and part == "forward" and _is_by_row(node)
+    ]
+
+
+def of_rows(graph: AtenGraph, inputs: Sequence[Node]) -> list[Node]:
     """Those of some tensors that are made of what such a loss computes of each row, and have no
     more numbers."""
     found = []
-    for node in graph.nodes:
-        name, part = fused_call(node) or ("", "")
-        if name in _NAMES and part == "forward" and _is_by_row(node):
-            made, most = set(descendants([node])), max(hint_of(v.numel()) for v in values_of(node))
-            found += [n for n in inputs if n in made and hint_of(n.meta["val"].numel()) <= most]
+    for node in _losses_by_row(graph):
+        made, most = set(descendants([node])), max(hint_of(v.numel()) for v in values_of(node))
+        found += [n for n in inputs if n in made and hint_of(n.meta["val"].numel()) <= most]
     return found
 
 
-def _plan_rows(node: Node, backwards: list[Node], prefer_memory: bool) -> Decision:
+def _plan_rows(graph: AtenGraph, node: Node, backwards: list[Node]) -> Decision:
     site, name = site_of(node), name_of(node)
     named = named_arguments(backwards[0])
     needs = tuple(value for name, value in named.items() if name.startswith("needs_grad_"))
@@ -130,14 +135,14 @@ def _plan_rows(node: Node, backwards: list[Node], prefer_memory: bool) -> Decisi
         _scale_rows(node, backwards[0])
         return Decision(site, name, "gradient in forward, scaled by row", chunks, cost, stock)
     else:
-        found = row_gradients(node, grad_outputs_of(backwards[0]), depends_on_tangents(node.graph))
+        found = row_gradients(node, grad_outputs_of(backwards[0]), graph.backward)
         if isinstance(found, RowGradients):
             _move_rows_into_forward(node, backwards[0], found)
             return Decision(site, name, "gradient in forward by row", chunks, cost, stock)
         reason = found
     held = site is not None and not is_without_logits(node)
     plain = named.get("z_loss", 0) == 0 and named.get("scale", 1) == 1
-    if held and plain and not prefer_memory:
+    if held and plain and not graph.request.prefer_memory:
         take_logits_back(node, backwards)
         reason += f"; {how_to_set(PREFER_MEMORY)} computes the logits twice instead"
         return Decision(site, name, "with its logits", reason)

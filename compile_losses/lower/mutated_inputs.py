@@ -8,25 +8,25 @@ forward computed from it. The backward then reads the new value.
 from __future__ import annotations
 
 import torch
-from torch.fx import Graph
 
 from compile_losses.graphs import descendants
-from compile_losses.lower.node_relations import depends_on_tangents, readers_of
+from compile_losses.lower.aten_graph import AtenGraph
+from compile_losses.lower.node_relations import readers_of
 from compile_losses.lower.shared_with_forward import save
 
 _COPY = torch.ops.aten.copy_.default
 
 
-def save_before_mutation(graph: Graph) -> None:
+def save_before_mutation(graph: AtenGraph) -> None:
     """Makes the forward of a joint graph save what the backward needs of inputs that it changes.
 
     The partitioner then saves a result of the marked nodes, or a later one, if the backward needs
     any. The backward reads no such input itself: autograd refuses saved tensors that have changed.
     """
-    copies = graph.find_nodes(op="call_function", target=_COPY)
+    copies = graph.graph.find_nodes(op="call_function", target=_COPY)
     if not copies:
         return
-    backward = depends_on_tangents(graph) - {*graph.find_nodes(op="output")}
+    backward = graph.backward - {*graph.graph.find_nodes(op="output")}
     for copy in copies:
         written = copy.args[0]
         if written.op != "placeholder" or copy in backward:

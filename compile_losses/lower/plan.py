@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from compile_losses.graphs import descendants
+from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import (
     Cost,
     Feed,
@@ -26,19 +27,17 @@ from compile_losses.lower.cost import (
     nbytes_of,
 )
 from compile_losses.lower.dead_buffers import is_computed_where_it_stands, overwritable
-from compile_losses.lower.decision import Decision, log
+from compile_losses.lower.decision import Decision
 from compile_losses.lower.decompose import (
     Decomposition,
     decompose_backward,
     decomposition_of,
 )
 from compile_losses.lower.elementwise import move_gradients
+from compile_losses.lower.equal_losses import merge_equal_losses
 from compile_losses.lower.fused_calls import (
     Loss,
-    find_losses,
-    fused_call,
     has_part,
-    merge_equal_losses,
 )
 from compile_losses.lower.gradient_in_forward import (
     move_into_forward,
@@ -49,12 +48,14 @@ from compile_losses.lower.gradient_in_forward import (
 from compile_losses.lower.linear_losses import of_rows, plan_linear, plan_rows
 from compile_losses.lower.mutated_inputs import save_before_mutation
 from compile_losses.lower.node_relations import (
-    depends_on_tangents,
     is_fused_into_readers,
 )
 from compile_losses.lower.slow_paths import is_small, slow_path
 from compile_losses.lower.statistics import plan_statistics
 from compile_losses.ops.checks import CASTS, REDUCTIONS
+from compile_losses.passes import PLAN
+from compile_losses.pipeline import Pipeline
+from compile_losses.request import Request
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.inductor import OpTypes, get_default_op_list
 
@@ -62,20 +63,6 @@ aten = torch.ops.aten
 
 #: A kernel may cost this many times as much as torch's ops: the estimates are not more exact.
 _MARGIN = 1.05
-
-
-def plan(graph: Graph, *, prefer_memory: bool = False, elementwise: bool = True) -> list[Decision]:
-    """Decides about every loss of a graph; returns what was decided, for each loss.
-
-    Args:
-        prefer_memory: whether logits are computed twice where they would be held otherwise.
-        elementwise: whether gradients of losses without an op are moved into the forward.
-    """
-    decisions = [*plan_statistics(graph), *_plan_ops(graph, prefer_memory)]
-    if elementwise:
-        decisions += move_gradients(graph)
-    save_before_mutation(graph)
-    return decisions
 
 
 @dataclass(frozen=True)
@@ -97,57 +84,48 @@ class LossPlan:
     owned: bool
 
 
-def _plan_ops(graph: Graph, prefer_memory: bool) -> list[Decision]:
-    """Plans each loss that is an op, and then applies all plans."""
-    merge_equal_losses(graph)
-    by_row = [*_decompose_of_rows(graph), *plan_rows(graph, prefer_memory=prefer_memory)]
-    losses = find_losses(graph)
-    if not losses and not any(fused_call(node) for node in graph.nodes):
-        return by_row
-    ops = get_default_op_list()
-    overwrites = overwrites_buffers(graph)
-    plans = [_plan(loss, ops, overwrites) for loss in losses]
-    decisions = [*by_row, *_apply(plans, graph, ops), *plan_linear(graph)]
-    _decompose_short_backwards(graph)
-    for decision in decisions:
-        log.debug("%s", decision)
-    return decisions
-
-
-def _decompose_of_rows(graph: Graph) -> list[Decision]:
+def _decompose_of_rows(graph: AtenGraph) -> None:
     """Decomposes the losses of a few numbers of each row of a head. In torch's ops the plan for the
     head sees how its gradients are made."""
-    losses = find_losses(graph)
+    losses = graph.losses
     small = set(of_rows(graph, [loss.input for loss in losses]))
-    decisions = []
     for loss in losses:
         decomposition = decomposition_of(loss) if loss.input in small else None
         if decomposition is not None:
             site, name = site_of(loss.forward), loss.name
             decomposition.apply()
             reason = "it is made of a few numbers of each row of a head"
-            decisions.append(Decision(site, name, "decomposed", reason))
-    return decisions
+            graph.decisions.append(Decision(site, name, "decomposed", reason))
 
 
-def _plan(loss: Loss, ops: OpTypes, overwrites: bool) -> LossPlan:
+def _plan_kernels(graph: AtenGraph) -> None:
+    """Plans each loss that is an op, and then applies all plans."""
+    if not graph.calls:
+        return
+    ops = get_default_op_list()
+    overwrites = overwrites_buffers(graph)
+    _apply([_plan(loss, graph, ops, overwrites) for loss in graph.losses], graph, ops)
+
+
+def _plan(loss: Loss, graph: AtenGraph, ops: OpTypes, overwrites: bool) -> LossPlan:
     in_backward = refusal(loss, overwrites)
-    decision = _choose(loss, ops, in_forward=bool(loss.backwards) and in_backward is None)
+    in_forward = bool(loss.backwards) and in_backward is None
+    decision = _choose(loss, graph, ops, in_forward=in_forward)
     decomposition = decomposition_of(loss) if decision.choice == "decomposed" else None
     if decision.choice == "decomposed" and decomposition is None:
         decision = Decision(decision.site, loss.name, "kernel", "it can't be decomposed")
     return LossPlan(loss, decision, decomposition, in_backward, overwrites)
 
 
-def _apply(plans: Sequence[LossPlan], graph: Graph, ops: OpTypes) -> list[Decision]:
+def _apply(plans: Sequence[LossPlan], graph: AtenGraph, ops: OpTypes) -> None:
     """Changes a graph as planned: first the decompositions, so that a gradient that moves passes
     torch's ops and no op of ours."""
     for each in plans:
         if each.decomposition is not None:
             each.decomposition.apply()
     _decompose_unpaired_backwards(graph, ops)
-    decisions = [each.decision for each in plans]
-    backward = depends_on_tangents(graph)
+    graph.decisions += [each.decision for each in plans]
+    backward = graph.backward
     for each in plans:
         if each.decomposition is not None or not each.loss.backwards:
             continue
@@ -157,19 +135,16 @@ def _apply(plans: Sequence[LossPlan], graph: Graph, ops: OpTypes) -> list[Decisi
         elif move_into_forward(each.loss, backward, owned=each.owned):
             choice += " with its factor"
         reason = each.in_backward or ""
-        decisions.append(Decision(each.decision.site, each.loss.name, choice, reason))
-    return decisions
+        graph.decisions.append(Decision(each.decision.site, each.loss.name, choice, reason))
 
 
-def _decompose_unpaired_backwards(graph: Graph, ops: OpTypes) -> None:
+def _decompose_unpaired_backwards(graph: AtenGraph, ops: OpTypes) -> None:
     """Decomposes gradients whose loss is not in the graph, if Inductor would fuse their arguments.
 
     ``in_place`` decomposes all gradients of elementwise losses in the backward's own graph.
     """
-    losses = find_losses(graph)
-    paired = {backward for loss in losses for backward in loss.backwards}
-    for node in list(graph.nodes):
-        name, part = fused_call(node) or ("", "")
+    paired = {backward for loss in graph.losses for backward in loss.backwards}
+    for node, name, part in graph.calls:
         if part != "backward" or node in paired or not has_part(name, "with_grad_"):
             continue
         tensors = [n for n in node.all_input_nodes[1:3] if isinstance(n.meta.get("val"), Tensor)]
@@ -177,24 +152,23 @@ def _decompose_unpaired_backwards(graph: Graph, ops: OpTypes) -> None:
             decompose_backward(node)
 
 
-def _decompose_short_backwards(graph: Graph) -> None:
+def _decompose_short_backwards(graph: AtenGraph) -> None:
     """Decomposes gradients that torch computes from fewer tensors than the op takes. For the op
     the forward would have to save the others, too."""
-    for node in list(graph.nodes):
-        name, part = fused_call(node) or ("", "")
+    for node, name, part in graph.calls:
         is_gradient = part == "backward" and has_part(name, "with_grad_")
         if is_gradient and len(tensors_read(node)) < len(node.all_input_nodes):
             decompose_backward(node)
 
 
-def _choose(loss: Loss, ops: OpTypes, *, in_forward: bool) -> Decision:
+def _choose(loss: Loss, graph: AtenGraph, ops: OpTypes, *, in_forward: bool) -> Decision:
     """A kernel or torch's own ops.
 
     Args:
         in_forward: whether a kernel computes the gradient with the loss.
     """
     feeds = feeds_of(loss, ops)
-    kernel, stock = costs(loss, feeds, in_forward)
+    kernel, stock = costs(loss, graph, feeds, in_forward)
     site = site_of(loss.forward)
     saves = kernel.moved <= _MARGIN * stock.moved and kernel.held <= _MARGIN * stock.held
     if saves and not is_small(loss):
@@ -224,7 +198,9 @@ def feeds_of(loss: Loss, ops: OpTypes) -> list[Feed]:
     return [feed_of(t, ops) for t, v in values if v.is_floating_point() and v.dim() == dim]
 
 
-def costs(loss: Loss, feeds: Sequence[Feed], in_forward: bool) -> tuple[Cost, Cost]:
+def costs(
+    loss: Loss, graph: AtenGraph, feeds: Sequence[Feed], in_forward: bool
+) -> tuple[Cost, Cost]:
     """The costs of a loss as a kernel, and in torch's own ops."""
     gradients = [
         Gradient(nbytes_of(node.meta["val"]), is_fused_into_readers(node))
@@ -236,11 +212,11 @@ def costs(loss: Loss, feeds: Sequence[Feed], in_forward: bool) -> tuple[Cost, Co
         # The loss is written and read back, and so is its grad_output.
         between = nbytes_of(value.meta["val"]) * (4 if gradients else 2)
     # If torch's ops can't write the gradient over the input, no kernel can.
-    decomposed_in_place = _dies(loss, lambda reader: True)
+    decomposed_in_place = _dies(loss, graph, lambda reader: True)
     in_place = (
         decomposed_in_place
         and (in_forward or loss.name == "cross_entropy")
-        and _dies(loss, is_computed_where_it_stands)
+        and _dies(loss, graph, is_computed_where_it_stands)
     )
     kernel = kernel_cost(feeds, between, gradients, in_forward=in_forward, in_place=in_place)
     # A weighted mean divides by the weight's sum, for which torch's ops need no read of their own.
@@ -255,7 +231,7 @@ def costs(loss: Loss, feeds: Sequence[Feed], in_forward: bool) -> tuple[Cost, Co
     )
 
 
-def _dies(loss: Loss, may_come_first: Callable[[Node], bool]) -> bool:
+def _dies(loss: Loss, graph: AtenGraph, may_come_first: Callable[[Node], bool]) -> bool:
     """Whether the gradient may be written over the input. All other readers of the input must
     belong to the forward, and the backward must need nothing that is computed from such a reader.
 
@@ -263,7 +239,7 @@ def _dies(loss: Loss, may_come_first: Callable[[Node], bool]) -> bool:
         may_come_first: says of a reader whether the gradient can wait for it.
     """
     readers = {loss.forward, *loss.backwards}
-    backward = depends_on_tangents(loss.forward.graph)
+    backward = graph.backward
     after = set(descendants([loss.forward]))
 
     def earlier(reader: Node) -> bool:
@@ -289,3 +265,28 @@ def _forward_passes(loss: Loss) -> int:
     for the sum."""
     device: torch.device = loss.input.meta["val"].device
     return 2 if not loss.is_elementwise and device.type == "cpu" else 1
+
+
+_PIPELINE: Pipeline[AtenGraph] = Pipeline(
+    PLAN,
+    statistics=plan_statistics,
+    merge_equal=merge_equal_losses,
+    row_losses=_decompose_of_rows,
+    row_gradients=plan_rows,
+    kernels=_plan_kernels,
+    head_factors=plan_linear,
+    short_gradients=_decompose_short_backwards,
+    elementwise=move_gradients,
+    mutated_inputs=save_before_mutation,
+)
+
+
+def plan(graph: Graph, request: Request | None = None) -> list[Decision]:
+    """Decides about every loss of a graph; returns what was decided, for each loss.
+
+    Args:
+        request: by default what the environment asks for.
+    """
+    indexed = AtenGraph(graph, Request.of() if request is None else request)
+    _PIPELINE.run(indexed)
+    return indexed.decisions

@@ -6,25 +6,20 @@ whatever reads them (see ``recognize.plain_logits``).
 
 from __future__ import annotations
 
-from torch.fx import Graph
-
+from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import Cost, nbytes_of
 from compile_losses.lower.decision import Decision
-from compile_losses.lower.fused_calls import fused_call
 from compile_losses.sites import site_of
 from compile_losses.torch_internals.ops import named_arguments
 
 _NAME = "row_statistics"
 
 
-def plan_statistics(graph: Graph) -> list[Decision]:
+def plan_statistics(graph: AtenGraph) -> None:
     """Says of the calls for logits that are held what they cost."""
-    calls = [(node, fused_call(node)) for node in graph.nodes]
-    backwards = [node for node, call in calls if call == (_NAME, "backward")]
-    decisions = []
-    for node, call in calls:
-        if call != (_NAME, "forward"):
-            continue
+    own = [(node, part) for node, name, part in graph.calls if name == _NAME]
+    backwards = [node for node, part in own if part == "backward"]
+    for node in (node for node, part in own if part == "forward"):
         input = named_arguments(node)["input"]
         logits = nbytes_of(input.meta["val"])
         trained = any(named_arguments(each)["input"] is input for each in backwards)
@@ -32,5 +27,4 @@ def plan_statistics(graph: Graph) -> list[Decision]:
         # an entropy in the forward, and twice in the backward, where they sum up each row.
         cost = Cost((1 + 2 * trained) * logits, logits * trained)
         stock = Cost((2 + 3 * trained) * logits, logits * trained)
-        decisions.append(Decision(site_of(node), _NAME, "kernel", "", cost, stock))
-    return decisions
+        graph.decisions.append(Decision(site_of(node), _NAME, "kernel", "", cost, stock))

@@ -8,7 +8,10 @@ from dataclasses import replace
 from torch.fx import Graph, GraphModule, Node
 
 import compile_losses.ops  # noqa: F401  declares what the graphs will call
+from compile_losses.graphs import Indexed
 from compile_losses.guard import Failure, attempt
+from compile_losses.passes import REWRITE
+from compile_losses.pipeline import Pipeline
 from compile_losses.recognize.guards import refusal
 from compile_losses.recognize.known_heads import known_heads
 from compile_losses.recognize.linear_divergence import take_divergence
@@ -20,19 +23,16 @@ from compile_losses.recognize.shared_logits import Kept, Rewritten, take_shared_
 from compile_losses.recognize.steps import Graphs, Steps
 from compile_losses.recognize.table import bind
 from compile_losses.recognize.verify import verify as compare
-from compile_losses.recognize.verify import verify_by_default
 from compile_losses.recognize.with_head import (
     HELD,
-    Options,
     Take,
-    prefer_memory_by_default,
     take_cross_entropy,
     through_linear,
 )
 from compile_losses.recognize.written_out import Recognizer
 from compile_losses.report import Report
+from compile_losses.request import Request
 from compile_losses.sites import Site, left_out, mark, site_of, source_of
-from compile_losses.switches import chosen
 from compile_losses.torch_internals.ops import HigherOrderOperator
 
 __all__ = ["rewrite", "rewrite_graph"]
@@ -94,45 +94,37 @@ def rewrite(
         ``gm.meta["compile_losses"]``. A loss is left alone if its rewrite is not certain to be the
         same.
     """
-    gm.meta["compile_losses"] = rewrite_graph(
-        gm.graph,
-        module=gm,
+    request = Request.of(
+        losses=losses,
+        prefer_memory=prefer_memory,
         verify=verify,
         strict=strict,
-        prefer_memory=prefer_memory,
-        losses=losses,
         lowers=lowers,
         lazily=lazily,
     )
+    gm.meta["compile_losses"] = rewrite_graph(gm.graph, request=request, module=gm)
     return gm
 
 
 def rewrite_graph(
-    graph: Graph,
-    *,
-    module: GraphModule | None = None,
-    verify: bool | None = None,
-    strict: bool | None = None,
-    prefer_memory: bool | None = None,
-    losses: Container[str] | None = None,
-    lowers: bool = False,
-    lazily: Lazily | None = None,
+    graph: Graph, *, request: Request | None = None, module: GraphModule | None = None
 ) -> Report:
     """As :func:`rewrite`, for a graph and the graphs of its higher-order ops.
 
     Args:
+        request: by default what the environment asks for.
         module: whose graph it is; recompiled if the graph changes.
     """
-    if losses is None:
-        losses = chosen()
+    asked = Request.of() if request is None else request
+    strict, lazily = asked.strict, asked.lazily
     steps = attempt(lambda: Steps(Graphs(graph, module), strict), strict=strict)
     if isinstance(steps, Failure):
         return failed(steps)
     turns: list[_Rewriting] = []
 
     def turn() -> None:
-        lazy = None if lazily is None else replace(lazily, outputs=[])
-        turns.append(_Rewriting(steps, verify, prefer_memory, losses, lowers, lazy))
+        own = None if lazily is None else replace(lazily, outputs=[])
+        turns.append(_Rewriting(steps, replace(asked, lazily=own)))
         turns[-1].run(graph)
 
     failure = steps.repeat(turn)
@@ -144,8 +136,9 @@ def rewrite_graph(
     report.errors += [
         f"{name}: {left.reason}" for name, left in steps.failures.items() if isinstance(name, str)
     ]
-    if lazily is not None and turns[-1].lazily is not None:
-        lazily.outputs += turns[-1].lazily.outputs
+    found = turns[-1].request.lazily
+    if lazily is not None and found is not None:
+        lazily.outputs += found.outputs
     return report
 
 
@@ -163,21 +156,9 @@ def failed(failure: Failure, sites: Sequence[Site] = ()) -> Report:
 class _Rewriting:
     """One graph and the graphs inside it. Sites are collected from the end."""
 
-    def __init__(
-        self,
-        steps: Steps,
-        verify: bool | None,
-        prefer_memory: bool | None,
-        losses: Container[str],
-        lowers: bool,
-        lazily: Lazily | None,
-    ) -> None:
+    def __init__(self, steps: Steps, request: Request) -> None:
         self.steps = steps
-        self.verify = verify_by_default() if verify is None else verify
-        self.prefer_memory = prefer_memory_by_default() if prefer_memory is None else prefer_memory
-        self.losses = losses
-        self.lowers = lowers
-        self.lazily = lazily
+        self.request = request
         self.sites: list[Site] = []
         self.seen: set[Graph] = set()
 
@@ -196,7 +177,14 @@ class _Rewriting:
         """
         self.seen.add(graph)
         look_at(graph, outer, at)
-        recognizer = Recognizer(graph)
+        request = self.request
+        if outer is not None:
+            request = replace(request, lazily=Lazily("the graph is inside of another"))
+        _PIPELINE.run(DynamoGraph(graph, self, request, outer, inside))
+
+    def losses(self, indexed: DynamoGraph) -> None:
+        """Replaces each loss by its op."""
+        graph, recognizer = indexed.graph, indexed.recognizer
         taken: set[Node] = set()
         #: The nodes of declined losses. A part of such a loss may be a loss that is not declined.
         declined: dict[Node, Site] = {}
@@ -205,12 +193,11 @@ class _Rewriting:
             if node in taken:
                 continue
             if isinstance(node.target, HigherOrderOperator):
-                self._bodies(node, inside)
+                self._bodies(node, indexed.inside)
                 continue
-            lazily = self.lazily if outer is None else Lazily("the graph is inside of another")
             found = self.steps.run(
                 (graph, node.name),
-                lambda: self._loss(node, recognizer, inside, lazily),  # noqa: B023
+                lambda: self._loss(node, recognizer, indexed),  # noqa: B023
             )
             if found is None:
                 continue
@@ -229,20 +216,33 @@ class _Rewriting:
                 self.sites.append(site)
                 declined.update(dict.fromkeys(nodes, site))
 
-        if inside is None and _LINEAR in self.losses:
-            lazily = self.lazily if outer is None else Lazily("the graph is inside of another")
-            options = Options(self.prefer_memory, self.lowers, lazily)
-            self._change(_SHARED, lambda: self._shared_logits(graph, options))
+    def shared_logits(self, indexed: DynamoGraph) -> None:
+        """Takes heads whose logits several losses and metrics read."""
+        if indexed.inside is None and _LINEAR in self.request.losses:
+            self._change(_SHARED, lambda: self._take_shared(indexed))
 
-        if inside is None and outer is None and _CROSS_ENTROPY in self.losses:
-            self._change(_PLAIN, lambda: self._plain_logits(graph))
+    def plain_logits(self, indexed: DynamoGraph) -> None:
+        """Has one call read the rows of logits of which an entropy is wanted."""
+        if (
+            indexed.inside is None
+            and indexed.is_outermost
+            and _CROSS_ENTROPY in self.request.losses
+        ):
+            self._change(_PLAIN, lambda: self._take_plain(indexed))
 
-        if outer is None:
-            self._change(_KNOWN, lambda: self.sites.extend(known_heads(graph)))
+    def known_heads(self, indexed: DynamoGraph) -> None:
+        """Marks the heads of other libraries."""
+        if indexed.is_outermost:
+            self._change(_KNOWN, lambda: self.sites.extend(known_heads(indexed.graph)))
 
-        if self.lazily is not None and outer is None and _LINEAR in self.losses:
-            lazily, replay = self.lazily, recognizer.replay
-            self._change(_LAZY, lambda: add_logits_without_loss(graph, replay, lazily))
+    def lazy_logits(self, indexed: DynamoGraph) -> None:
+        """Makes logits lazy that are returned without a loss."""
+        lazily = indexed.request.lazily
+        if lazily is not None and indexed.is_outermost and _LINEAR in self.request.losses:
+            self._change(
+                _LAZY,
+                lambda: add_logits_without_loss(indexed.graph, indexed.recognizer.replay, lazily),
+            )
 
     def _change(self, name: str, action: Callable[[], None]) -> None:
         """A step that looks for losses and changes the graph in turns."""
@@ -253,11 +253,9 @@ class _Rewriting:
 
         self.steps.run(name, change)
 
-    def _shared_logits(self, graph: Graph, options: Options) -> None:
-        """Takes heads whose logits several losses and metrics read."""
-        # Losses have become ops, of which the earlier replay knows nothing.
-        replay = Recognizer(graph).replay
-        for found in take_shared_logits(graph, replay, options, verify=self.verify):
+    def _take_shared(self, indexed: DynamoGraph) -> None:
+        request = indexed.request
+        for found in take_shared_logits(indexed.graph, indexed.recognizer.replay, request):
             marks = {site_of(reader) for reader in found.readers} - {None}
             if isinstance(found, Kept):
                 self.sites = [
@@ -269,13 +267,12 @@ class _Rewriting:
                     self.sites.append(Site("linear_row_statistics", "declined", reason, *where))
                 continue
             self._put_site("linear_row_statistics", found, marks)
-            if options.lazily is not None:
-                options.lazily.outputs += found.returned
+            if request.lazily is not None:
+                request.lazily.outputs += found.returned
 
-    def _plain_logits(self, graph: Graph) -> None:
-        """Has one call read the rows of logits of which an entropy is wanted."""
-        replay = Recognizer(graph).replay
-        for found in take_plain_logits(graph, replay, verify=self.verify):
+    def _take_plain(self, indexed: DynamoGraph) -> None:
+        replay = indexed.recognizer.replay
+        for found in take_plain_logits(indexed.graph, replay, indexed.request):
             marks = {site_of(reader) for reader in found.readers} - {None}
             if isinstance(found, Rewritten):
                 self._put_site("row_statistics", found, marks)
@@ -300,25 +297,26 @@ class _Rewriting:
                 self.run(body.graph, node.graph, node, inside)
 
     def _loss(
-        self, node: Node, recognizer: Recognizer, inside: str | None, lazily: Lazily | None
+        self, node: Node, recognizer: Recognizer, indexed: DynamoGraph
     ) -> tuple[Site, list[Node]] | None:
         """The site of a node's loss, if the node holds one, and the nodes that the loss takes."""
         refused: tuple[Site, list[Node]] | None = None
+        inside, request = indexed.inside, indexed.request
         for candidate in recognizer.candidates(node):
             found = candidate
-            if isinstance(found, Match) and inside is None and f"linear_{found.op}" in self.losses:
-                found = through_linear(
-                    found,
-                    recognizer.replay,
-                    _THROUGH_LINEAR[found.op],
-                    Options(self.prefer_memory, self.lowers, lazily),
-                )
+            if (
+                isinstance(found, Match)
+                and inside is None
+                and f"linear_{found.op}" in request.losses
+            ):
+                take = _THROUGH_LINEAR[found.op]
+                found = through_linear(found, recognizer.replay, take, request)
             if isinstance(found, Decline):
                 reason: str | None = found.reason
             else:
-                unwanted = None if found.op in self.losses else _NOT_CHOSEN
+                unwanted = None if found.op in request.losses else _NOT_CHOSEN
                 reason = inside or unwanted or left_out(found.root) or refusal(found)
-            if self.verify and reason is None:
+            if request.verify and reason is None:
                 assert isinstance(found, Match)
                 reason, note = compare(found)
                 found.notes += [note] if note else []
@@ -327,13 +325,51 @@ class _Rewriting:
                 site = _site(found, None, mark(found.root))
                 self.steps.changes()
                 replaced = found.replace()
-                if lazily is not None:
-                    lazily.outputs += found.returned
+                if request.lazily is not None:
+                    request.lazily.outputs += found.returned
                 return site, replaced
             if refused is None:
                 interior = found.interior if isinstance(found, Match) else []
                 refused = _site(found, reason, mark(found.root)), interior
         return refused
+
+
+class DynamoGraph(Indexed):
+    """A graph that Dynamo captured, with what several passes ask of it.
+
+    Attributes:
+        rewriting: of this graph and the graphs around it.
+        request: what is asked for this graph.
+        is_outermost: whether it is not that of a higher-order op.
+        inside: why no loss of it may be rewritten.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        rewriting: _Rewriting,
+        request: Request,
+        outer: Graph | None,
+        inside: str | None,
+    ) -> None:
+        super().__init__(graph)
+        self.rewriting, self.request = rewriting, request
+        self.is_outermost, self.inside = outer is None, inside
+
+    @property
+    def recognizer(self) -> Recognizer:
+        """Knows the graph as it is: losses that have become ops, too."""
+        return self.ask(Recognizer)
+
+
+_PIPELINE: Pipeline[DynamoGraph] = Pipeline(
+    REWRITE,
+    losses=lambda graph: graph.rewriting.losses(graph),
+    shared_logits=lambda graph: graph.rewriting.shared_logits(graph),
+    plain_logits=lambda graph: graph.rewriting.plain_logits(graph),
+    known_heads=lambda graph: graph.rewriting.known_heads(graph),
+    lazy_logits=lambda graph: graph.rewriting.lazy_logits(graph),
+)
 
 
 def _site(found: Match | Decline, reason: str | None, mark: int) -> Site:

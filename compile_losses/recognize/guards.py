@@ -12,7 +12,7 @@ from compile_losses import library
 from compile_losses.distributed import are_dtensors
 from compile_losses.graphs import ancestors
 from compile_losses.recognize.aten_replay import expanded_source
-from compile_losses.recognize.match import Match, example
+from compile_losses.recognize.match import UNASKED, Match, example
 from compile_losses.recognize.memory import memory_of, storage_of
 from compile_losses.recognize.symbolic_tensors import Value, examples, fake_mode
 from compile_losses.torch_internals.eager import is_functorch_wrapped_tensor
@@ -211,5 +211,11 @@ GUARDS: list[Callable[[Match], str | None]] = [
 
 
 def refusal(match: Match) -> str | None:
-    """The first guard's reason, or None when the match may be rewritten."""
-    return next((reason for guard in GUARDS if (reason := guard(match)) is not None), None)
+    """The first guard's reason, or None when the match may be rewritten.
+
+    The guards are asked once; whoever asks again gets the same answer.
+    """
+    if match.refusal is UNASKED:
+        reasons = (guard(match) for guard in GUARDS)
+        match.refusal = next((reason for reason in reasons if reason is not None), None)
+    return match.refusal

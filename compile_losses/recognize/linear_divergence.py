@@ -22,10 +22,11 @@ from compile_losses.recognize.logits import Logits, find_logits
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.returned_logits import lazy_outputs
 from compile_losses.recognize.symbolic_tensors import Value, has_gradient, whole
-from compile_losses.recognize.with_head import Options, check_gain, check_rows, loss_dtype
+from compile_losses.recognize.with_head import check_gain, check_rows, loss_dtype
+from compile_losses.request import Request
 
 
-def take_divergence(match: Match, replay: AtenReplay, options: Options) -> Match | None:
+def take_divergence(match: Match, replay: AtenReplay, request: Request) -> Match | None:
     """The match of a divergence with the layer of the student's logits, or with both layers."""
     reverse = _is_reverse(match)
     student, teacher = (1, 0) if reverse else (0, 1)
@@ -39,10 +40,10 @@ def take_divergence(match: Match, replay: AtenReplay, options: Options) -> Match
         raise NotAbsorbedError("only its second row of logits needs a gradient")
 
     def taken(of_teacher: Logits | None) -> Match:
-        _check_gain(match, logits, of_teacher, reverse, options)
-        check_rows(match, match.args[2], logits, options)
+        _check_gain(match, logits, of_teacher, reverse, request)
+        check_rows(match, match.args[2], logits, request)
         found = _match(match, logits, of_teacher, reverse)
-        found.returned = lazy_outputs(logits.head, logits.outputs, replay, options.lazily)
+        found.returned = lazy_outputs(logits.head, logits.outputs, replay, request.lazily)
         found.notes = [*found.notes, *["the logits are returned lazily"] * bool(found.returned)]
         return found
 
@@ -68,7 +69,7 @@ def take_divergence(match: Match, replay: AtenReplay, options: Options) -> Match
 
 
 def _check_gain(
-    match: Match, logits: Logits, of_teacher: Logits | None, reverse: bool, options: Options
+    match: Match, logits: Logits, of_teacher: Logits | None, reverse: bool, request: Request
 ) -> None:
     given = match.args[0 if reverse else 1]
     beside = tensors_beside(
@@ -79,7 +80,7 @@ def _check_gain(
         reverse=reverse,
         gradient=_is_trained(match),
     )
-    check_gain(match, logits, options, beside)
+    check_gain(match, logits, request, beside)
 
 
 def _is_reverse(match: Match) -> bool:

@@ -23,6 +23,9 @@ from compile_losses.recognize.symbolic_tensors import (
 )
 from compile_losses.torch_internals.ops import OpOverload
 
+#: In the place of a refusal: nobody has asked for it.
+UNASKED = "nobody has asked the guards"
+
 
 @dataclass
 class Match:
@@ -40,6 +43,8 @@ class Match:
         steps: functions, each with further arguments, that make the root of the op's result.
         notes: further remarks for the report.
         returned: the outputs of the graph that have to become lazy.
+        refusal: why it may not be rewritten, once the guards have been asked; see
+            :func:`compile_losses.recognize.guards.refusal`.
     """
 
     root: Node
@@ -52,6 +57,7 @@ class Match:
     notes: list[str] = field(default_factory=list)
     returned: list[LazyOutput] = field(default_factory=list)
     detached: list[Node] = field(default_factory=list)
+    refusal: str | None = field(default=UNASKED, init=False, compare=False)
 
     @property
     def overload(self) -> OpOverload[..., Any]:

@@ -61,7 +61,7 @@ from compile_losses.recognize.symbolic_tensors import (
     fake_mode,
     whole,
 )
-from compile_losses.recognize.with_head import Options
+from compile_losses.request import Request
 from compile_losses.sites import in_words
 from compile_losses.torch_internals.ops import tree_leaves
 from compile_losses.torch_internals.tensors import size_hint
@@ -73,7 +73,7 @@ _SUMS = ("sum", "dot", "entropy")
 
 
 def take_plain_logits(
-    graph: Graph, replay: AtenReplay, *, verify: bool
+    graph: Graph, replay: AtenReplay, request: Request
 ) -> Iterator[Rewritten | Kept]:
     """Has one call compute what is read of logits' rows, if an entropy is.
 
@@ -95,7 +95,7 @@ def take_plain_logits(
         ]
         try:
             _check_size(example(node))
-            yield _Taking(shared, replay, Options(), verify=verify).run()
+            yield _Taking(shared, replay, request).run()
         except NotAbsorbedError as error:
             yield Kept(own, str(error))
 
@@ -159,10 +159,8 @@ class _Taking(Taking):
 
     op, layer, differentiable = "row_statistics_forward", "", 4
 
-    def __init__(
-        self, shared: Shared, replay: AtenReplay, options: Options, *, verify: bool
-    ) -> None:
-        super().__init__(shared, replay, options, verify=verify)
+    def __init__(self, shared: Shared, replay: AtenReplay, request: Request) -> None:
+        super().__init__(shared, replay, request)
         #: The nodes that lead to the readers.
         self.interior: set[Node] = set()
         shared.outputs = []

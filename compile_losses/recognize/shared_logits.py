@@ -70,7 +70,8 @@ from compile_losses.recognize.symbolic_tensors import (
     sources,
 )
 from compile_losses.recognize.verify import verify as compare
-from compile_losses.recognize.with_head import Options, check_gain, check_rows, rows_of
+from compile_losses.recognize.with_head import check_gain, check_rows, rows_of
+from compile_losses.request import Request
 from compile_losses.sites import in_words, left_out
 from compile_losses.torch_internals.ops import schema_of
 
@@ -149,7 +150,7 @@ def _kept(shared: Shared, reason: str) -> Kept:
 
 
 def take_shared_logits(
-    graph: Graph, replay: AtenReplay, options: Options, *, verify: bool
+    graph: Graph, replay: AtenReplay, request: Request
 ) -> Iterator[Rewritten | Kept]:
     """Replaces every head whose output several readers share.
 
@@ -161,7 +162,7 @@ def take_shared_logits(
             head = find_head(node)
         except NotAbsorbedError:
             continue
-        if head is None or not _is_worthwhile(head, options):
+        if head is None or not _is_worthwhile(head, request):
             continue
         shared = _shared(head, replay)
         if shared is None:
@@ -170,12 +171,12 @@ def take_shared_logits(
             yield shared
             continue
         try:
-            yield Taking(shared, replay, options, verify=verify).run()
+            yield Taking(shared, replay, request).run()
         except NotAbsorbedError as error:
             yield _kept(shared, str(error))
 
 
-def _is_worthwhile(head: Head, options: Options) -> bool:
+def _is_worthwhile(head: Head, request: Request) -> bool:
     """Whether a layer has so many classes and rows that chunks of its output save memory."""
     output = example(head.node)
     if not isinstance(output, Tensor) or output.dim() == 0 or are_dtensors(output):
@@ -184,7 +185,7 @@ def _is_worthwhile(head: Head, options: Options) -> bool:
         return False
     logits = Logits(head, [], head.input, head.weight, head.bias, output.dim() - 1)
     try:
-        check_gain(Match(head.node, _OP, ()), logits, options)
+        check_gain(Match(head.node, _OP, ()), logits, request)
     except NotAbsorbedError:
         return False
     return True
@@ -271,11 +272,8 @@ class Taking:
     layer = "a linear layer"
     differentiable = DIFFERENTIABLE
 
-    def __init__(
-        self, shared: Shared, replay: AtenReplay, options: Options, *, verify: bool
-    ) -> None:
-        self.shared, self.replay, self.options = shared, replay, options
-        self.verify = verify
+    def __init__(self, shared: Shared, replay: AtenReplay, request: Request) -> None:
+        self.shared, self.replay, self.request = shared, replay, request
         #: The layer of a teacher's logits, if these are computed with the student's.
         self.of_teacher: Logits | None = None
         #: For each reader the ops that make its rows of the op's rows, which have this shape.
@@ -319,7 +317,7 @@ class Taking:
             batches[reader] = None if batch is None else _size_of(batch, needed)
             match = self._match(reader, reading, args, sizes[reader], batches[reader])
             reason = refusal(match)
-            if reason is None and self.verify:
+            if reason is None and self.request.verify:
                 reason, _ = compare(match)
             if reason is not None:
                 raise NotAbsorbedError(f"{in_words(reader)}: {reason}")
@@ -328,7 +326,7 @@ class Taking:
         if reason is not None:
             raise NotAbsorbedError(reason)
         outputs = self.shared.outputs
-        returned = lazy_outputs(self.shared.head, outputs, self.replay, self.options.lazily)
+        returned = lazy_outputs(self.shared.head, outputs, self.replay, self.request.lazily)
         return self._replace(place, args, sizes, batches, logits, returned, notes)
 
     def _arguments(self, logits: Logits) -> tuple[tuple[Any, ...], list[str]]:
@@ -363,8 +361,8 @@ class Taking:
 
     def _check(self, match: Match, logits: Logits) -> None:
         """Checks that the op saves memory and is no slower, and that nothing needs the logits."""
-        check_gain(match, logits, self.options, self.beside)
-        check_rows(match, REDUCTIONS["none"], logits, self.options)
+        check_gain(match, logits, self.request, self.beside)
+        check_rows(match, REDUCTIONS["none"], logits, self.request)
         self._check_closed()
 
     def _join_loops(self) -> None:

@@ -19,7 +19,6 @@ from torch.fx import Node
 from compile_losses.recognize.match import Match
 from compile_losses.recognize.small_sizes import NoSizeError, Sizes
 from compile_losses.recognize.symbolic_tensors import Size, Value, example
-from compile_losses.switches import is_set
 from compile_losses.torch_internals.eager import no_modes
 from compile_losses.torch_internals.ops import given_arguments, tree_leaves, tree_map
 
@@ -33,11 +32,6 @@ _MOST_ELEMENTS = 2**22
 
 class _NotVerifiableError(Exception):
     """The original can't be evaluated here; the message says why."""
-
-
-def verify_by_default() -> bool:
-    """Whether the environment asks for it: COMPILE_LOSSES_VERIFY=1."""
-    return is_set("COMPILE_LOSSES_VERIFY")
 
 
 def verify(match: Match) -> tuple[str | None, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -18,8 +17,9 @@ from compile_losses.recognize.guards import refusal
 from compile_losses.recognize.head import NotAbsorbedError, computed
 from compile_losses.recognize.logits import Logits, OutsideError, find_logits
 from compile_losses.recognize.match import Match, example
-from compile_losses.recognize.returned_logits import Lazily, lazy_outputs
-from compile_losses.switches import LAZY_LOGITS, PREFER_MEMORY, how_to_set, is_set
+from compile_losses.recognize.returned_logits import lazy_outputs
+from compile_losses.request import Request
+from compile_losses.switches import LAZY_LOGITS, PREFER_MEMORY, how_to_set
 from compile_losses.torch_internals.tensors import shard_of, size_hint
 
 #: What a reason begins with if a loss could not be taken along with its layer.
@@ -32,33 +32,11 @@ LARGEST_CHUNK = 0.51
 COPIED_WEIGHTS = 4
 
 
-def prefer_memory_by_default() -> bool:
-    """Whether the environment asks for it: COMPILE_LOSSES_PREFER_MEMORY=1."""
-    return is_set("COMPILE_LOSSES_PREFER_MEMORY")
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a loss may be taken through its layer.
-
-    Attributes:
-        prefer_memory: whether to take it also if the op saves memory but may be slower.
-        lowers: whether ``lower.plan`` will work on the graph. It moves gradients by row into the
-            forward if it can, and else has the logits computed as torch does.
-        lazily: a request to return the layer's arguments in the place of logits; None if nobody
-            asked.
-    """
-
-    prefer_memory: bool = False
-    lowers: bool = False
-    lazily: Lazily | None = None
-
-
 #: From the match of a loss to the match of the loss and its layer; None if there is no layer.
-Take: TypeAlias = Callable[[Match, AtenReplay, Options], Match | None]
+Take: TypeAlias = Callable[[Match, AtenReplay, Request], Match | None]
 
 
-def through_linear(match: Match, replay: AtenReplay, take: Take, options: Options) -> Match:
+def through_linear(match: Match, replay: AtenReplay, take: Take, request: Request) -> Match:
     """A match of a loss, taken back through the linear layer that makes its logits.
 
     Args:
@@ -71,7 +49,7 @@ def through_linear(match: Match, replay: AtenReplay, take: Take, options: Option
     if refusal(match) is not None:
         return match
     try:
-        found = take(match, replay, options)
+        found = take(match, replay, request)
         if found is None:
             return match
         reason = refusal(found)
@@ -79,7 +57,7 @@ def through_linear(match: Match, replay: AtenReplay, take: Take, options: Option
             return found
     except OutsideError as error:
         reason = str(error)
-        if options.lazily is None or not options.lazily.crosses:
+        if request.lazily is None or not request.lazily.crosses:
             reason += f": {how_to_set(LAZY_LOGITS)} takes them along, if a compiled layer made them"
     except NotAbsorbedError as error:
         reason = str(error)
@@ -87,7 +65,7 @@ def through_linear(match: Match, replay: AtenReplay, take: Take, options: Option
     return match
 
 
-def take_cross_entropy(match: Match, replay: AtenReplay, options: Options) -> Match | None:
+def take_cross_entropy(match: Match, replay: AtenReplay, request: Request) -> Match | None:
     """The match of cross entropy and its layer; None if there is no layer."""
     logits = find_logits(match, replay)
     if logits is None:
@@ -95,13 +73,13 @@ def take_cross_entropy(match: Match, replay: AtenReplay, options: Options) -> Ma
     target = example(match.args[1])
     if not isinstance(target, Tensor) or target.is_floating_point():
         raise NotAbsorbedError("the target is not class indices")
-    check_gain(match, logits, options)
-    check_rows(match, match.args[3], logits, options)
-    returned = lazy_outputs(logits.head, logits.outputs, replay, options.lazily)
+    check_gain(match, logits, request)
+    check_rows(match, match.args[3], logits, request)
+    returned = lazy_outputs(logits.head, logits.outputs, replay, request.lazily)
     return _match(match, logits, returned)
 
 
-def check_gain(match: Match, logits: Logits, options: Options, beside: float = 0) -> None:
+def check_gain(match: Match, logits: Logits, request: Request, beside: float = 0) -> None:
     """Checks that a chunk holds about half of what all logits would take, or less.
 
     Linear layer and loss together take more launches than a kernel over the logits of one product.
@@ -123,7 +101,7 @@ def check_gain(match: Match, logits: Logits, options: Options, beside: float = 0
         raise NotAbsorbedError("its sizes are not known")
     chunk = chunk_rows(picked, hidden, classes, output.dtype, output.device, beside=beside)
     held = held_rows(chunk, output.device, beside) / (1 + beside)  # of each tensor
-    if held > (1 if options.prefer_memory else LARGEST_CHUNK) * made or chunk == made:
+    if held > (1 if request.prefer_memory else LARGEST_CHUNK) * made or chunk == made:
         row = classes * output.dtype.itemsize / 2**20
         told = f"its {made * row:.1f} MiB of logits are one chunk: nothing is saved"
         if chunk < made:
@@ -138,13 +116,13 @@ def check_gain(match: Match, logits: Logits, options: Options, beside: float = 0
         )
 
 
-def check_rows(match: Match, reduction: int, logits: Logits, options: Options) -> None:
+def check_rows(match: Match, reduction: int, logits: Logits, request: Request) -> None:
     """Checks that an unreduced loss with a gradient is lowered, or may compute its logits twice."""
     if not example(match.root).requires_grad or reduction != REDUCTIONS["none"]:
         return
-    if options.prefer_memory:
+    if request.prefer_memory:
         return
-    if not options.lowers or are_dtensors(logits.input.fake) or are_dtensors(logits.weight.fake):
+    if not request.lowers or are_dtensors(logits.input.fake) or are_dtensors(logits.weight.fake):
         raise NotAbsorbedError("the gradients of an unreduced loss would need the logits twice")
     if logits.copies_weight:
         raise NotAbsorbedError(

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from compile_losses.graphs import ancestors
+from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import behind_views
 from compile_losses.lower.known_factors import is_one_number
-from compile_losses.lower.node_relations import depends_on_tangents, graph_outputs
 from compile_losses.ops.checks import CASTS
 from compile_losses.torch_internals.graphs import is_tangent
 
@@ -82,18 +82,11 @@ def scalar_tangents(graph: Graph) -> list[Node]:
     return [n for n in placeholders if is_tangent(n) and is_one_number(n)]
 
 
-def find_parts(graph: Graph) -> list[Part]:
+def find_parts(graph: AtenGraph) -> list[Part]:
     """The part of each tangent of one number that has a gradient of more."""
-    tangents = scalar_tangents(graph)
-    backward = depends_on_tangents(graph) if tangents else set()
-    parts = (_part(tangent, backward) for tangent in tangents)
+    tangents = scalar_tangents(graph.graph)
+    parts = (_part(tangent, graph.backward) for tangent in tangents)
     return [part for part in parts if part.gradients]
-
-
-def forward_outputs(graph: Graph) -> list[Node]:
-    """The nodes that the forward returns."""
-    backward = depends_on_tangents(graph)
-    return [node for node in graph_outputs(graph) if node not in backward]
 
 
 def linear_part(tangent: Node, backward: set[Node], *, of_rows: bool = False) -> list[Node]:

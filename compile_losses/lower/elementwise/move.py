@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from compile_losses.graphs import (
     ancestors,
@@ -21,9 +21,10 @@ from compile_losses.graphs import (
     replace_uses,
     retrace_views,
 )
+from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import Cost, buffers_read, nbytes_of
-from compile_losses.lower.decision import Decision, log
-from compile_losses.lower.elementwise.find import Part, find_parts, forward_outputs
+from compile_losses.lower.decision import Decision
+from compile_losses.lower.elementwise.find import Part, find_parts
 from compile_losses.lower.elementwise.refuse import (
     is_materialised,
     pays,
@@ -40,26 +41,24 @@ aten = torch.ops.aten
 fused = torch.ops.fused
 
 
-def move_gradients(graph: Graph) -> list[Decision]:
+def move_gradients(graph: AtenGraph) -> None:
     """Moves each gradient of an elementwise loss that may move; says of each loss whether."""
-    decisions = []
     overwrites: bool | None = None
-    for part in find_parts(graph):
+    for part in find_parts(graph) if graph.request.elementwise else ():
         gradients = [g for g in part.gradients if is_materialised(g) and pays(g)]
-        loss = _loss_of(part.of(gradients)) if gradients else None
+        loss = _loss_of(part.of(gradients), graph) if gradients else None
         if loss is None:
             continue
         if overwrites is None:  # before anything is moved
             overwrites = overwrites_buffers(graph)
-        decision = _decide(part, gradients, loss, overwrites)
-        if decision is None:
-            continue
-        log.debug("%s", decision)
-        decisions.append(decision)
-    return decisions
+        decision = _decide(graph, part, gradients, loss, overwrites)
+        if decision is not None:
+            graph.decisions.append(decision)
 
 
-def _decide(part: Part, gradients: Sequence[Node], loss: Node, overwrites: bool) -> Decision | None:
+def _decide(
+    graph: AtenGraph, part: Part, gradients: Sequence[Node], loss: Node, overwrites: bool
+) -> Decision | None:
     """Moves gradients of a part, or says why not; None if the part has no loss of elements."""
     moved = part.of(gradients)
     values: list[Tensor] = [gradient.meta["val"] for gradient in gradients]
@@ -67,7 +66,8 @@ def _decide(part: Part, gradients: Sequence[Node], loss: Node, overwrites: bool)
     if not sums:
         return None
     nodes = [loss] if isinstance(sums, str) else [loss, *(found.node for found in sums)]
-    rows: Rows | str | None = refusal(moved, nodes, overwrites) or refusal_to_share(moved, part)
+    reason = refusal(graph, moved, nodes, overwrites) or refusal_to_share(graph, moved, part)
+    rows: Rows | str | None = reason
     if rows is None:
         rows = sums if isinstance(sums, str) else rows_to_keep(sums, moved)
     if isinstance(sums, str) or isinstance(rows, str):
@@ -87,7 +87,7 @@ def _trace(nodes: Iterable[Node]) -> str:
     return next((t for node in nodes if (t := node.meta.get("stack_trace"))), "")
 
 
-def _loss_of(part: Part) -> Node | None:
+def _loss_of(part: Part, graph: AtenGraph) -> Node | None:
     """The number that the forward returns and that shares sources with the part's operands. Of
     several numbers it is the one with most of the operands among its sources, and then the first
     without a gradient in the forward."""
@@ -95,7 +95,7 @@ def _loss_of(part: Part) -> Node | None:
     operands = set(part.operands)
     inputs = {node for node in ancestors(operands) if node.op == "placeholder"}
     found: dict[Node, tuple[int, bool]] = {}
-    for node in forward_outputs(part.tangent.graph):
+    for node in graph.forward_outputs:
         if node.op != "call_function" or not is_one_number(node):
             continue
         value: Tensor = node.meta["val"]
@@ -154,7 +154,7 @@ def _copy_in_the_forward(part: Part, loss: Node, rows: Rows | None) -> list[Node
     return units
 
 
-def drop_markers(graph: Graph) -> None:
+def drop_markers(graph: AtenGraph) -> None:
     """Replaces each marker by its arguments, in a graph of a forward alone."""
-    for node in graph.find_nodes(op="call_function", target=fused.keep_gradient.default):
+    for node in graph.graph.find_nodes(op="call_function", target=fused.keep_gradient.default):
         replace(node, node.args)

@@ -10,8 +10,9 @@ from torch.fx import Graph, Node
 
 from compile_losses.device_constants import constants_of
 from compile_losses.graphs import ancestors, is_view
+from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import MATMULS, buffers_read, nbytes_of
-from compile_losses.lower.elementwise.find import Part, forward_outputs
+from compile_losses.lower.elementwise.find import Part
 from compile_losses.lower.gradient_in_forward import is_returned
 from compile_losses.lower.node_relations import is_generated, readers_of, storage_of
 from compile_losses.ops.checks import CASTS
@@ -43,7 +44,7 @@ def pays(gradient: Node) -> bool:
     return has_kernel("fused::scale_", key)
 
 
-def refusal(part: Part, losses: Iterable[Node], overwrites: bool) -> str | None:
+def refusal(graph: AtenGraph, part: Part, losses: Iterable[Node], overwrites: bool) -> str | None:
     """Why the gradients of a part stay in the backward, or None; see overwrites_buffers.
 
     Args:
@@ -59,10 +60,10 @@ def refusal(part: Part, losses: Iterable[Node], overwrites: bool) -> str | None:
     if activation_memory_budget() < 1:
         return "with an activation memory budget, for which the forward may run twice"
     cone = set(ancestors(part.operands))
-    backward = cone - set(ancestors(forward_outputs(part.tangent.graph)))
+    backward = cone - set(ancestors(graph.forward_outputs))
     if any(draws_random_numbers(node.target) for node in backward):
         return "random numbers are drawn in the backward"
-    if _is_written(part.tangent.graph, cone):
+    if _is_written(graph.graph, cone):
         return "an operand is changed in place"
     if (reduction := _reduction_before(part)) is not None:
         return f"its operands are computed by {reduction.name} in the same loop"
@@ -73,15 +74,14 @@ def refusal(part: Part, losses: Iterable[Node], overwrites: bool) -> str | None:
     return None
 
 
-def refusal_to_share(moved: Part, whole: Part) -> str | None:
+def refusal_to_share(graph: AtenGraph, moved: Part, whole: Part) -> str | None:
     """Why moving some gradients of a part would take more reads or memory than torch does."""
     ops = get_default_op_list()
     read = buffers_read(moved.nodes, ops)
     written = sum(nbytes_of(gradient.meta["val"]) for gradient in moved.gradients)
     if written > sum(read.values()):
         return "the gradients take more memory than what they are computed from"
-    graph = moved.tangent.graph
-    held = [*graph.find_nodes(op="placeholder"), *forward_outputs(graph)]
+    held = [*graph.graph.find_nodes(op="placeholder"), *graph.forward_outputs]
     if not read.keys() <= set(map(storage_of, held)):
         return "torch writes the gradient over what it is computed from, which the forward made"
     others = whole.of(gradient for gradient in whole.gradients if gradient not in moved.gradients)
