@@ -18,6 +18,13 @@ ROWS, HIDDEN, CLASSES = 45, 24, 37
 pytestmark = pytest.mark.usefixtures("chunks")
 
 
+@pytest.fixture(autouse=True)
+def as_in_a_new_process(monkeypatch):
+    """In which no entropy had a gradient yet."""
+    formulas = linear_row_statistics.leaves.formulas
+    monkeypatch.setattr(formulas, "others_had_gradients", False)
+
+
 def problem(dtype=torch.float64, device="cpu"):
     generator = torch.Generator().manual_seed(0)
 
@@ -200,9 +207,8 @@ def test_other_gradients(ours, torchs, which, gradients_added):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
-def test_an_entropy_in_the_loss(monkeypatch, gradients_added):
+def test_an_entropy_in_the_loss(gradients_added):
     """From the first gradient of an entropy on, none of log-probabilities is computed in vain."""
-    monkeypatch.setattr(linear_row_statistics, "_others_had_gradients", False)
     input, weight, bias, target, factors = problem()
 
     def total(log_probs, entropy):

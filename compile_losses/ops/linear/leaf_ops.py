@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from compile_losses import library
-from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.ops.checks import REDUCTIONS, accumulation_type
 from compile_losses.ops.linear.reference import autocast_off
-from compile_losses.ops.linear.row_chunks import Problem, RowChunks
+from compile_losses.ops.linear.row_chunks import Problem, RowChunks, Several
 from compile_losses.ops.linear.unit_gradients import (
     NO_MORE,
     check_unit,
@@ -43,36 +43,171 @@ from compile_losses.torch_internals.eager import (
     is_legacy_batchedtensor,
     retains_graph,
 )
-from compile_losses.torch_internals.ops import OpOverload
+from compile_losses.torch_internals.ops import OpOverload, schema_of
 
 NEEDS = "bool needs_grad_input, bool needs_grad_linear_weight, bool needs_grad_linear_bias"
 
 
+#: Places of the arguments with gradients.
+_LAYER = (0, 1, 3)
+
+
 @dataclass(frozen=True)
 class Leaves:
-    """The leaf ops that a public op calls, with positional arguments."""
+    """The leaf ops of a loss, which take positional arguments.
+
+    Attributes:
+        with_grad: None for a loss with several results.
+    """
 
     forward: OpOverload[..., Any]
-    with_grad: OpOverload[..., Any]
+    backward: OpOverload[..., Any]
     rows_with_grad: OpOverload[..., Any]
+    formulas: _Autograd
+    with_grad: Any = None
 
     def __call__(self, arguments: tuple[Any, ...], *, by_row: bool) -> Tensor:
-        """The loss of these arguments, computed with its gradients if that can be.
+        """The loss of these arguments, with its gradients if they can be computed with it.
 
         Args:
             by_row: whether the reduction is none.
         """
-        input, linear_weight, _, linear_bias, *_ = arguments
         if by_row:
-            if not has_unit_gradients(input, linear_weight, linear_bias):
-                return self.forward(*arguments)
-            loss, *_ = self.rows_with_grad(*arguments, True, False, False, unit_function(), [])
+            loss: Tensor = self.of_rows(arguments)
             return loss
-        needs = [t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)]
+        input = arguments[0]
+        needs = [t is not None and t.requires_grad for t in map(arguments.__getitem__, _LAYER)]
         if not (torch.is_grad_enabled() and any(needs)) or input.dtype == torch.float16:
             return self.forward(*arguments)
         loss, *_ = self.with_grad(*arguments, *needs)
         return loss
+
+    def of_rows(self, arguments: tuple[Any, ...], *, has_first: bool = True) -> Any:
+        """The result, or the results, for each row, with the gradient of the first result if that
+        can be computed with them.
+
+        Args:
+            has_first: whether the first result was asked for, and most likely no other has a
+                gradient.
+        """
+        first = has_first and not self.formulas.others_had_gradients
+        if not first or not has_unit_gradients(*map(arguments.__getitem__, _LAYER)):
+            return self.forward(*arguments)
+        found = self.rows_with_grad(*arguments, True, False, False, self.formulas.unit, [])
+        results = tuple(found[: -len(_LAYER)])
+        return results if self.with_grad is None else results[0]
+
+
+@dataclass
+class _Autograd:
+    """What the autograd formulas of a loss's leaf ops share.
+
+    Attributes:
+        count, tensors: how many arguments they share, and how many of these are tensors.
+        results: how many results have gradients.
+        backward: the op.
+        reference: the loss in torch's own ops, or those results of which there are several.
+        unit: the text of the row function of gradients that are computed in eager code.
+        others_had_gradients: whether a gradient ever came to another result than the first of such
+            a call, as to an entropy that is a part of the loss. Then a gradient of the first alone
+            would be computed in vain.
+    """
+
+    count: int
+    tensors: int
+    results: int
+    backward: OpOverload[..., Any]
+    reference: Callable[..., Any]
+    unit: str
+    others_had_gradients: bool = False
+
+    def save(self, ctx: Any, arguments: tuple[Any, ...], *more: Tensor | None) -> None:
+        # Otherwise an output without a gradient would get one of zeros, as large as a weight.
+        ctx.set_materialize_grads(False)
+        ctx.options = arguments[self.tensors :]
+        ctx.save_for_backward(*arguments[: self.tensors], *more)
+
+    def in_place_of_arguments(self, gradients: Any, needs: Any) -> tuple[Tensor | None, ...]:
+        """Gradients of input, linear_weight and linear_bias, in the order of the arguments."""
+        found: list[Tensor | None] = [None] * self.count
+        for place, gradient, needed in zip(_LAYER, gradients, needs, strict=True):
+            found[place] = gradient if needed else None
+        return tuple(found)
+
+    def setup_forward(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        self.save(ctx, inputs)
+        if not isinstance(output, Tensor):
+            ctx.mark_non_differentiable(*output[self.results :])
+
+    def forward_vjp(self, ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = gradients[: self.results]
+        if all(gradient is None for gradient in given):
+            return (None,) * self.count
+        needs = [ctx.needs_input_grad[place] for place in _LAYER]
+        found = self.backward(*given, *ctx.saved_tensors, *ctx.options, *needs)
+        return self.in_place_of_arguments(found, needs)
+
+    def setup_rows(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        arguments, needs, text = inputs[: self.count], inputs[self.count : -2], inputs[-2]
+        check_unit(schema_of(self.backward).name, needs, text, self.unit)
+        ctx.mark_non_differentiable(*output[self.results :])
+        self.save(ctx, arguments, output[-len(_LAYER)])
+
+    def rows_vjp(self, ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        first, *others = gradients[: self.results]
+        # Unpacking compares versions: the inputs must not have changed since.
+        *tensors, unit = ctx.saved_tensors
+        needs = (True, False, False)
+        if any(gradient is not None for gradient in others):
+            self.others_had_gradients = True
+        elif first is None:
+            return (*(None,) * self.count, *NO_MORE)
+        elif not torch.is_grad_enabled():
+            overwrites = _are_ours_to_overwrite((unit,), first)
+            found = (scaled_by_row(unit, first, overwrites=overwrites), None, None)
+            return (*self.in_place_of_arguments(found, needs), *NO_MORE)
+        found = self.backward(first, *others, *tensors, *ctx.options, *needs)
+        return (*self.in_place_of_arguments(found, needs), *NO_MORE)
+
+    def setup_backward(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        gradients, arguments = inputs[: self.results], inputs[self.results : -3]
+        ctx.needs = inputs[-3:]
+        unneeded = [g for g, needed in zip(output, ctx.needs, strict=True) if not needed]
+        ctx.mark_non_differentiable(*unneeded)
+        self.save(ctx, arguments, *gradients)
+
+    def backward_vjp(self, ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        """By torch's formulas, for the sum of the results times their gradients."""
+        wanted = [c if needed else None for c, needed in zip(cotangents, ctx.needs, strict=True)]
+        if all(cotangent is None for cotangent in wanted):
+            return (None,) * (self.results + self.count + len(_LAYER))
+        tensors, gradients = ctx.saved_tensors[: self.tensors], ctx.saved_tensors[self.tensors :]
+        given = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        places = [place for place in _LAYER if tensors[place] is not None]
+
+        def total(*roots: Tensor) -> Tensor:
+            factors, own = roots[: len(given)], dict(zip(places, roots[len(given) :], strict=True))
+            arguments = [own.get(place, tensor) for place, tensor in enumerate(tensors)]
+            found = self.reference(*arguments, *ctx.options)
+            found = (found,) if isinstance(found, Tensor) else found
+            products = [
+                (found[place] * factor).sum()
+                for place, factor in zip(given, factors, strict=True)
+                if found[place] is not None
+            ]
+            return torch.stack(products).sum()
+
+        roots = [*(gradients[place] for place in given), *(tensors[place] for place in places)]
+        one = tensors[0].new_ones((), dtype=accumulation_type(tensors[0].dtype))
+        with autocast_off(tensors[0]):
+            none = [None] * len(given)
+            _, *products = double_backward(total, one, roots, none + wanted[: len(places)])
+        of_gradients: list[Tensor | None] = [None] * self.results
+        for place, product in zip(given, products, strict=False):
+            of_gradients[place] = product
+        of_layer = [*products[len(given) :], *[None] * (len(_LAYER) - len(places))]
+        every = (True,) * len(_LAYER)
+        return *of_gradients, *self.in_place_of_arguments(of_layer, every), None, None, None
 
 
 def declare_leaves(
@@ -81,102 +216,107 @@ def declare_leaves(
     *,
     problem: Callable[..., Problem],
     check: Callable[..., None],
-    reference: Callable[..., Tensor],
+    reference: Callable[..., Any],
+    several: Several | None = None,
 ) -> Leaves:
     """Declares the leaf ops of the loss ``name``.
 
     Args:
-        arguments: of all of them, as their schemas spell them: tensors, then the reduction and
-            other options, the last of which is the loss's dtype.
+        arguments: of all of them, as their schemas spell them: tensors, then options. If the loss
+            has one result, these are the reduction and others, the last of which is its dtype.
         problem: their kernels' problem, from these arguments and a grad_output.
         check: raises for bad arguments.
-        reference: the loss in torch's own ops, of these arguments.
+        reference: the loss in torch's own ops, of these arguments; or its results with gradients,
+            None for one that nobody asked for.
+        several: the results; by default there is one.
     """
     count, tensors = arguments.count(",") + 1, arguments.count("Tensor")
-    nothing = (None,) * count
-    forward = library.define(f"{name}_forward({arguments}) -> Tensor")
-    backward = library.define(
-        f"{name}_backward(Tensor grad_output, {arguments}, {NEEDS}) -> (Tensor, Tensor, Tensor)"
+    results, gradients = "Tensor", "Tensor grad_output"
+    if several is not None:
+        results = ", ".join(["Tensor"] * several.count)
+        gradients = ", ".join(f"Tensor? {gradient}" for gradient in several.gradients)
+    forward = library.define(
+        f"{name}_forward({arguments}) -> {results if several is None else f'({results})'}"
     )
-    with_grad = library.define(
-        f"{name}_with_grad({arguments}, {NEEDS}, Tensor? grad_output=None) "
-        "-> (Tensor, Tensor, Tensor, Tensor)"
+    backward = library.define(
+        f"{name}_backward({gradients}, {arguments}, {NEEDS}) -> (Tensor, Tensor, Tensor)"
     )
     rows_with_grad = library.define(
         f"{name}_rows_with_grad({arguments}, {NEEDS}, str row_function, Tensor[] known) "
-        "-> (Tensor, Tensor, Tensor, Tensor)"
+        f"-> ({results}, Tensor, Tensor, Tensor)"
     )
-    chunks = RowChunks(name, count, tensors, problem)
-    library.implement(forward, chunks.forward, "CompositeExplicitAutograd")
-    library.implement(backward, chunks.backward, "CompositeExplicitAutograd")
-    library.implement(with_grad, chunks.with_grad, "CompositeExplicitAutograd")
-    library.implement(rows_with_grad, chunks.rows_with_grad, "CompositeExplicitAutograd")
+    chunks = RowChunks(name, count, tensors, problem, several)
 
-    def forward_fake(*arguments: Any) -> Tensor:
+    def forward_fake(*arguments: Any) -> Any:
         check(*arguments)
+        if several is not None:
+            return several.fake(*arguments)
         input, *_, dtype = arguments
         each = arguments[tensors] == REDUCTIONS["none"]
         return input.new_empty(input.shape[:1] if each else (), dtype=dtype)
 
-    def backward_fake(grad_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        forward_fake(*rest[:count])
-        return gradients_fake(rest[:count], rest[count:])
+    def backward_fake(*rest: Any) -> tuple[Tensor, ...]:
+        forward_fake(*rest[-count - 3 : -3])
+        return gradients_fake(rest[-count - 3 : -3], rest[-3:])
 
     def with_grad_fake(*rest: Any) -> tuple[Tensor, ...]:
         arguments, needs = rest[:count], rest[count : count + 3]
-        return forward_fake(*arguments), *gradients_fake(arguments, needs)
+        found = forward_fake(*arguments)
+        found = (found,) if several is None else found
+        return *found, *gradients_fake(arguments, needs)
 
-    library.register_fake(forward, forward_fake)
-    library.register_fake(backward, backward_fake)
+    for op, kernel, fake in (
+        (forward, chunks.forward, forward_fake),
+        (backward, chunks.backward, backward_fake),
+        (rows_with_grad, chunks.rows_with_grad, with_grad_fake),
+    ):
+        library.implement(op, kernel, "CompositeExplicitAutograd")
+        library.register_fake(op, fake)
+    computed, with_gradients = 1, 1
+    if several is not None:
+        computed, with_gradients = several.count, len(several.gradients)
+    unit = unit_function(computed, with_gradients)
+    formulas = _Autograd(count, tensors, with_gradients, backward, reference, unit)
+    library.register_autograd(rows_with_grad, formulas.rows_vjp, formulas.setup_rows)
+    library.register_autograd(forward, formulas.forward_vjp, formulas.setup_forward)
+    library.register_autograd(backward, formulas.backward_vjp, formulas.setup_backward)
+    if several is not None:
+        return Leaves(forward, backward, rows_with_grad, formulas)
+    with_grad = library.define(
+        f"{name}_with_grad({arguments}, {NEEDS}, Tensor? grad_output=None) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    )
+    library.implement(with_grad, chunks.with_grad, "CompositeExplicitAutograd")
     library.register_fake(with_grad, with_grad_fake)
-    library.register_fake(rows_with_grad, with_grad_fake)
+    _differentiate_with_grad(with_grad, formulas)
+    return Leaves(forward, backward, rows_with_grad, formulas, with_grad)
 
-    def save(ctx: Any, arguments: tuple[Any, ...], *more: Tensor) -> None:
-        # Otherwise an output without a gradient would get one of zeros, as large as a weight.
-        ctx.set_materialize_grads(False)
-        ctx.options = arguments[tensors:]
-        ctx.save_for_backward(*arguments[:tensors], *more)
 
-    def in_place_of_arguments(gradients: Any, needs: Any) -> tuple[Tensor | None, ...]:
-        """Gradients of input, linear_weight and linear_bias, in the order of the arguments."""
-        input, linear_weight, linear_bias = (
-            gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)
-        )
-        return input, linear_weight, None, linear_bias, *nothing[4:]
-
-    def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        save(ctx, inputs)
-
-    def forward_vjp(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
-        if grad_output is None:
-            return nothing
-        needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-        gradients = backward(grad_output, *ctx.saved_tensors, *ctx.options, *needs)
-        return in_place_of_arguments(gradients, needs)
-
-    library.register_autograd(forward, forward_vjp, setup_forward)
+def _differentiate_with_grad(with_grad: OpOverload[..., Any], formulas: _Autograd) -> None:
+    """Registers the formula of ``X_with_grad``, which has made the gradients."""
+    nothing = (None,) * (formulas.count + 4)
 
     def setup_with_grad(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *arguments, needs_input, needs_weight, needs_bias, grad_output = inputs
         if grad_output is not None:
             raise RuntimeError(
-                f"fused::{name}_with_grad is differentiable for a grad_output of 1 alone"
+                f"{schema_of(with_grad).name} is differentiable for a grad_output of 1 alone"
             )
         ctx.needs = (needs_input, needs_weight, needs_bias)
         _, *gradients = output
         ctx.mark_non_differentiable(*gradients)
-        save(ctx, tuple(arguments), *gradients)
+        formulas.save(ctx, tuple(arguments), *gradients)
 
     def with_grad_vjp(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         if grad_output is None:
-            return (*nothing, *(None,) * 4)
+            return nothing
         # Unpacking compares versions: the inputs must not have changed since the gradients were
         # made.
         *tensors, grad_input, grad_weight, grad_bias = ctx.saved_tensors
         gradients: Any = (grad_input, grad_weight, grad_bias)
         if torch.is_grad_enabled():  # create_graph
-            gradients = backward(grad_output, *tensors, *ctx.options, *ctx.needs)
-        elif are_ours_to_overwrite(gradients, grad_output):
+            gradients = formulas.backward(grad_output, *tensors, *ctx.options, *ctx.needs)
+        elif _are_ours_to_overwrite(gradients, grad_output):
             for gradient, needed in zip(gradients, ctx.needs, strict=True):
                 if needed:
                     scale_(gradient, grad_output)
@@ -185,56 +325,9 @@ def declare_leaves(
                 scale(gradient, grad_output) if needed else gradient
                 for gradient, needed in zip(gradients, ctx.needs, strict=True)
             ]
-        return *in_place_of_arguments(gradients, ctx.needs), None, None, None, None
+        return *formulas.in_place_of_arguments(gradients, ctx.needs), None, None, None, None
 
     library.register_autograd(with_grad, with_grad_vjp, setup_with_grad)
-
-    def setup_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *arguments, needs_input, needs_weight, needs_bias, text, _ = inputs
-        check_unit(name, (needs_input, needs_weight, needs_bias), text, unit_function())
-        _, *gradients = output
-        ctx.mark_non_differentiable(*gradients)
-        save(ctx, tuple(arguments), gradients[0])
-
-    def rows_vjp(ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        if grad_output is None:
-            return (*nothing, *NO_MORE)
-        *tensors, unit = ctx.saved_tensors
-        needs = (True, False, False)
-        if torch.is_grad_enabled():  # create_graph
-            gradients = backward(grad_output, *tensors, *ctx.options, *needs)
-        else:
-            overwrites = are_ours_to_overwrite((unit,), grad_output)
-            gradients = (scaled_by_row(unit, grad_output, overwrites=overwrites), None, None)
-        return *in_place_of_arguments(gradients, needs), *NO_MORE
-
-    library.register_autograd(rows_with_grad, rows_vjp, setup_rows)
-
-    def setup_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        grad_output, *arguments, needs_input, needs_weight, needs_bias = inputs
-        ctx.needs = (needs_input, needs_weight, needs_bias)
-        ctx.mark_non_differentiable(
-            *(gradient for gradient, needed in zip(output, ctx.needs, strict=True) if not needed)
-        )
-        save(ctx, tuple(arguments), grad_output)
-
-    def backward_vjp(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        if all(cotangent is None for cotangent in cotangents):
-            return (*nothing, *(None,) * 4)
-        input, linear_weight, target, linear_bias, *others, grad_output = ctx.saved_tensors
-        inputs = [input, linear_weight] + ([] if linear_bias is None else [linear_bias])
-
-        def loss(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None = None) -> Tensor:
-            return reference(input, linear_weight, target, linear_bias, *others, *ctx.options)
-
-        wanted = [c if needed else None for c, needed in zip(cotangents, ctx.needs, strict=True)]
-        with autocast_off(input):
-            products = double_backward(loss, grad_output, inputs, wanted[: len(inputs)])
-        of_grad_output, *of_inputs = (*products, None) if linear_bias is None else products
-        return of_grad_output, *in_place_of_arguments(of_inputs, (True,) * 3), None, None, None
-
-    library.register_autograd(backward, backward_vjp, setup_backward)
-    return Leaves(forward, with_grad, rows_with_grad)
 
 
 def gradients_fake(arguments: tuple[Any, ...], needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
@@ -245,7 +338,7 @@ def gradients_fake(arguments: tuple[Any, ...], needs: tuple[bool, ...]) -> tuple
     )
 
 
-def are_ours_to_overwrite(gradients: tuple[Tensor, ...], grad_output: Tensor) -> bool:
+def _are_ours_to_overwrite(gradients: tuple[Tensor, ...], grad_output: Tensor) -> bool:
     """Whether this backward is the last to read the saved gradients, which nobody else has.
 
     Without retain_graph autograd frees them when it returns, and refuses another backward. Tensors

@@ -23,7 +23,7 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -187,39 +187,59 @@ class KeptRows:
 
 
 @dataclass(frozen=True)
+class Several:
+    """The results of a loss that computes several numbers of each row, and reduces none.
+
+    Attributes:
+        count: how many there are.
+        gradients: the names of the gradients of those that have one, which are the first.
+        fake: the results, from the leaf ops' arguments as fakes.
+        for_gradients: the gradients that are read, and the arguments they are computed from, of
+            the gradients and arguments that the backward is given.
+    """
+
+    count: int
+    gradients: tuple[str, ...]
+    fake: Callable[..., tuple[Tensor, ...]]
+    for_gradients: Callable[[Any, Any], tuple[list[Tensor | None], tuple[Any, ...]]]
+
+
+@dataclass(frozen=True)
 class RowChunks:
     """The kernels of the leaf ops of a loss.
 
     Attributes:
         name: of the loss.
         count, tensors: how many arguments the leaf ops share, and how many of these are tensors;
-            the first that is none is the reduction.
+            the first that is none is the reduction, if there is one.
         problem: from these arguments and a grad_output.
+        several: the results; None if there is one.
     """
 
     name: str
     count: int
     tensors: int
     problem: Callable[..., Problem]
+    several: Several | None = None
 
-    def forward(self, *arguments: Any) -> Tensor:
+    def forward(self, *arguments: Any) -> Any:
         """fused::X_forward: one product in all."""
         with autocast_off(arguments[0]):
-            (loss,) = results(self.problem(arguments))
-            return loss
+            found = results(self.problem(arguments))
+            return found[0] if self.several is None else found
 
     def with_grad(self, *rest: Any) -> tuple[Tensor, ...]:
         """fused::X_with_grad: three products for all gradients."""
         arguments, needs = rest[: self.count], rest[self.count : self.count + 3]
         more = rest[self.count + 3 :]
-        if arguments[self.tensors] == NONE:
+        if self._is_by_row(arguments):
             raise RuntimeError(f"{self.name}: a loss with its gradient needs a reduction")
         return self._with_gradients(arguments, needs, more[0] if more else None)
 
     def rows_with_grad(self, *rest: Any) -> tuple[Tensor, ...]:
         """fused::X_rows_with_grad: three products, as for a loss that is reduced."""
         *arguments, row_function, known = rest
-        if arguments[self.tensors] != NONE:
+        if not self._is_by_row(arguments):
             raise RuntimeError(
                 f"{self.name}: expected reduction 0 (none) for gradients by row, "
                 f"got {arguments[self.tensors]}"
@@ -228,18 +248,25 @@ class RowChunks:
         function = RowFunction(row_function, tuple(known))
         return self._with_gradients(tuple(arguments[: self.count]), needs, function)
 
-    def backward(self, grad_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    def backward(self, *rest: Any) -> tuple[Tensor, ...]:
         """fused::X_backward: the logits are computed again."""
-        arguments, needs = rest[: self.count], rest[self.count :]
-        by_row = arguments[self.tensors] == NONE
-        given = known_gradients([grad_output]) if by_row else grad_output
-        _, *gradients = self._with_gradients(arguments, needs, given)
-        return tuple(gradients)
+        gradients, needs = rest[: -self.count - 3], rest[-3:]
+        arguments = rest[-self.count - 3 : -3]
+        if self.several is not None:
+            read, arguments = self.several.for_gradients(gradients, arguments)
+            given: Any = known_gradients(read, self.several.count)
+            return self._with_gradients(arguments, needs, given)[self.several.count :]
+        (given,) = gradients
+        given = known_gradients([given]) if self._is_by_row(arguments) else given
+        return self._with_gradients(arguments, needs, given)[1:]
+
+    def _is_by_row(self, arguments: Sequence[Any]) -> bool:
+        return self.several is not None or arguments[self.tensors] == NONE
 
     def _with_gradients(
         self,
         arguments: tuple[Any, ...],
-        needs: tuple[bool, bool, bool],
+        needs: Any,
         grad_output: Tensor | RowFunction | None,
     ) -> tuple[Tensor, ...]:
         with autocast_off(arguments[0]):

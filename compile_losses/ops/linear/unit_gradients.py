@@ -57,17 +57,17 @@ def has_unit_gradients(input: Tensor, *others: Tensor | None) -> bool:
     )
 
 
-def check_unit(name: str, needs: tuple[Any, ...], text: str, unit: str) -> None:
+def check_unit(backward: str, needs: tuple[Any, ...], text: str, unit: str) -> None:
     """Raises unless a call of fused::X_rows_with_grad has a gradient itself.
 
     Args:
+        backward: the name of fused::X_backward.
         text: of its row function.
         unit: that of its unit function.
     """
     if needs != (True, False, False) or text != unit:
-        raise RuntimeError(
-            f"fused::{name}_rows_with_grad is differentiable for gradients of 1, of the input alone"
-        )
+        name = backward.removesuffix("backward") + "rows_with_grad"
+        raise RuntimeError(f"{name} is differentiable for gradients of 1, of the input alone")
 
 
 def scaled_by_row(unit: Tensor, grad_output: Tensor, *, overwrites: bool) -> Tensor:
