@@ -19,6 +19,14 @@ from compile_losses.backend import compile_losses as backend
 from compile_losses.lower.elementwise import move
 from tests.accuracy import SIMILAR, assert_accurate, similar
 from tests.constants import set_constants
+from tests.corpus.elementwise import (
+    SUMS_OF_ALL,
+    charbonnier,
+    inputs_of,
+    of_blocks,
+    of_each_row,
+    pair,
+)
 
 MOVED = "fused.keep_gradient"
 ONES = "fused.row_ones"
@@ -57,20 +65,6 @@ def decisions(monkeypatch):
 
     monkeypatch.setattr(move, "_decide", recorded)
     return found
-
-
-def inputs_of(name, shape, dtype=torch.float32):
-    kinds = LOSSES[name][1]
-    made = [torch.rand(shape) * 0.9 + 0.05 if k in "pP" else torch.randn(shape) for k in kinds]
-    return [t.to(dtype).requires_grad_(k.isupper()) for t, k in zip(made, kinds, strict=True)]
-
-
-def pair(*shape, dtype=torch.float32):
-    return [torch.randn(shape, dtype=dtype, requires_grad=True), torch.randn(shape, dtype=dtype)]
-
-
-def charbonnier(x, t):
-    return ((x - t) ** 2 + 1e-3).sqrt().mean()
 
 
 def results(function, inputs, factor=1.0):
@@ -112,26 +106,6 @@ def test_losses(name, dtype, factor, graphs, no_code):
 @pytest.mark.parametrize("name", ["sigmoid_focal", "kl_to_normal"])
 def test_code(name):
     check(LOSSES[name][0], inputs_of(name, (32, 256)), 3.0)
-
-
-def of_each_row(x, t):
-    return ((x - t) ** 2 + 1e-3).sqrt().sum(-1).mean()
-
-
-def of_blocks(x, t):
-    return charbonnier(x.view(4, 8, 64), t.view(4, 8, 64))
-
-
-#: The sum of all elements, with arguments left out or given.
-SUMS_OF_ALL = {
-    "sum()": lambda a: a.sum(),
-    "mean()": lambda a: a.mean(),
-    "sum(None)": lambda a: torch.sum(a, dim=None),
-    "sum([])": lambda a: a.sum([]),
-    "mean(None, keepdim)": lambda a: torch.mean(a, dim=None, keepdim=True).view(()),
-    "sum(all)": lambda a: a.sum(list(range(a.dim()))),
-    "sum(all, keepdim)": lambda a: a.sum(list(range(a.dim())), keepdim=True).view(()),
-}
 
 
 @pytest.mark.usefixtures("merging")

@@ -11,8 +11,6 @@ import threading
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import compile_losses
 from compile_losses.explanation import explain_call
@@ -20,9 +18,19 @@ from compile_losses.lazy import LazyLogits
 from compile_losses.report import Report
 from tests import ROOT, WITHOUT_VECTORS
 from tests.constants import set_constants
+from tests.corpus.returned import (
+    BETWEEN,
+    CLASSES,
+    HIDDEN,
+    KEPT,
+    OUTPUTS,
+    Model,
+    Outputs,
+    ids,
+    shifted,
+)
 from tests.linear_problems import largest_allocation
 
-CLASSES, HIDDEN = 211, 16
 LAZY = {"lazy_logits": True}
 
 
@@ -30,28 +38,6 @@ LAZY = {"lazy_logits": True}
 def small_chunks(monkeypatch):
     torch._dynamo.reset()
     set_constants(monkeypatch, least_rows=8, logits_bytes=1)
-
-
-class Model(nn.Module):
-    """What most models are, with a place for what stands between a head and what is returned."""
-
-    def __init__(self, after=None, loss=None, *, bias=True):
-        super().__init__()
-        self.embedding = nn.Embedding(CLASSES, HIDDEN)
-        self.head = nn.Linear(HIDDEN, CLASSES, bias=bias)
-        self.after, self.loss = after or (lambda logits: logits), loss or shifted
-
-    def forward(self, ids):
-        logits = self.after(self.head(self.embedding(ids).tanh()))
-        return {"loss": self.loss(logits, ids), "logits": logits}
-
-
-def shifted(logits, ids):
-    return F.cross_entropy(logits[..., :-1, :].float().flatten(0, 1), ids[..., 1:].flatten())
-
-
-def ids():
-    return torch.randint(CLASSES, (4, 33), generator=torch.Generator().manual_seed(0))
 
 
 def trained(function, model, read=None):
@@ -76,15 +62,6 @@ def assert_lazy(model, *, read=None, options=(), inner="aot_eager", compiled=Non
     torch.testing.assert_close((found[0], found[2]), (expected[0], expected[2]))
 
 
-BETWEEN = {
-    "nothing": None,
-    "soft-cap": lambda logits: 5 * torch.tanh(logits / 5),
-    "factor": lambda logits: logits * 0.5,
-    "float": lambda logits: logits.float(),
-    "view": lambda logits: logits.view(-1, 33, CLASSES),
-}
-
-
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("between", BETWEEN)
 def test_returned(between, inner):
@@ -102,27 +79,6 @@ def test_through_inductor(device):
 def test_loss_of_logits_beside(bias):
     torch.manual_seed(0)
     assert_lazy(Model(bias=bias), read=lambda logits: 0.1 * logits.logsumexp(-1).square().mean())
-
-
-class Outputs(nn.Module):
-    """Several outputs of the same logits."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.model, self.function = Model(), function
-
-    def forward(self, ids):
-        out = self.model(ids)
-        return {**out, **self.function(out["logits"])}
-
-
-OUTPUTS = {
-    "twice": lambda logits: {"same": logits},
-    "last token": lambda logits: {"last": logits[:, -1]},
-    "detached": lambda logits: {"detached": logits.detach()},
-    "flat": lambda logits: {"flat": logits.view(-1, CLASSES)},
-    "cast": lambda logits: {"double": logits.double()},
-}
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
@@ -153,14 +109,6 @@ def test_outputs_share_memory():
         found.append(out["logits"].detach() + 0)
     torch.testing.assert_close(found[1], found[0])
     assert (found[1][:, -1] == 0).all()
-
-
-KEPT = {
-    "maximum": (lambda x: {"best": x.max()}, "the logits have other users"),
-    "largest two": (lambda x: {"best": x.topk(2).indices}, "the logits have other users"),
-    "one class": (lambda x: {"first": x[..., :3].sum()}, "the logits have other users"),
-    "a tensor's": (lambda x: {"more": x + x.detach().mean()}, "the logits have other users"),
-}
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -417,7 +365,8 @@ import pytest
 import torch
 from compile_losses.lazy import LazyLogits
 from tests.constants import set_constants
-from tests.test_returned_logits import LAZY, Model, ids, trained
+from tests.corpus.returned import Model, ids
+from tests.test_returned_logits import LAZY, trained
 set_constants(pytest.MonkeyPatch(), least_rows=8, logits_bytes=1)
 torch.manual_seed(0)
 model = Model()

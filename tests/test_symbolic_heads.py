@@ -17,8 +17,9 @@ from tests import (
     test_shared_logits,
     test_shared_picks,
 )
+from tests.corpus.rows import problem
 from tests.graphs import Compiled
-from tests.test_row_gradients import IN_THE_FORWARD, LOGITS, problem
+from tests.heads import IN_THE_FORWARD, LOGITS
 
 pytestmark = pytest.mark.usefixtures("no_code", "chunks", "kernels_for_small_losses")
 

@@ -1,0 +1,90 @@
+"""Steps whose losses read the logits of a head, compared with torch's: helpers of many tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import compile_losses
+from compile_losses.explanation import explain_call
+from tests.accuracy import assert_accurate
+from tests.constants import set_constants
+from tests.graphs import Compiled
+
+#: Plans.
+IN_THE_FORWARD, SCALED = "gradient in forward by row", "gradient in forward, scaled by row"
+LOGITS, AGAIN = "with its logits", "logits computed again"
+#: Of heads whose logits several losses read.
+OP = "linear_row_statistics"
+
+
+def outcome(function, inputs, trained=None):
+    """What a step returns, and its gradients.
+
+    Args:
+        trained: how many inputs, the first ones, have gradients that are looked at; by default all.
+    """
+    leaves = [t for t in inputs[:trained] if t.requires_grad]
+    results = function(*inputs)
+    results = results if isinstance(results, tuple) else (results,)
+    return [*(r.detach() for r in results), *torch.autograd.grad(results[0], leaves)]
+
+
+def sites_of(function, inputs, **options):
+    report = explain_call(function, tuple(inputs), options=options)
+    return [site for site in report.losses if site.op == OP]
+
+
+def check(function, inputs, *, trained=None, tolerance=1e-11, **options):
+    """Compares a compiled step with torch's; returns its sites of a head."""
+    compiled = Compiled(function, **options)
+    expected, found = (outcome(f, inputs, trained) for f in (function, compiled))
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    return [site for site in compiled.sites if site.op == OP]
+
+
+def check_accuracy(function, inputs, trained=None):
+    """By the one accuracy rule, against float64."""
+    wide = [t.double() if t.is_floating_point() else t for t in inputs]
+    wide = [t.detach().requires_grad_(i.requires_grad) for t, i in zip(wide, inputs, strict=True)]
+    compiled = torch.compile(function, backend="compile_losses")
+    ours, eager = (outcome(f, inputs, trained) for f in (compiled, function))
+    for results in zip(ours, eager, outcome(function, wide, trained), strict=True):
+        assert_accurate(*results)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Chunks of four rows, so that small logits are worth the op."""
+    set_constants(monkeypatch, least_rows=4, logits_bytes=1)
+
+
+def step(function, inputs):
+    loss = function(*inputs)
+    leaves = [t for t in inputs if t.requires_grad]
+    if not loss.requires_grad:
+        return (loss,)
+    return loss, *torch.autograd.grad(loss.sum() * 3, leaves, allow_unused=True)
+
+
+def compare(function, inputs, **tolerance):
+    """Compares a compiled step with torch's; returns its sites."""
+    compiled = Compiled(function, inner_backend="aot_eager")
+    torch.testing.assert_close(step(compiled, inputs), step(function, inputs), **tolerance)
+    return compiled.sites
+
+
+def only_site(function, inputs):
+    (site,) = compile_losses.explain(function, *inputs).losses
+    return site
+
+
+def check_alone(function, reason, inputs, **tolerance):
+    """The loss alone is fused; without a reason there is no layer that was seen."""
+    (site,) = compare(function, inputs, **tolerance)
+    assert (site.op, site.status) == ("cross_entropy", "rewritten"), site
+    if reason is None:
+        assert "without its linear layer" not in site.reason
+    else:
+        assert "without its linear layer: " in site.reason
+        assert reason in site.reason, site.reason
