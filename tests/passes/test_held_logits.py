@@ -95,9 +95,11 @@ def test_statistics(name):
     kind, has_class, has_picks, softcap = STATISTICS[name]
 
     def step(h, w, t, picks, teacher, teacher_weight, *given):
+        temperature = 1.0 if kind == "cross_entropy" else 2.0
+        of_teacher = (teacher, teacher_weight, None), kind, 0.3, temperature
         args = in_order(
             h, w, t if has_class else None, None, -100, softcap,
-            *(() if kind is None else ((teacher, teacher_weight, None), kind, 0.3, 1.0 if kind == "cross_entropy" else 2.0)),
+            *(() if kind is None else of_teacher),
             picks=picks if has_picks else None,
         )  # fmt: skip
         values = fused.linear_row_statistics_forward(*args)
