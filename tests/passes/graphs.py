@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
+from compile_losses.recognize.match import Match
 from compile_losses.recognize.memory import look_at
 from compile_losses.recognize.symbolic_tensors import Size, Value
 from compile_losses.recognize.written_out import Recognizer
@@ -52,6 +53,17 @@ def recognizer(gm: GraphModule) -> tuple[Recognizer, Node]:
     """A recogniser of a graph, and the first node that the graph returns."""
     look_at(gm.graph)
     return Recognizer(gm.graph), returned(gm.graph)[0]
+
+
+def put_ops(gm: GraphModule) -> None:
+    """Puts ops in the place of cross entropies, as it is done before steps on whole graphs."""
+    found_by, _ = recognizer(gm)
+    for node in reversed(gm.graph.nodes):
+        for found in found_by.candidates(node):
+            if isinstance(found, Match) and found.op == "cross_entropy":
+                found.replace()
+                break
+    gm.recompile()
 
 
 def one(graph: Graph, target: Any) -> Node:

@@ -47,7 +47,7 @@ def test_over_a_product():
         """\
 mm = aten.mm(x_1, w_1)
 cross_entropy_with_grad__default = fused.cross_entropy_with_grad_(mm, t_1, None, 1, -100, 0.0, torch.float32)
-return (cross_entropy_with_grad__default, mm)""",  # noqa: E501
+return (cross_entropy_with_grad__default, mm)""",
     )
 
 
