@@ -48,7 +48,7 @@ TESTS_OF_A_WHEEL ?= tests/test_library.py tests/test_errors.py
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all conformance asan memcheck racecheck synccheck lint bench readme \
+.PHONY: help setup demo test quick test-all conformance asan memcheck racecheck synccheck lint bench readme \
 	docs cuda-check sdist wheel check-wheel clean
 
 help:  ## this list
@@ -102,6 +102,9 @@ test:
 	$(OTHER)/bin/python -m build_tools.test_wheel --record $(OTHER)/bin/python -n 2 \
 		-m "not slow" $(if $(LOSS),-k $(LOSS)) $(TESTS)
 endif
+
+quick: $(STAMP)  ## the tests of what changed, in less than a minute: of passes, and of changed modules
+	$(BIN)/python -m tests.quick $(TESTS)
 
 test-all: $(STAMP)  ## all the tests
 	$(BIN)/python -m pytest -n 2

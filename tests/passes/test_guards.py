@@ -32,26 +32,6 @@ def written_before(x, t):
     return ((x - t) ** 2).mean()
 
 
-def cut(x, t):
-    with torch.no_grad():
-        d = x - t
-    return (d * d).mean() + 0 * x.sum() if False else (d**2).mean()
-
-
-def switched(x, t):
-    with torch.no_grad():
-        d = t - x
-    return (d * (t - x)).mean()
-
-
-REASONS = {
-    "mutated": (written_between, "is changed in place by add_ while the loss is computed"),
-    "complex": (
-        lambda x, t: ((x + 1j) - t).abs().square().mean(), None,
-    ),
-}  # fmt: skip
-
-
 def test_mutated():
     match = match_of(written_between, *pair())
     assert "is changed in place by add_" in guards.mutated(match)
@@ -84,9 +64,7 @@ def test_gradients_that_are_cut():
         return -p.gather(1, t[:, None]).mean()
 
     match = match_of(cut_off, torch.randn(4, 5, requires_grad=True), torch.zeros(4).long())
-    assert guards.gradient_cut(match) == "log_softmax is computed without gradients" or (
-        "computed without gradients" in guards.gradient_cut(match)
-    )
+    assert "computed without gradients" in guards.gradient_cut(match)
 
 
 def test_grad_mode():
@@ -128,13 +106,6 @@ def test_no_kernels():
 
 def test_gradients_that_are_lost():
     """A tensor that torch's loss gives a gradient and that the op would read without one."""
-
-    def lost(x, t):
-        with torch.no_grad():
-            mean = x.mean()
-        return ((x - t) ** 2).mean() * 0 + mean
-
-    assert lost is not None
     match = match_of(lambda x, t: ((x - t) ** 2).mean(), *pair())
     assert guards.gradient_lost(match) is None
     source = match.interior[-1].all_input_nodes[0]

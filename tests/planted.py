@@ -1,0 +1,211 @@
+"""Faults planted by hand, each of which ``make quick`` finds: ``python -m tests.planted``.
+
+Each fault is planted in a copy of the tree, and the tests run there that ``make quick`` chooses for
+the changed module. A fault that no test finds is a hole in the net.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests import ROOT
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of one place.
+
+    Attributes:
+        module: below ``compile_losses``.
+        old, new: the text there, which occurs once, and what takes its place.
+    """
+
+    module: str
+    old: str
+    new: str
+
+
+FAULTS = [
+    Fault(
+        "recognize/logits.py",
+        "self.factor, self.height = self.factor / 2, 0.5",
+        "self.factor, self.height = self.factor / 2, 1.0",
+    ),
+    Fault("recognize/head.py", "if of_weight == hidden + classes:", "if of_weight == classes:"),
+    Fault(
+        "recognize/shared_logits.py",
+        "return moves[::-1] if factors == of_other else None",
+        "return moves if factors == of_other else None",
+    ),
+    Fault(
+        "recognize/row_classes.py",
+        "alike = alike and NOTHING_IGNORED in ignored and max(ignored) < 0",
+        "alike = alike and NOTHING_IGNORED in ignored",
+    ),
+    Fault(
+        "recognize/memory.py", "            if writer < first:", "            if first < writer:"
+    ),
+    Fault(
+        "recognize/polynomial.py",
+        "        return (exp(rest) if rest else number(1.0)) * math.exp(shift)",
+        "        return (exp(rest) if rest else number(1.0)) * shift",
+    ),
+    Fault(
+        "recognize/softmax_algebra.py",
+        "return left + (right - left) * weight",
+        "return left + right * weight",
+    ),
+    Fault(
+        "recognize/normal_form.py",
+        "constant = constant * numerator / denominator",
+        "constant = constant * denominator / numerator",
+    ),
+    Fault(
+        "recognize/plain_logits.py",
+        "if classes < constants.statistics_classes:",
+        "if classes > constants.statistics_classes:",
+    ),
+    Fault(
+        "recognize/guards.py",
+        "        if needed == value.requires_grad:",
+        "        if needed or value.requires_grad:",
+    ),
+    Fault("recognize/match.py", "if not old.users:", "if True:"),
+    Fault(
+        "lower/row_gradients.py",
+        "    if len(tangents) != 1 or not is_one_number(tangents[0]):",
+        "    if not tangents or not is_one_number(tangents[0]):",
+    ),
+    Fault(
+        "lower/held_logits.py",
+        "rows = call(aten.permute.default, (of_logits, [1, 0]), backward)",
+        "rows = call(aten.permute.default, (of_logits, [0, 1]), backward)",
+    ),
+    Fault(
+        "lower/in_place.py",
+        'choice = "scale in place unless retained"\n    with',
+        'choice = "scale in place"\n    with',
+    ),
+    Fault(
+        "lower/dead_buffers.py",
+        "        if user not in readers and not earlier(user):",
+        "        if user not in readers and earlier(user):",
+    ),
+    Fault(
+        "lower/plan.py",
+        "saves = kernel.moved <= _MARGIN * stock.moved and",
+        "saves = kernel.moved >= _MARGIN * stock.moved and",
+    ),
+    Fault(
+        "lower/linear_losses.py",
+        "    if held and plain and not prefer_memory:",
+        "    if held and plain:",
+    ),
+    Fault(
+        "lower/cost.py",
+        "numel *= 1 if isinstance(stride, int) and stride == 0 else hint_of(size)",
+        "numel *= hint_of(size)",
+    ),
+    Fault(
+        "lower/known_factors.py",
+        "constant = factor.constant / right if divides else factor.constant * right",
+        "constant = factor.constant * right",
+    ),
+    Fault(
+        "lower/elementwise/find.py",
+        "return len(dependent) == 1 and args.count(dependent[0]) == 1",
+        "return len(dependent) == 1",
+    ),
+    Fault(
+        "lower/elementwise/refuse.py",
+        "    if written > sum(read.values()):",
+        "    if written > 9 * sum(read.values()):",
+    ),
+    Fault(
+        "lower/elementwise/rows.py",
+        "        row.append(dim)\n        length *= size",
+        "        row.append(dim)\n        length += size",
+    ),
+    Fault(
+        "lower/elementwise/move.py",
+        "            user.replace_input_with(gradient, scaled)",
+        "            user.replace_input_with(gradient, saved)",
+    ),
+    Fault("lower/gradient_in_forward.py", "            scaling = factor.tangent\n", ""),
+]
+
+
+def plant(fault: Fault, tree: Path) -> None:
+    path = tree / "compile_losses" / fault.module
+    text = path.read_text()
+    if text.count(fault.old) != 1:
+        raise ValueError(
+            f"{fault.module}: expected once, found {text.count(fault.old)} times: {fault.old}"
+        )
+    path.write_text(text.replace(fault.old, fault.new))
+
+
+def found(fault: Fault, tree: Path) -> tuple[bool, str]:
+    """Whether a test failed, and the first that did."""
+    path = tree / "compile_losses" / fault.module
+    before = path.read_text()
+    plant(fault, tree)
+    try:
+        run = subprocess.run(
+            [sys.executable, "-m", "tests.quick", "-x", "--tb=no", "-p", "no:cacheprovider"],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree)},
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        path.write_text(before)
+    first = next((x for x in run.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))), "")
+    if not first and run.returncode:
+        first = (run.stdout + run.stderr).strip().splitlines()[-1]
+    return run.returncode == 1, first
+
+
+def copy_of_the_tree(folder: Path) -> Path:
+    """A checkout of the tree as it is, in which nothing else has changed."""
+    tree = folder / "tree"
+    files = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.split()
+    built = [str(f.relative_to(ROOT)) for f in (ROOT / "compile_losses").glob("*.so")]
+    built += ["compile_losses/kernels.json"]
+    for name in [*files, *built]:
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+    as_one = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q", "-b", "main"], ["add", "-A"], [*as_one, "commit", "-qm", "all"]):
+        subprocess.run(["git", *command], cwd=tree, check=True)
+    return tree
+
+
+def main(arguments: list[str]) -> int:
+    """All faults, or those of the modules whose names have one of the arguments in them."""
+    chosen = [f for f in FAULTS if not arguments or any(a in f.module for a in arguments)]
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copy_of_the_tree(Path(folder))
+        for fault in chosen:
+            start = time.time()
+            is_found, first = found(fault, tree)
+            missed += not is_found
+            word = "found" if is_found else "MISSED"
+            print(f"{word} {fault.module} in {time.time() - start:.0f} s: {first}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} faults were found")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
