@@ -64,8 +64,8 @@ def test_of(nodeid: str) -> str:
 
 def spread(items: list[pytest.Item], most: int) -> list[pytest.Item]:
     """Some cases of a test, the first and the last among them."""
-    if len(items) <= most:
-        return items
+    if len(items) <= most or most < 1:
+        return items[:most]
     return [items[i * (len(items) - 1) // max(1, most - 1)] for i in range(most)]
 
 

@@ -153,13 +153,27 @@ def plant(fault: Fault, tree: Path) -> None:
 
 
 def found(fault: Fault, tree: Path) -> tuple[bool, str]:
-    """Whether a test failed, and the first that did."""
+    """Whether a test failed, and the first that did.
+
+    Raises:
+        RuntimeError: the tests did not run.
+    """
     path = tree / "compile_losses" / fault.module
     before = path.read_text()
     plant(fault, tree)
     try:
         run = subprocess.run(
-            [sys.executable, "-m", "tests.quick", "-x", "--tb=no", "-p", "no:cacheprovider"],
+            [
+                sys.executable,
+                "-m",
+                "tests.quick",
+                "-x",
+                "-n",
+                "0",
+                "--tb=no",
+                "-p",
+                "no:cacheprovider",
+            ],
             cwd=tree,
             env={**os.environ, "PYTHONPATH": str(tree)},
             capture_output=True,
@@ -167,10 +181,10 @@ def found(fault: Fault, tree: Path) -> tuple[bool, str]:
         )
     finally:
         path.write_text(before)
-    first = next((x for x in run.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))), "")
+    first = next((x for x in run.stdout.splitlines() if x.startswith("FAILED")), "")
     if not first and run.returncode:
-        first = (run.stdout + run.stderr).strip().splitlines()[-1]
-    return run.returncode == 1, first
+        raise RuntimeError(f"no test ran: {run.stdout[-1000:]} {run.stderr[-1000:]}")
+    return bool(first), first
 
 
 def copy_of_the_tree(folder: Path) -> Path:

@@ -126,12 +126,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if path is None:
         return
     chosen: dict[str, int] = json.loads(Path(path).read_text())
-    kept: list[pytest.Item] = []
+    order = {name: i for i, name in enumerate(chosen)}
+    kept: list[tuple[int, pytest.Item]] = []
     for name, cases in grouped(items).items():
-        most = chosen.get(name, chosen.get(name.partition("::")[0], 0))
-        kept += spread(cases, most) if most else []
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+        key = name if name in chosen else name.partition("::")[0]
+        kept += [(order[key], item) for item in spread(cases, chosen.get(key, 0))]
+    kept.sort(key=lambda pair: pair[0])  # those of the changed modules come first
+    config.hook.pytest_deselected(items=list(set(items) - {item for _, item in kept}))
+    items[:] = [item for _, item in kept]
 
 
 def main(arguments: list[str]) -> int:
