@@ -146,7 +146,7 @@ def _lines(rows: list[Row], problems: list[tuple[str, str]]) -> Figure:
         axes.set_xlabel(label)
         axes.set_ylabel("TB/s (dashed: what the memory can do)")
         axes.set_title(f"{problems[0][1]}, {which}", fontsize=9)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, markerscale=0.5)
         axes.tick_params(labelsize=8)
     return figure
 
@@ -246,16 +246,26 @@ def _step_bars(axes: Axes, rows: list[linear_steps.Row], column: str) -> None:
 
 
 def _step_lines(axes: Axes, rows: list[linear_steps.Row], column: str, size: int) -> None:
-    for name in dict.fromkeys(row.contender for row in rows):
+    """Each one's rings are smaller than those below, so that lines that coincide are all seen."""
+    names = list(dict.fromkeys(row.contender for row in rows))
+    positive = True
+    for below, name in enumerate(names):
         own = [row for row in rows if row.contender == name and row.ms]
+        values = [float(getattr(row, column)) for row in own]
         axes.plot(
             [int(row.shape.split("x")[size]) for row in own],
-            [float(getattr(row, column)) for row in own],
+            values,
             "-" if name.startswith("ours") else "--",
             marker="o",
+            markersize=3.5 + 2.2 * (len(names) - 1 - below),
+            markerfacecolor="none",
+            markeredgewidth=1.6,
             label=name,
         )
+        positive = positive and min(values, default=1) > 0
+    if positive:
+        axes.set_yscale("log")
     axes.set_xscale("log", base=2)
     axes.set_title(_described(rows[0])[0], fontsize=9)
     axes.set_xlabel(fields(linear_steps.Shape)[size].name)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, markerscale=0.5)
