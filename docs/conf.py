@@ -29,7 +29,7 @@ _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 project = "compile_losses"
 release = version = importlib.metadata.version("compile_losses")
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 nitpicky = True
 # No inventory of torch's documentation is fetched: the build needs no network.
 _ELSEWHERE = (
@@ -39,6 +39,11 @@ _INSIDE = r"compile_losses\.((lower|ops\.linear|lazy\.automatic)\..*|\w+\._\w+)"
 nitpick_ignore_regex = [("py:.*", _ELSEWHERE), ("py:.*", _INSIDE)]
 
 myst_heading_anchors = 4
+# Notebooks are shown with the outputs that they are committed with.
+nb_execution_mode = "off"
+nb_merge_streams = True
+# A cell that writes a file of C++ is no Python.
+suppress_warnings = ["misc.highlighting_failure"]
 highlight_language = "text"
 
 autodoc_inherit_docstrings = False
@@ -57,8 +62,8 @@ html_copy_source = False
 html_show_copyright = False
 
 
-def of_site(text: str, folder: Path) -> str:
-    """The text of a page in a folder of the checkout, its links as they are from ``DOCS``."""
+def of_site(text: str, folder: Path, site: Path = DOCS) -> str:
+    """The text of a page in a folder of the checkout, its links as from a folder of the site."""
 
     def link(found: re.Match[str]) -> str:
         label, target, anchor = found[1], found[2], found[3] or ""
@@ -67,7 +72,8 @@ def of_site(text: str, folder: Path) -> str:
             return found[0]
         if path.is_dir():
             return label
-        name = INCLUDED.get(os.path.relpath(path, ROOT)) or os.path.relpath(path, DOCS)
+        included = INCLUDED.get(os.path.relpath(path, ROOT))
+        name = os.path.relpath(DOCS / included if included else path, site)
         return f"[{label}]({name}{anchor})"
 
     return _LINK.sub(link, text)
@@ -82,8 +88,9 @@ def sections_of_ops() -> str:
 
 
 def read_page(app: Sphinx, name: str, content: list[str]) -> None:
-    if app.env.doc2path(name).suffix == ".md":
-        content[0] = of_site(content[0], DOCS)
+    path = app.env.doc2path(name)
+    if path.suffix in (".md", ".ipynb"):
+        content[0] = of_site(content[0], path.parent, path.parent)
     elif name == "api/ops":
         content[0] = content[0].replace(".. the ops\n", sections_of_ops())
 

@@ -86,6 +86,12 @@ def test_page_of_an_index():
     assert 'Source = "https://host/us/it"\n' in index_page.urls("https://host/us/it", "v1")
 
 
+def test_gallery_has_every_plot():
+    text = (ROOT / "docs" / "gallery.md").read_text()
+    shown = re.findall(r"\.\./benchmarks/results/([\w-]+\.png)\)", text)
+    assert sorted(shown) == sorted(path.name for path in pages.RESULTS.glob("*.png"))
+
+
 def test_every_page_is_linked():
     text = "".join(page.read_text() for page in PAGES)
     for page in set(DOCS) - set(INCLUDES):
@@ -185,7 +191,7 @@ def test_navigation_of_the_site():
     trees = re.findall(r"^```\{toctree\}\n(.*?)^```", (docs / "index.md").read_text(), re.M | re.S)
     lines = "".join(trees).splitlines()
     entries = [line for line in lines if line and not line.startswith(":")]
-    pages = [page for suffix in ("md", "rst") for page in docs.rglob(f"*.{suffix}")]
+    pages = [page for kind in ("md", "rst", "ipynb") for page in docs.rglob(f"*.{kind}")]
     names = [page.relative_to(docs).with_suffix("").as_posix() for page in pages]
     assert sorted(["index", *entries]) == sorted(names)
 

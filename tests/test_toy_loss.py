@@ -1,11 +1,13 @@
 """A new elementwise loss takes a functor, an op file, a row in the table and a spec, nothing else.
 
-The test adds one to a copy of the checkout. The suites that go through the specs then test it.
+The test adds that of a tutorial to a copy of the checkout. The suites that go through the specs
+then test it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -22,120 +24,8 @@ pytest.importorskip("ninja")
 
 NAME = "soft_margin_loss"
 
-FUNCTOR = """\
-// log(1 + exp(-scale input target)); with a scale of 1 as torch.nn.functional.soft_margin_loss.
-#pragma once
-
-#include "../elementwise.h"
-
-namespace fused::soft_margin_loss {
-
-template <typename acc_t>
-struct SoftMarginLoss {
-  acc_t scale;
-
-  FUSED_HOST_DEVICE explicit SoftMarginLoss(const double* parameters)
-      : scale(static_cast<acc_t>(parameters[0])) {}
-
-  FUSED_HOST_DEVICE acc_t value(acc_t input, acc_t target) const {
-    const acc_t margin = scale * input * target;
-    return (margin < acc_t(0) ? -margin : acc_t(0)) +
-           math::log1p_unit(math::exp(-math::absolute(margin)));
-  }
-  // By which the product of input and target counts.
-  FUSED_HOST_DEVICE acc_t slope(acc_t input, acc_t target) const {
-    const acc_t margin = scale * input * target;
-    const acc_t decay = math::exp(-math::absolute(margin));
-    return -scale * (margin < acc_t(0) ? acc_t(1) : decay) / (acc_t(1) + decay);
-  }
-  FUSED_HOST_DEVICE acc_t grad_input(acc_t input, acc_t target) const {
-    return slope(input, target) * target;
-  }
-  FUSED_HOST_DEVICE acc_t grad_target(acc_t input, acc_t target) const {
-    return slope(input, target) * input;
-  }
-};
-
-struct Op : OpOf<SoftMarginLoss> {
-  using Parameters = Types<double>;  // scale
-};
-
-}  // namespace fused::soft_margin_loss
-"""
-
-OP = '''\
-"""Soft margin loss, log(1 + exp(-scale input target))."""
-
-import torch.nn.functional as F
-from torch import Tensor
-
-from compile_losses.ops.checks import reduction_name
-from compile_losses.ops.elementwise import Parameter, declare
-
-
-def reference(input: Tensor, target: Tensor, reduction: int, scale: float) -> Tensor:
-    losses = -F.logsigmoid(scale * input * target)
-    name = reduction_name(reduction)
-    return losses if name == "none" else losses.mean() if name == "mean" else losses.sum()
-
-
-declare(
-    "soft_margin_loss",
-    reference,
-    [Parameter("float", "scale", "1.0", keyword_only=True)],
-    numbers_promote=False,
-)
-'''
-
-#: What stands before the row in the table, and the row.
-BEFORE = "TABLE = [\n"
-ROW = """\
-    Loss(
-        "soft_margin_loss",
-        "soft_margin_loss",
-        lambda a: ((a["input"], a["target"], reduction_of(a)), {}),
-    ),
-"""
-
-SPEC = '''\
-"""Soft margin loss."""
-
-from __future__ import annotations
-
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-from tests.specs.inputs import pair
-from tests.specs.spec import Spec, Spelling, elementwise_samples, normal
-
-
-def torch_loss(input, target, reduction=1, *, scale=1.0):
-    margin = scale * input * target
-    losses = (-margin).clamp(min=0) + torch.log1p(torch.exp(-margin.abs()))
-    return (losses, losses.mean(), losses.sum())[reduction]
-
-
-SPEC = Spec(
-    name="soft_margin_loss",
-    torch_loss=torch_loss,
-    samples=elementwise_samples(normal, normal, [{"scale": scale} for scale in (0.3, 2.0)]),
-    operands=lambda *shape, dtype=torch.float64: (
-        torch.randn(shape, dtype=dtype),
-        torch.randn(shape, dtype=dtype),
-    ),
-    matches=[
-        Spelling("F.soft_margin_loss", F.soft_margin_loss, pair),
-        Spelling("sum", lambda a, b: F.soft_margin_loss(a, b, reduction="sum"), pair),
-        Spelling("none", lambda a, b: F.soft_margin_loss(a, b, reduction="none"), pair),
-        Spelling("nn.SoftMarginLoss", lambda a, b: nn.SoftMarginLoss()(a, b), pair),
-        Spelling("aten", lambda a, b: torch.ops.aten.soft_margin_loss(a, b, 2), pair),
-    ],
-    near_misses=[
-        Spelling("squared hinge", lambda a, b: (F.relu(1 - a * b) ** 2).mean(), pair),
-    ],
-)
-'''
+#: The page that shows it: its cells are what is added.
+PAGE = ROOT / "docs" / "tutorials" / "own_op.ipynb"
 
 #: The four places.
 ADDED = {
@@ -144,49 +34,6 @@ ADDED = {
     "compile_losses/recognize/table.py",
     f"tests/specs/{NAME}.py",
 }
-
-#: Builds one library in a copy. The checkout's objects are linked if all of them are as they would
-#: be compiled here. ninja knows that by its logs, which name them by their paths, and by the times
-#: of what they were made of. Otherwise all are compiled, which takes a third of the time without
-#: optimizations.
-BUILD = """
-import shutil, subprocess, sys
-from pathlib import Path
-from build_tools.libraries import ROOT, cpu_libraries
-from build_tools.ninja_file import BuildFile, program
-
-name, loss, built = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-(library,) = [each for each in cpu_libraries() if each.name.endswith(name)]
-folder = ROOT / "build" / "kernels"
-folder.mkdir(parents=True)
-for log in built.glob(".ninja_[dl]*"):
-    shutil.copy2(log, folder)
-
-
-class Linking(BuildFile):
-    def object_of(self, library, unit):
-        own = super().object_of(library, unit)
-        return own if unit.loss == loss else built / own.relative_to(folder)
-
-
-def written(kind):
-    file = kind(folder, {library.name: ROOT / "compile_losses" / f"{name}.so"})
-    file.add(library)
-    file.write()
-    dry = [program(), "-C", ROOT, "-f", file.path, "-n"]
-    done = subprocess.run(dry, stdout=subprocess.PIPE, text=True, check=True)
-    return file, done.stdout.count("compile_losses: ")
-
-
-commands = 0
-if (built / name).exists():
-    file, commands = written(Linking)
-if commands != 3:  # two sources, and the linker
-    for command in library.compilers.values():
-        command.append("-O0")
-    file, commands = written(BuildFile)
-file.run([library], verbose=False)
-"""
 
 #: The tests that have to run, of the suites below.
 TESTS = {
@@ -216,14 +63,15 @@ def copy_of_checkout(folder: Path) -> None:
     shutil.copy2(ROOT / "pyproject.toml", folder)
 
 
-def add_loss(folder: Path) -> None:
-    (folder / f"csrc/losses/elementwise/{NAME}.h").write_text(FUNCTOR)
-    (folder / f"compile_losses/ops/{NAME}.py").write_text(OP)
-    (folder / f"tests/specs/{NAME}.py").write_text(SPEC)
-    table = folder / "compile_losses/recognize/table.py"
-    text = table.read_text()
-    assert text.count(BEFORE) == 1
-    table.write_text(text.replace(BEFORE, BEFORE + ROW))
+def add_loss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tutorial's cells write into the copy."""
+    monkeypatch.chdir(folder)
+    for cell in json.loads(PAGE.read_text())["cells"]:
+        first, _, rest = "".join(cell["source"]).partition("\n")
+        if first.startswith("%%writefile ") and "/" in first:  # else it is a script beside them
+            Path(first.removeprefix("%%writefile ")).write_text(f"{rest}\n")
+        elif first.startswith("table = "):
+            exec(f"{first}\n{rest}", {"Path": Path})
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -252,13 +100,13 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_four_places(tmp_path):
+def test_four_places(tmp_path, monkeypatch):
     folder = tmp_path / "checkout"
     copy_of_checkout(folder)
     before = contents(folder)
-    add_loss(folder)
+    add_loss(folder, monkeypatch)
 
-    run(folder, "-c", BUILD, "_cpu_default", NAME, str(ROOT / "build" / "kernels"))
+    run(folder, "-m", "build_tools.rebuild", NAME, str(ROOT / "build" / "kernels"))
     outcome = tmp_path / "outcome.xml"
     suites = [f"tests/{suite}.py" for suite in SUITES]
     # Millions of numbers, twenty times, are much for a library without optimizations.
