@@ -8,7 +8,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Iterable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
@@ -97,7 +97,8 @@ def register_autograd(
     In a compiled step that calls ``loss.backward()`` itself, torch 2.11 compiles the formula as if
     it were the user's, and stops at torch's own names in it. Dynamo is kept out of it there.
     """
-    backward = backward if torch.__version__ >= "2.13" else not_compiled(backward)
+    if torch.__version__ < "2.13":
+        backward = not_compiled(partial(backward))  # a method has no place for what is noted there
     torch.library.register_autograd(op.name(), backward, setup_context=setup_context, lib=LIBRARY)
     return Leaf(op, backward, setup_context)
 
