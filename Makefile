@@ -45,7 +45,8 @@ ARCHITECTURES := $(shell sed -n 's/^DEFAULT_ARCHITECTURES = "\(.*\)"/\1/p' build
 # Those that Inductor's C++ code, for which there has to be a compiler, adds nothing to.
 TESTS_OF_A_WHEEL ?= tests/test_library.py tests/test_errors.py
 
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
+# Bytecode is compiled where it is imported: of most modules it never is.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test quick test-all conformance asan memcheck racecheck synccheck lint bench readme \
@@ -82,6 +83,8 @@ $(STAMP) $(VENV)/.installed-for-the-demo: $(BUILT_FROM)
 	touch $@
 endif
 
+# The compiler has just compiled for this processor's instructions: Inductor need not try it.
+demo: export TORCHINDUCTOR_VEC_ISA_OK ?= 1
 demo: $(DEMO_STAMP)  ## train real models with stock torch.compile and with this package, and compare
 	$(BIN)/python -m compile_losses demo $(if $(QUICK),--quick)
 

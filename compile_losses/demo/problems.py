@@ -57,7 +57,7 @@ def of_words(
         lambda: kind(width, 1, time=time, vocabulary=VOCABULARY),
         sampler(words(), batch, time),
         learning_rate=1e-3,
-        steps=4,
+        steps=3 if quick else 4,
         warm_up=1,
         **others,
     )
@@ -124,7 +124,7 @@ def of_a_matrix(
         lambda: kind(rows, cols, rank),
         whole(entries(product(rows, cols, rank))),
         learning_rate=1e-2,
-        steps=8 if quick else 12,
+        steps=6 if quick else 12,
         warm_up=2,
     )
 
