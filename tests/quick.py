@@ -84,8 +84,10 @@ def choose(changed: list[str]) -> tuple[Choice, str]:
         if (ROOT / file).exists():
             _add_file(choice, file, SECONDS)
     for source in sources:
-        stem = Path(source).stem if Path(source).stem != "__init__" else Path(source).parent.name
-        for file in (f"{PASSES}test_{stem}.py", f"tests/test_{stem}.py"):
+        parent = Path(source).parent.name
+        stem = parent if Path(source).stem == "__init__" else Path(source).stem
+        of_folder = f"{PASSES}test_{parent}.py"
+        for file in (f"{PASSES}test_{stem}.py", of_folder, f"tests/test_{stem}.py"):
             if (ROOT / file).exists():
                 _add_file(choice, file, SECONDS)
         if source not in modules:

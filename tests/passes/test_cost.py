@@ -57,7 +57,7 @@ def test_feeds(name):
 def test_buffers_are_read_once():
     gm = of_aten(
         lambda x, w: (x.sin() * x).sum() + (x + 1).amax() * w.sum(),
-        *[torch.ones(4)] * 1,
+        torch.ones(4),
         torch.ones(9),
     )
     (node,) = returned(gm.graph)
