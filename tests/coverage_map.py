@@ -30,8 +30,9 @@ PACKAGE = str(ROOT / "compile_losses") + os.sep
 FOLDER = "COMPILE_LOSSES_COVERAGE_MAP"
 #: The cases of a test that are recorded.
 CASES = 2
-#: The tests of a module that the file names, those that execute the fewest modules.
-MOST = 40
+#: The tests of a module that the file names, those that execute the fewest others: of passes, which
+#: run anyway, and of all others.
+OF_PASSES, MOST = 12, 40
 
 HEADER = """\
 # Written by `python -m tests.coverage_map`. First the tests, each with the processor's seconds for
@@ -159,8 +160,10 @@ def write(tests: dict[str, Recorded], modules: dict[str, list[str]], path: Path 
         order = sorted(
             (n for n in names if n in tests), key=lambda n: (tests[n].modules, tests[n].seconds, n)
         )
+        of_passes = [name for name in order if name.startswith("tests/passes/")]
+        others = [name for name in order if name not in of_passes]
         files: dict[str, list[str]] = {}
-        for name in sorted(order[:MOST]):
+        for name in sorted([*of_passes[:OF_PASSES], *others[:MOST]]):
             file, _, function = name.partition("::")
             files.setdefault(file, []).append(function)
         if files:

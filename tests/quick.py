@@ -24,8 +24,8 @@ from tests.coverage_map import Recorded, grouped, read, spread
 SECONDS = 60.0
 #: Of those, for the tests of passes that belong to no changed module.
 OF_ALL_PASSES = 30.0
-#: The cases of a chosen test.
-CASES = 2
+#: The cases of a chosen test, and of the programs of one module of the corpus.
+CASES, OF_PROGRAMS = 2, 4
 PASSES = "tests/passes/"
 PROGRAMS = "tests/passes/test_programs.py"
 #: Names the file that lists the chosen tests.
@@ -99,16 +99,17 @@ def choose(changed: list[str]) -> tuple[Choice, str]:
         choice.add(name, CASES * 2, choice.seconds + OF_ALL_PASSES)
     fitting = [name for source in sources for name in modules.get(source, ())]
     for name in sorted(set(fitting), key=lambda n: (tests[n].modules, tests[n].seconds)):
-        choice.add(name, CASES, SECONDS)
+        choice.add(name, OF_PROGRAMS if name.startswith(PROGRAMS) else CASES, SECONDS)
     for name in tests:  # what is left of the time goes to programs of all kinds
         if name.startswith(PROGRAMS):
-            choice.add(name, CASES, SECONDS)
+            choice.add(name, OF_PROGRAMS, SECONDS)
     about = ", ".join(sources) or "no changed module"
     extra = f"; by name alone: {', '.join(by_name)}" if by_name else ""
-    named = sum(name not in passes for name in choice.cases)
+    mapped = sum(name in choice.cases and not name.startswith(PASSES) for name in set(fitting))
     reason = (
         f"quick: {len(choice.cases)} tests, about {choice.seconds:.0f} s of one core: those of "
-        f"passes and {named} that execute {about}, the most specific first{extra}"
+        f"passes, and {mapped} of the {len(set(fitting))} that are known to execute {about}, the "
+        f"most specific first{extra}"
     )
     return choice, reason
 
