@@ -61,3 +61,7 @@ def record_leaf_calls(function):
     with Recorder():
         function()
     return calls
+
+
+#: Losses made of other losses' kernels and of products of ATen: no kernels of their own.
+COMPOSED = {"linear_cross_entropy", "linear_softmax_js_div", "linear_softmax_kl_div"}

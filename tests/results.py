@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 
@@ -22,3 +23,18 @@ def compile_with(function, inner, dynamic):
         dynamic=dynamic,
         options={"inner_backend": inner},
     )
+
+
+def count_fused_calls(function):
+    with torch.profiler.profile() as profile:
+        function()
+    return sum(event.name.startswith("fused::") for event in profile.events())
+
+
+def spellings(cases):
+    def param(name, spelling):
+        fails = torch.__version__ < spelling.since
+        skip = pytest.mark.skipif(fails, reason=f"torch itself fails before {spelling.since}")
+        return pytest.param(name, spelling, id=f"{name}: {spelling.name}", marks=skip)
+
+    return pytest.mark.parametrize(("name", "spelling"), [param(*case) for case in cases])

@@ -11,7 +11,7 @@ from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import compile_losses
-from tests.test_compile import count_fused_calls
+from tests.results import count_fused_calls
 
 APART = "whose graph torch differentiates and compiles apart"
 

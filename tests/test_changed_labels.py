@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.test_mutation import CLASSES, compiled, logits_and_classes, outcome, statuses
+from tests.changed_memory import CLASSES, compiled, logits_and_classes, outcome, statuses
 
 
 def label_smoother(x, t, epsilon=0.1):

@@ -21,6 +21,7 @@ from compile_losses import inductor_passes, switches
 from compile_losses.inductor_passes import InPlacePass, Pass, forget_backwards, note_backward
 from compile_losses.options import Settings
 from tests import WITHOUT_VECTORS
+from tests.results import count_fused_calls
 
 pytestmark = pytest.mark.usefixtures("kernels_for_small_losses")
 
@@ -181,12 +182,6 @@ def test_backend_needs_no_import():
         print("compile_losses" in sys.modules)
     """)
     assert output.strip() == "True"
-
-
-def count_fused_calls(function):
-    with torch.profiler.profile() as profile:
-        function()
-    return sum(event.name.startswith("fused::") for event in profile.events())
 
 
 def forget_compiled():

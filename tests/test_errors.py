@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
+
+from tests.gpus import assert_ended_by_target, on_a_gpu_of_its_own
 
 fused = torch.ops.fused
 ELEMENTWISE = [
@@ -278,18 +277,6 @@ def test_target_out_of_range_cpu(bad, smoothing):
     loss, stats, total = fused.cross_entropy_forward(x, t * 0, None, 1, -100, 0.0, torch.float32)
     with pytest.raises(IndexError, match=str(bad)):
         fused.cross_entropy_backward(loss, x, t, None, stats, total, 1, -100, 0.0)
-
-
-def on_a_gpu_of_its_own(script: str) -> subprocess.CompletedProcess[str]:
-    """A device-side assertion ends the process' CUDA context, so it gets a process of its own."""
-    script = f"import torch, compile_losses\n{script}\ntorch.cuda.synchronize()"
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-
-
-def assert_ended_by_target(result: subprocess.CompletedProcess[str]) -> None:
-    assert result.returncode != 0
-    assert "device-side assert" in result.stderr
-    assert "target" in result.stderr + result.stdout
 
 
 @pytest.mark.gpu

@@ -17,8 +17,8 @@ from compile_losses import library
 from compile_losses.__main__ import main
 from compile_losses.explanation import explain_call
 from compile_losses.sites import shorten
+from tests.calls import COMPOSED
 from tests.specs import SPECS
-from tests.test_layout import COMPOSED
 
 
 class Model(nn.Module):

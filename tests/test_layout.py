@@ -18,11 +18,10 @@ from compile_losses.library import DECLARED, PACKAGE, documented_ops, public_ops
 from compile_losses.lower.fused_calls import is_elementwise
 from compile_losses.recognize.table import TABLE
 from tests import ROOT
+from tests.calls import COMPOSED
 from tests.specs import SPECS
 
 LOSSES = public_ops()
-#: Losses made of other losses' kernels and of products of ATen: no kernels of their own.
-COMPOSED = {"linear_cross_entropy", "linear_softmax_js_div", "linear_softmax_kl_div"}
 #: The suites of those.
 SUITES = sorted((ROOT / "tests").glob("test_linear_*.py"))
 OPS = sorted(f"fused::{name}" for name in DECLARED)

@@ -17,7 +17,7 @@ from compile_losses.recognize.guards import GUARDS
 from compile_losses.recognize.written_out import Recognizer
 from tests import patterns
 from tests.graphs import Compiled
-from tests.results import compile_with, run
+from tests.results import compile_with, run, spellings
 from tests.specs import SPECS
 from tests.specs.written.cross_entropy import OTHER_LIKELIHOODS
 
@@ -35,15 +35,6 @@ def calls_then_aot_eager(gm, example_inputs):
     # Torch 2.11 traces some functions of a float twice; the last graph counts.
     CALLED[:] = [node.target for node in gm.graph.nodes]
     return torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs)
-
-
-def spellings(cases):
-    def param(name, spelling):
-        fails = torch.__version__ < spelling.since
-        skip = pytest.mark.skipif(fails, reason=f"torch itself fails before {spelling.since}")
-        return pytest.param(name, spelling, id=f"{name}: {spelling.name}", marks=skip)
-
-    return pytest.mark.parametrize(("name", "spelling"), [param(*case) for case in cases])
 
 
 @spellings(MATCHES)

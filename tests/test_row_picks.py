@@ -24,8 +24,8 @@ from compile_losses.ops.linear_row_statistics import in_order, reference
 from compile_losses.ops.row_picks import sums_of_equal
 from tests.accuracy import assert_accurate
 from tests.calls import dtypes
+from tests.gpus import on_a_gpu_of_its_own
 from tests.linear_problems import largest_allocation
-from tests.test_errors import on_a_gpu_of_its_own
 
 fused = torch.ops.fused
 ROWS, HIDDEN, CLASSES = (5, 9), 24, 37

@@ -12,7 +12,7 @@ from compile_losses import functional
 from compile_losses.ops.row_statistics import entropy_of, reference
 from tests.accuracy import assert_accurate
 from tests.calls import dtypes
-from tests.test_errors import assert_ended_by_target, on_a_gpu_of_its_own
+from tests.gpus import assert_ended_by_target, on_a_gpu_of_its_own
 
 fused = torch.ops.fused
 IGNORED = -100

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import compile_losses
 from compile_losses.recognize import rewrite
 from compile_losses.recognize.small_sizes import Sizes
+from tests.results import spellings
 from tests.specs import SPECS
-from tests.test_recognize import spellings
 
 
 def report_of(function, inputs, *, dynamic=False, change=lambda match: None, verify=True):
