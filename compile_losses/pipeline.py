@@ -11,6 +11,7 @@ import difflib
 import itertools
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,7 +95,15 @@ def observed(this: Pass, indexed: Indexed) -> Iterator[None]:
     record.changes += 1
     after = None if folder is None else listing(graph)
     if folder is not None and before is not None and after is not None and before != after:
-        _write(folder, this, graph, before, after, took)
+        try:
+            _write(folder, this, graph, before, after, took)
+        except OSError as error:
+            _warn(error)
+
+
+def _warn(error: OSError) -> None:
+    """Tells that a graph is not dumped, which is no fault of the pass."""
+    warnings.warn(f"COMPILE_LOSSES_DUMP: {error}", RuntimeWarning, stacklevel=2)
 
 
 def dump_folder() -> str | None:

@@ -24,6 +24,7 @@ from compile_losses import (
     lazy,
     lower,
     options,
+    pipeline,
     recognize,
     report,
     sites,
@@ -33,7 +34,7 @@ from compile_losses.recognize import steps
 #: Where the functions are that raise.
 SOURCES = (
     *(str(Path(module.__file__).parent) for module in (graphs, recognize, lower, lazy)),
-    *(module.__file__ for module in (backend, inductor_passes, options, report, sites)),
+    *(module.__file__ for module in (backend, inductor_passes, options, pipeline, report, sites)),
 )
 #: What undoes the changes of a function that raised; and the doors, where torch calls us.
 GUARDS = (guard.__file__, steps.__file__)

@@ -15,7 +15,8 @@ from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
 import compile_losses
-from compile_losses import guard, inductor_passes, recognize
+from compile_losses import guard, inductor_passes
+from compile_losses.recognize import rewriting
 from tests.faults import Faults, PlantedError
 from tests.graphs import Head, classes, distributions, interpreted, real
 
@@ -193,7 +194,7 @@ def test_report_of_a_fault(monkeypatch):
         raise PlantedError("here")
 
     monkeypatch.setenv("COMPILE_LOSSES_STRICT", "0")
-    monkeypatch.setattr(recognize, "through_linear", planted)
+    monkeypatch.setattr(rewriting, "through_linear", planted)
     guard._warned.clear()
     with pytest.warns(RuntimeWarning, match="internal error"):
         report = compile_losses.explain(Head(F.cross_entropy), *classes())

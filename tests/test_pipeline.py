@@ -18,6 +18,7 @@ from compile_losses import passes, pipeline, switches
 from compile_losses.graphs import Indexed, emit, value_of, version_of
 from compile_losses.lower import aten_graph
 from compile_losses.lower.fused_calls import find_losses
+from compile_losses.recognize import guards
 from tests import ROOT, pass_list
 from tests.graphs import Head, classes, real, writes
 
@@ -160,6 +161,30 @@ def test_files_of_others_stay(tmp_path, monkeypatch):
     (new,) = set(tmp_path.iterdir()) - set(taken)
     assert "-0008-" in new.name
     assert "+neg: int = method neg(x)" in new.read_text()
+
+
+def test_a_folder_that_is_none(tmp_path, monkeypatch, no_code, kernels_for_small_losses):
+    """It costs the dump, and no loss."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("COMPILE_LOSSES_DUMP", str(tmp_path / "file"))
+    with pytest.warns(RuntimeWarning, match="COMPILE_LOSSES_DUMP: .*file"):
+        compiled(Head(F.mse_loss), *real())
+    assert pipeline.records()["plan.kernels"].changes == 1
+
+
+def test_guards_are_asked_once(monkeypatch, no_code):
+    """Of a loss of a head there are two matches, with the head and without it."""
+    asked = Counter()
+
+    def counted(match):
+        asked[id(match), match.op] += 1
+        kept.append(match)
+
+    kept = []  # so that no other match gets an identity
+    monkeypatch.setattr(guards, "GUARDS", [counted, *guards.GUARDS])
+    compiled(Head(F.cross_entropy), *classes(128))
+    assert {op for _, op in asked} >= {"cross_entropy"}
+    assert set(asked.values()) == {1}
 
 
 def test_a_pass_that_changes_nothing_writes_no_file(tmp_path, monkeypatch):

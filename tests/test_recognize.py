@@ -13,6 +13,7 @@ from torch import nn
 
 import compile_losses
 from compile_losses import recognize
+from compile_losses.recognize import rewriting
 from compile_losses.recognize.guards import GUARDS
 from compile_losses.recognize.written_out import Recognizer
 from tests import patterns
@@ -278,7 +279,7 @@ def test_work_on_a_large_graph(monkeypatch):
         sizes.append(len(graph.nodes))
         return recognizers[-1]
 
-    monkeypatch.setattr(recognize, "Recognizer", recorded)
+    monkeypatch.setattr(rewriting, "Recognizer", recorded)
     torch.compile(model, backend=lambda gm, _: recognize.rewrite(gm).forward, fullgraph=True)(
         torch.randn(2, 4, 8), torch.randint(8, (8,))
     )

@@ -16,11 +16,11 @@ from torch._dynamo import lookup_backend
 from torch._inductor.utils import fresh_cache
 
 import compile_losses
-from compile_losses import guard, inductor_passes, lazy, recognize
+from compile_losses import guard, inductor_passes, lazy
 from compile_losses.guard import Snapshot
 from compile_losses.lazy import LazyLogits
 from compile_losses.recognize import head as heads
-from compile_losses.recognize import returned_logits
+from compile_losses.recognize import returned_logits, rewriting
 from compile_losses.recognize.match import Match
 from compile_losses.recognize.symbolic_tensors import Value
 from tests.faults import Faults, PlantedError
@@ -305,12 +305,12 @@ def test_losses_beside_a_step_with_a_fault(harm, step, monkeypatch, chunks):
         yield from take(graph, *given, **options)
         harm(first_of_ours(graph))
 
-    take = getattr(recognize, step)
-    monkeypatch.setattr(recognize, step, harmful)
+    take = getattr(rewriting, step)
+    monkeypatch.setattr(rewriting, step, harmful)
     monkeypatch.setenv("COMPILE_LOSSES_STRICT", "0")
     inputs = torch.randn(64, 8), torch.randn(50, 8), torch.randint(50, (64,)), torch.randn(64, 8)
     if step == "take_plain_logits":  # which comes after the other one
-        monkeypatch.setattr(recognize, "take_shared_logits", lambda *_, **__: iter(()))
+        monkeypatch.setattr(rewriting, "take_shared_logits", lambda *_, **__: iter(()))
     with told(HARM[harm]):
         report = compile_losses.explain(function, *inputs)
     assert {(site.op, site.status) for site in report.losses} == {
