@@ -77,7 +77,7 @@ FAULTS = [
         "        if needed == value.requires_grad:",
         "        if needed or value.requires_grad:",
     ),
-    Fault("recognize/match.py", "if not old.users:", "if True:"),
+    Fault("recognize/match.py", "replace_uses(self.root, node)", "replace_uses(node, self.root)"),
     Fault(
         "lower/row_gradients.py",
         "    if len(tangents) != 1 or not is_one_number(tangents[0]):",
@@ -85,13 +85,13 @@ FAULTS = [
     ),
     Fault(
         "lower/held_logits.py",
-        "rows = call(aten.permute.default, (of_logits, [1, 0]), backward)",
-        "rows = call(aten.permute.default, (of_logits, [0, 1]), backward)",
+        "emit(backward, aten.permute.default, (of_logits, [1, 0]))",
+        "emit(backward, aten.permute.default, (of_logits, [0, 1]))",
     ),
     Fault(
         "lower/in_place.py",
-        'choice = "scale in place unless retained"\n    with',
-        'choice = "scale in place"\n    with',
+        "replace(node, emit(node, fused.scale_saved.default, args",
+        "replace(node, emit(node, fused.scale.default, args",
     ),
     Fault(
         "lower/dead_buffers.py",
@@ -105,7 +105,7 @@ FAULTS = [
     ),
     Fault(
         "lower/linear_losses.py",
-        "    if held and plain and not prefer_memory:",
+        "    if held and plain and not graph.request.prefer_memory:",
         "    if held and plain:",
     ),
     Fault(
@@ -135,10 +135,14 @@ FAULTS = [
     ),
     Fault(
         "lower/elementwise/move.py",
-        "            user.replace_input_with(gradient, scaled)",
-        "            user.replace_input_with(gradient, saved)",
+        "        replace_uses(gradient, scaled)\n",
+        "        replace_uses(gradient, saved)\n",
     ),
-    Fault("lower/gradient_in_forward.py", "            scaling = factor.tangent\n", ""),
+    Fault(
+        "lower/gradient_in_forward.py",
+        "        scaling = factor.tangent\n",
+        "        pass\n",
+    ),
 ]
 
 
