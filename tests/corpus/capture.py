@@ -94,7 +94,7 @@ def _captured(program: Program) -> Captured:
         raise _Stop  # before guards and bytecode are made, which nobody needs
 
     torch._dynamo.reset()
-    with torch.random.fork_rng(), suppress(_Stop):
+    with program.around(), torch.random.fork_rng(), suppress(_Stop):
         torch.manual_seed(0)
         inputs = tuple(program.make())
         torch.compile(program.function, backend=keep, fullgraph=True, dynamic=False)(*inputs)
@@ -111,7 +111,7 @@ def captured(program: Program) -> Captured:
 @functools.cache
 def _recognised(program: Program) -> Captured:
     found = captured(program)
-    with small_as_large():
+    with small_as_large(), program.around():
         rewrite(found.gm, lowers=True)
     return found
 

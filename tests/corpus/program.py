@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,13 @@ class Program:
         name: the module of the corpus and the program's own name.
         function: of tensors.
         make: makes what the function is called with, from torch's random numbers.
+        around: what is around that and all that is made of the program.
     """
 
     name: str
     function: Callable[..., Any]
     make: Callable[[], Iterable[Any]]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def programs(

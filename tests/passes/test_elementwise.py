@@ -200,8 +200,9 @@ def test_what_the_forward_made_is_written_over():
     assert "over what it is computed from" in decision.reason
 
 
-def test_too_many_gradients():
-    x, t = torch.randn(64, 1), torch.randn(1, 64)
+@pytest.mark.parametrize("columns", [3, 64])
+def test_gradients_of_more_than_what_is_read(columns):
+    x, t = torch.randn(64, 1), torch.randn(1, columns)
 
     def of_vectors(x, t, tangents_1):
         return (x * t).sum(), tangents_1 * (x * t)
@@ -267,6 +268,13 @@ def test_sums(name):
     gm.graph.lint()
     gm.recompile()
     torch.testing.assert_close(gm(x), right)
+
+
+def test_rows_of_two_dimensions():
+    gm = of_aten(lambda x: x.sin().sum(), torch.randn(4, 8, 8))
+    (loss,) = returned(gm.graph)
+    (found,) = find_sums(loss, [one(gm.graph, aten.sin.default).meta["val"]], set())
+    assert found.row == (1, 2)
 
 
 def test_rows_are_not_longer_than_a_loop():

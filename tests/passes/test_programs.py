@@ -15,7 +15,16 @@ from tests.passes.outcomes import assert_same, results_of, with_gradients
 #: Of the spellings, which ``test_recognize`` compiles as well, every so many.
 SOME = 4
 SPELLINGS = [name for name in PROGRAMS if name.startswith("spellings")]
-RECOGNISED = [*(name for name in PROGRAMS if name not in SPELLINGS), *SPELLINGS[::SOME]]
+SHARDED = [name for name in PROGRAMS if name.startswith("sharded")]
+RECOGNISED = [name for name in PROGRAMS if name not in {*SPELLINGS, *SHARDED}]
+RECOGNISED += SPELLINGS[::SOME]
+
+
+def test_sharded():
+    """The losses of DTensors; no rank computes them alone."""
+    for name in SHARDED:
+        _, report = recognised(PROGRAMS[name])
+        decisions.check("recognised_sharded", name, decisions.told(report))
 
 
 @pytest.mark.parametrize("name", RECOGNISED)
