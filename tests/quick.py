@@ -130,10 +130,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     chosen: dict[str, int] = json.loads(Path(path).read_text())
     order = {name: i for i, name in enumerate(chosen)}
+    known, _ = read()
     kept: list[tuple[int, pytest.Item]] = []
     for name, cases in grouped(items).items():
         key = name if name in chosen else name.partition("::")[0]
-        kept += [(order[key], item) for item in spread(cases, chosen.get(key, 0))]
+        # A test that the map does not know is new, in a file of which others are chosen.
+        most = chosen.get(key, 0 if name in known else CASES)
+        kept += [(order.get(key, -1), item) for item in spread(cases, most)]
     kept.sort(key=lambda pair: pair[0])  # those of the changed modules come first
     config.hook.pytest_deselected(items=list(set(items) - {item for _, item in kept}))
     items[:] = [item for _, item in kept]
