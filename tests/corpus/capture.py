@@ -52,13 +52,18 @@ SMALL: dict[str, Any] = {
 }
 
 
+def take_small_as_large(patch: pytest.MonkeyPatch) -> None:
+    """Small tensors are worth what large ones are."""
+    set_constants(patch, **SMALL)
+    patch.setattr("compile_losses.ops.linear.matrix_products.BLOCK_BYTES", 1000)
+    patch.setattr(with_head, "COPIED_WEIGHTS", 1)
+
+
 @contextmanager
 def small_as_large() -> Iterator[None]:
-    """Small tensors are worth what large ones are."""
-    with pytest.MonkeyPatch.context() as changed:
-        set_constants(changed, **SMALL)
-        changed.setattr("compile_losses.ops.linear.matrix_products.BLOCK_BYTES", 1000)
-        changed.setattr(with_head, "COPIED_WEIGHTS", 1)
+    """The same, while a graph is made."""
+    with pytest.MonkeyPatch.context() as patch:
+        take_small_as_large(patch)
         yield
 
 
