@@ -126,6 +126,7 @@ def test_a_wrong_rewrite(plain, wrong_rewrite, monkeypatch):
         assert part in text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lowering", [passes.PLAN, passes.IN_PLACE])
 def test_a_wrong_kernel_in_a_lower_graph(lowering, plain, monkeypatch):
     """What a pass puts in the place of a cross entropy smooths its labels."""
@@ -149,6 +150,7 @@ def test_a_wrong_kernel_in_a_lower_graph(lowering, plain, monkeypatch):
     assert found.sites == {CROSS_ENTROPY: "cross_entropy"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.planted
 @pytest.mark.parametrize("lowering", [passes.PLAN, passes.IN_PLACE])
 def test_a_pass_that_raises(lowering, plain, monkeypatch):

@@ -97,6 +97,7 @@ def compile_and_run(cache, *options: bool, names: Iterable[str] = (), **environm
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "way", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["backend", "enable"]
 )

@@ -362,6 +362,7 @@ def test_dynamic_shapes_are_planned():
     assert site.bytes_moved == 3 * 6 * 12 * 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("kernels_for_small_losses")
 @pytest.mark.parametrize("way", ["backend", "enable"])
 def test_nothing_is_disturbed(way):

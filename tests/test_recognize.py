@@ -38,6 +38,7 @@ def calls_then_aot_eager(gm, example_inputs):
     return torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs)
 
 
+@pytest.mark.sampled(6)
 @spellings(MATCHES)
 def test_match(name, spelling):
     """One site, rewritten to this op; under three inner backends torch's loss and gradients."""
@@ -83,6 +84,7 @@ def test_collection():
         assert len(named) == len(set(named)), f"two spellings of {spec.name} have one name"
 
 
+@pytest.mark.sampled(4)
 @spellings(NEAR_MISSES)
 def test_near_miss(name, spelling):
     """Nothing is rewritten, a reason is given where the loss was seen, and results are torch's."""

@@ -70,6 +70,7 @@ CAST = ("in float32", "autocast")
 EXACT = [(name, torch.float64) for name in MATCHES if name not in CAST]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "dtype"), [*EXACT, *((n, torch.float32) for n in MATCHES)])
 def test_matches(name, dtype):
     function, op, layers = MATCHES[name]

@@ -26,6 +26,7 @@ def small_copies(monkeypatch):
     monkeypatch.setattr(with_head, "COPIED_WEIGHTS", 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MATCHES)
 def test_matches(name, dtype):

@@ -91,6 +91,7 @@ def only(sites):
     return site
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", BY_ROW)
 def test_in_the_forward(name, dtype, device):
@@ -118,6 +119,7 @@ def test_memory_is_preferred(name, monkeypatch, device):
     assert only(report.losses).plan[0] == AGAIN
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", [*BY_ROW, *ACROSS_ROWS])
 def test_frozen_head(name, dtype, device):

@@ -425,6 +425,7 @@ def test_differentiable(device):
     torch.testing.assert_close(ours, torchs)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=["", "softcap"])
 @pytest.mark.parametrize("with_target", [True, False])
 @dtypes
@@ -570,6 +571,7 @@ def test_transforms(name, device):
     )
 
 
+@pytest.mark.sampled(2)
 @functions
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(name, dynamic, device):

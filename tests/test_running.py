@@ -86,6 +86,7 @@ def python(*arguments, cwd, path=(), **environment):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["script", "module"])
 def test_run(way, folder):
     """The program sees its own arguments; each of its threads compiles with the passes."""
@@ -99,6 +100,7 @@ def test_run(way, folder):
     assert (told["only"], told["lazy"]) == ("mse_loss", True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("on", ["1", "0"])
 def test_in_the_environment(on, folder, installed):
     """`import torch` alone switches it on, and loads nothing for it."""
@@ -116,6 +118,7 @@ def test_without_autoload(folder, installed):
     assert told["rewritten"] == {"mse_loss": 2}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("on", ["1", "0"])
 def test_a_program_that_enables_by_itself(on, folder):
     """In one thread of it, which is not the one that compiles."""

@@ -251,6 +251,7 @@ def drawn_reader(generator):
     return read
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(16))
 def test_drawn_functions(seed):
     generator = random.Random(seed)

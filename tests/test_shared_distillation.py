@@ -283,6 +283,7 @@ def test_statistics_and_gradients(kind, layer, softcap, device):
     torch.testing.assert_close(both[:5], tuple(each.detach() for each in expected))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("kind", KINDS)
 def test_opcheck(kind, device, opcheck):

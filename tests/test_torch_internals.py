@@ -66,6 +66,7 @@ def public_names() -> list[str]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", public_names())
 def test_name(name):
     CHECKS[name]()

@@ -100,6 +100,7 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow  # the tutorial of an own op builds the same files
 def test_four_places(tmp_path, monkeypatch):
     folder = tmp_path / "checkout"
     copy_of_checkout(folder)

@@ -374,6 +374,7 @@ def trained(model, function, inputs):
     return [loss.detach(), logits.detach() + 0, *gradients]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.planted
 @pytest.mark.parametrize(
     ("breaks", "way"),

@@ -161,6 +161,7 @@ def test_option_and_environment(monkeypatch):
     assert len(calls) == 3
 
 
+@pytest.mark.sampled(3)
 @spellings([(s.name, m) for s in SPECS.values() for m in s.matches[::4]])
 def test_spellings_are_verified(name, spelling):
     """A sample of the spellings passes, and without a remark that it could not be tried."""
