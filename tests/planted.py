@@ -114,6 +114,11 @@ FAULTS = [
         "numel *= hint_of(size)",
     ),
     Fault(
+        "op_traits.py",
+        "return None if dim == cut else dim - is_gone",
+        "return None if dim == cut else dim",
+    ),
+    Fault(
         "lower/known_factors.py",
         "constant = factor.constant / right if divides else factor.constant * right",
         "constant = factor.constant * right",

@@ -19,8 +19,9 @@ from torch.fx.node import map_arg
 from compile_losses.distributed import are_dtensors
 from compile_losses.graphs.indexed import changed
 from compile_losses.graphs.reach import is_movable, later_sources
+from compile_losses.op_traits import shares_memory
 from compile_losses.torch_internals.graphs import EAGER_VALUES, EXAMPLE, GRAPH_ARGUMENT
-from compile_losses.torch_internals.ops import OpOverload, schema_of, tree_leaves
+from compile_losses.torch_internals.ops import tree_leaves
 from compile_losses.torch_internals.tensors import FakeTensor, shard_of
 
 #: No value is given for a new node: it is computed.
@@ -260,10 +261,7 @@ def view_like(fake: Any) -> Tensor:
 
 def is_view(node: Node) -> bool:
     """Whether a node's result lies in its argument's memory."""
-    target = node.target
-    return isinstance(target, OpOverload) and any(
-        result.alias_info is not None for result in schema_of(target).returns
-    )
+    return shares_memory(node.target)
 
 
 def retrace_views(node: Node) -> None:

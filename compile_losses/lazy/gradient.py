@@ -10,9 +10,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from compile_losses.lazy.head import VIEWS
 from compile_losses.lazy.memory import Memory
 from compile_losses.lazy.tensor import LazyLogits, shape_of
+from compile_losses.op_traits import SCALINGS, VIEWS
 from compile_losses.torch_internals.eager import at_end_of_backward, backward_number
 from compile_losses.torch_internals.ops import tree_map_only
 
@@ -20,10 +20,9 @@ aten = torch.ops.aten
 
 #: What the backwards of the ops that wait do to a gradient. All of them are linear in it.
 _BACKWARDS = VIEWS | {
-    *(aten._to_copy.default, aten.clone.default, aten.neg.default, aten.tanh_backward.default),
-    *(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar),
+    *(aten._to_copy.default, aten.clone.default, aten.tanh_backward.default, *SCALINGS),
     *(aten.slice_backward.default, aten.select_backward.default, aten.sum.dim_IntList),
-    *(aten._reshape_alias.default, aten.reshape.default),
+    aten._reshape_alias.default,
 }
 
 #: Gradients of a head's input, weight and bias, in this order.

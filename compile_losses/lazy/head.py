@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compile_losses.torch_internals.ops import schema_of
+from compile_losses.op_traits import ALIASES, FOLLOWED, RESHAPES, SCALINGS, View
 
 aten = torch.ops.aten
 
-#: Ops whose result is another view of the same memory, as between a head and its loss.
-VIEWS = frozenset(
-    (
-        *(aten.alias.default, aten.detach.default, aten.view.default, aten._unsafe_view.default),
-        *(aten.slice.Tensor, aten.select.int, aten.transpose.int, aten.permute.default),
-        *(aten.t.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim),
-        *(aten.squeeze.dims, aten.expand.default),
-    )
-)
 #: Ops of one tensor and numbers whose result is new, and which wait as the logits do: casts, copies
 #: and what heads do to their output.
 COPIES = frozenset(
-    (
-        *(aten._to_copy.default, aten.clone.default, aten.tanh.default, aten.neg.default),
-        *(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar),
-    )
+    (aten._to_copy.default, aten.clone.default, aten.tanh.default, *SCALINGS),
 )
-#: Ops whose result is the same view.
-SAME = (aten.alias.default, aten.detach.default)
 
 #: One op after the head: the op, its arguments after the first, and those with names.
 Step = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...]]
@@ -91,21 +76,6 @@ class Head:
         return found
 
 
-@cache
-def is_view(op: Any) -> bool:
-    """Whether an op's result is another view of the memory of its first argument."""
-    schema = schema_of(op)
-    first = schema.arguments[0].alias_info if schema.arguments else None
-    aliases = [result.alias_info for result in schema.returns]
-    return (
-        len(aliases) == 1
-        and None not in (first, *aliases)
-        and not any(alias.is_write for alias in (first, *aliases))
-        and str(schema.returns[0].type) == "Tensor"
-        and all(argument.alias_info is None for argument in schema.arguments[1:])
-    )
-
-
 def apply(tensor: Tensor, steps: tuple[Step, ...]) -> Tensor:
     for function, args, kwargs in steps:
         tensor = function(tensor, *args, **dict(kwargs))
@@ -134,22 +104,14 @@ def picked(head: Head, steps: tuple[Step, ...]) -> tuple[Head, tuple[Step, ...]]
 
 def _moved(input: Tensor, op: Any, args: tuple[Any, ...], classes: int) -> Tensor | None:
     """A view of the hidden state, whose last dimension has another size than the classes."""
-    ndim, last = input.dim(), input.dim() - 1
-    if op in (aten.view.default, aten._unsafe_view.default):
-        sizes = list(args[0])
-        is_of_rows = bool(sizes) and sizes[-1] == classes
-        return input.reshape([*sizes[:-1], input.shape[-1]]) if is_of_rows else None
-    if op in (aten.alias.default, aten.detach.default):
-        dims = []
-    elif op in (aten.slice.Tensor, aten.select.int):
-        dims = [args[0] if args else 0]
-    elif op is aten.transpose.int:
-        dims = [args[0], args[1]]
-    elif op is aten.unsqueeze.default:
-        dims = [] if args[0] % (ndim + 1) != ndim else [last]
-    elif op is aten.permute.default:
-        dims = [] if args[0][-1] % ndim == last else [last]
-    else:
+    if op not in FOLLOWED:
+        return input if op in ALIASES else None
+    before = [*input.shape[:-1], classes]
+    after = args[0] if op in RESHAPES else op(input, *args).shape
+    place = View(op, (None, *args), before, after).place_of(len(before) - 1)
+    if place is None or place != len(after) - 1:
         return None
-    moved: Tensor | None = None if last in [dim % ndim for dim in dims] else op(input, *args)
+    if op in RESHAPES:
+        return input.reshape([*after[:-1], input.shape[-1]])
+    moved: Tensor = op(input, *args)
     return moved

@@ -9,18 +9,13 @@ import torch
 from torch import Tensor
 
 from compile_losses.lazy.head import Head, Step, apply, picked
+from compile_losses.op_traits import EXTREMES, named_dims
 from compile_losses.ops.linear.chunk_size import chunk_rows
 
 aten = torch.ops.aten
 
-#: Ops that make a few numbers of each row, with the place of the dimensions among their arguments
-#: and the default of these.
-_BY_ROW: dict[Any, tuple[int, Any]] = {
-    **dict.fromkeys((aten.argmax.default, aten.argmin.default), (0, None)),
-    **dict.fromkeys((aten.max.dim, aten.min.dim), (0, None)),
-    **dict.fromkeys((aten.amax.default, aten.logsumexp.default, aten.sum.dim_IntList), (0, [])),
-    aten.topk.default: (1, -1),
-}
+#: Ops that make a few numbers of each row.
+_BY_ROW = (*EXTREMES, aten.logsumexp.default, aten.sum.dim_IntList)
 #: A read of at most this part of the rows computes these alone, and for this reader alone. All such
 #: reads together compute at most this many times all rows.
 _LARGEST_PART = 0.25
@@ -49,7 +44,8 @@ def by_row(lazy: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """
     if func not in _BY_ROW:
         return None
-    place, default = _BY_ROW[func]
+    ((place, default),) = named_dims(func)
+    place -= 1  # the tensor is none of the arguments here
     dims = args[place] if len(args) > place else default
     (dim,) = dims if isinstance(dims, list) and len(dims) == 1 else (dims,)
     found = _own_rows(lazy) if dim in (-1, lazy.dim() - 1) else None

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from compile_losses.lazy.head import COPIES, SAME, VIEWS, Head, Step, apply, is_view
+from compile_losses.lazy.head import COPIES, Head, Step, apply
 from compile_losses.lazy.memory import Memory
 from compile_losses.lazy.methods import Methods
 from compile_losses.lazy.path import Path, nodes_to_head
 from compile_losses.lazy.rows import by_row, few_rows
 from compile_losses.lazy.source import Source
+from compile_losses.op_traits import ALIASES, VIEWS, is_one_view
 from compile_losses.torch_internals.dynamo import leave_to_eager
 from compile_losses.torch_internals.eager import NO_TORCH_FUNCTION, not_compiled
 from compile_losses.torch_internals.ops import schema_of, tree_map_only
@@ -126,7 +127,7 @@ class LazyLogits(Methods):
                 late = args[0]._without_numbers(func, args[1:], kwargs)
                 if late is not None:
                     return late
-            elif args[0].is_functional and is_view(func):
+            elif args[0].is_functional and is_one_view(func):
                 return with_memory_of(args, args[0]._then(func, args[1:], kwargs), func, kwargs)
         schema = schema_of(func)
         shared = [
@@ -162,7 +163,7 @@ class LazyLogits(Methods):
         if func in _IN_PLACE_VIEWS:
             return self._become_view(func, args, kwargs)
         is_read = self._memory.made is not None
-        waits = is_view(func) or (func in COPIES and not is_read)
+        waits = is_one_view(func) or (func in COPIES and not is_read)
         if waits and _are_known(args, kwargs):
             return self._then(func, args, kwargs)
         if func in _SPLITS:
@@ -181,7 +182,7 @@ class LazyLogits(Methods):
         is_copy = func in COPIES
         like = func(shape_of(self), *args, **kwargs)
         # A step that changes nothing would be a reason to compile the next graph anew.
-        is_same = func in SAME or (
+        is_same = func in ALIASES or (
             func is aten.clone.default and not self.is_traced and _layout(like) == _layout(self)
         )
         made = LazyLogits(

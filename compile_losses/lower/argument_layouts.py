@@ -8,8 +8,8 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from compile_losses.graphs import annotate, forget
-from compile_losses.lower.cost import MATMULS
 from compile_losses.lower.dead_buffers import ROW_VIEWS
+from compile_losses.op_traits import MATMULS
 from compile_losses.torch_internals.graphs import DISLIKES_PADDING, EAGER_VALUES
 from compile_losses.torch_internals.ops import tree_leaves
 from compile_losses.torch_internals.tensors import FakeTensor

@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from compile_losses.graphs import ancestors, is_view
 from compile_losses.lower.node_relations import storage_of
-from compile_losses.ops.checks import CASTS
+from compile_losses.op_traits import CASTS, MATMULS, is_pointwise
 from compile_losses.sites import megabytes
 from compile_losses.torch_internals.inductor import OpTypes
 from compile_losses.torch_internals.ops import OpOverload, schema_of
@@ -29,7 +29,6 @@ from compile_losses.torch_internals.tensors import size_hint
 
 aten = torch.ops.aten
 
-MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 #: What a symbolic size without a hint counts as, Inductor's own assumption.
 _UNKNOWN_SIZE = 8192
 #: A backward reads an argument that takes so many times its size to compute again.
@@ -147,9 +146,8 @@ def _kind(producer: Node, ops: OpTypes) -> str:
     if target is aten.clone.default:
         return "copy"
     if isinstance(target, OpOverload):
-        if torch.Tag.pointwise in target.tags:
-            return f"pointwise {schema_of(target).name.partition('::')[2]}"
-        return schema_of(target).name.partition("::")[2]
+        name = schema_of(target).name.partition("::")[2]
+        return f"pointwise {name}" if is_pointwise(target) else str(name)
     return str(producer.name)
 
 

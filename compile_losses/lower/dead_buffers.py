@@ -9,10 +9,10 @@ import torch
 from torch.fx import Node
 
 from compile_losses.graphs import descendants, is_movable
-from compile_losses.lower.cost import MATMULS, hint_of
+from compile_losses.lower.cost import hint_of
 from compile_losses.lower.fused_calls import fused_call
 from compile_losses.lower.node_relations import graph_outputs, storage_of
-from compile_losses.ops.checks import CASTS
+from compile_losses.op_traits import CASTS, EXTREMES, IN_PLACE, MATMULS, TURNS
 from compile_losses.torch_internals.inductor import config, donated_inputs
 from compile_losses.torch_internals.ops import tree_leaves
 
@@ -20,28 +20,8 @@ aten = torch.ops.aten
 
 #: Views of a buffer in which no element occurs twice. If Inductor pads the rows of a product, a
 #: slice removes the padding.
-ROW_VIEWS = (
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.squeeze.dim,
-    aten.unsqueeze.default,
-    aten.slice.Tensor,
-    aten.alias.default,
-    aten.detach.default,
-)
-_VIEWS = (*ROW_VIEWS, aten.permute.default, aten.transpose.int, aten.t.default)
-
-#: Reductions of logits that metrics read.
-_REDUCTIONS = (
-    aten.argmax.default,
-    aten.argmin.default,
-    aten.amax.default,
-    aten.amin.default,
-    aten.max.dim,
-    aten.min.dim,
-    aten.topk.default,
-)
+ROW_VIEWS = (*IN_PLACE, aten.slice.Tensor)
+_VIEWS = (*ROW_VIEWS, *TURNS)
 
 
 def overwritable(
@@ -128,7 +108,7 @@ def is_computed_where_it_stands(node: Node) -> bool:
         return bool(node.users) and all(map(is_computed_where_it_stands, node.users))
     if fused_call(node) is not None:
         return True
-    if node.target not in _REDUCTIONS:
+    if node.target not in EXTREMES:
         return False
     source = node.all_input_nodes[0].meta["val"]
     kept = tree_leaves(node.meta["val"])[0]

@@ -22,7 +22,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 import compile_losses.ops
 from compile_losses.graphs import copy_nodes, emit, erase_unused, replace, replace_uses
-from compile_losses.lower.cost import MATMULS
 from compile_losses.lower.fused_calls import (
     Loss,
     fused_call,
@@ -31,6 +30,7 @@ from compile_losses.lower.fused_calls import (
 )
 from compile_losses.lower.node_relations import readers_of
 from compile_losses.lower.shared_with_forward import share
+from compile_losses.op_traits import MATMULS
 from compile_losses.ops.checks import (
     REDUCTIONS,
     accumulation_type,

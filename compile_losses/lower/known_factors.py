@@ -17,13 +17,9 @@ from torch import SymFloat, SymInt, Tensor
 from torch.fx import Node
 
 from compile_losses.graphs import emit, is_view
-from compile_losses.ops.checks import CASTS
+from compile_losses.op_traits import CASTS, IN_ORDER, PRODUCTS, QUOTIENTS
 
 aten = torch.ops.aten
-
-_PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
-_QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
-_COPIES = (aten.clone.default, aten.alias.default, aten._unsafe_view.default)
 
 
 @dataclass
@@ -57,12 +53,12 @@ def factor_of(grad_output: Any, backward: set[Node]) -> Factor | None:
         # A view of one number, and a number times it, is that everywhere, whatever its shape.
         node = factor.tangent
         target: Any = node.target
-        if is_view(node) or target in CASTS or target in _COPIES:
+        if is_view(node) or target in CASTS or target in IN_ORDER:
             factor.tangent = node.args[0]  # type: ignore[assignment]
         elif target is aten.neg.default:
             factor.constant = -factor.constant
             factor.tangent = node.args[0]  # type: ignore[assignment]
-        elif target in (*_PRODUCTS, *_QUOTIENTS) and not node.kwargs:
+        elif target in (*PRODUCTS, *QUOTIENTS) and not node.kwargs:
             if not _peel(factor, node, backward):
                 return None
         else:
@@ -87,7 +83,7 @@ def has_one_element(value: Tensor) -> bool:
 
 def _peel(factor: Factor, node: Node, backward: set[Node]) -> bool:
     left, right = node.args
-    divides = node.target in _QUOTIENTS
+    divides = node.target in QUOTIENTS
     if not divides and right in backward:
         left, right = right, left
     if left not in backward or right in backward:

@@ -10,18 +10,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from compile_losses.graphs import descendants, is_view
+from compile_losses.op_traits import SCATTERS, is_pointwise
 from compile_losses.torch_internals.graphs import is_tangent
-from compile_losses.torch_internals.ops import OpOverload
 from compile_losses.torch_internals.tensors import storage_id
 
 aten = torch.ops.aten
-
-#: The backwards of slices.
-_SCATTERS = (
-    aten.constant_pad_nd.default,
-    aten.slice_scatter.default,
-    aten.select_scatter.default,
-)
 
 
 def storage_of(node: Node) -> Any:
@@ -60,6 +53,4 @@ def is_fused_into_readers(node: Node) -> bool:
 def is_generated(node: Node) -> bool:
     """Whether a node is an op of elements, or one that pads, which Inductor generates itself."""
     target: Any = node.target
-    return target in _SCATTERS or (
-        isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
-    )
+    return target in (*SCATTERS, aten.constant_pad_nd.default) or is_pointwise(target)

@@ -52,7 +52,8 @@ from compile_losses.lower.node_relations import (
 )
 from compile_losses.lower.slow_paths import is_small, slow_path
 from compile_losses.lower.statistics import plan_statistics
-from compile_losses.ops.checks import CASTS, REDUCTIONS
+from compile_losses.op_traits import CASTS
+from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.passes import PLAN
 from compile_losses.pipeline import Pipeline
 from compile_losses.request import Request

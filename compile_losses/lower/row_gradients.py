@@ -33,8 +33,9 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.graphs import ancestors, copy_nodes, descendants, emit, move_before
-from compile_losses.lower.elementwise.find import IN_ORDER, linear_part
+from compile_losses.lower.elementwise.find import linear_part
 from compile_losses.lower.known_factors import has_one_element, is_one_number
+from compile_losses.op_traits import IN_ORDER, PARTS, SCATTERS
 from compile_losses.ops.checks import same_shape
 from compile_losses.ops.linear.row_function import (
     COLUMN,
@@ -54,10 +55,8 @@ from compile_losses.torch_internals.symbols import expression_of
 aten = torch.ops.aten
 
 #: If the result has as many numbers, it has the same numbers in the same order.
-_SAME = (*IN_ORDER, aten.detach.default, aten.select.int, aten.slice.Tensor)
+_SAME = (*IN_ORDER, *PARTS)
 _SPLIT = aten.split_with_sizes.default
-#: If the result has as many numbers as the second argument, it is the second argument.
-_SCATTERS = (aten.select_scatter.default, aten.slice_scatter.default)
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,8 @@ class _Writer:
         if node.target in _SAME and self._columns(of_losses[0].meta["val"]) == columns:
             self.same[node] = self.same[of_losses[0]]
             return None
-        if node.target in _SCATTERS and _has_as_many(node, node.args[1]):
+        # If the result has as many numbers as the second argument, it is the second argument.
+        if node.target in SCATTERS and _has_as_many(node, node.args[1]):
             if node.args[1] not in self.same:
                 return across
             self.same[node] = self.same[node.args[1]]  # type: ignore[index]

@@ -11,9 +11,6 @@ from compile_losses.torch_internals.eager import is_any_autocast_enabled
 #: Values of the ``reduction`` argument, as in ``torch.nn.functional``'s own enumeration.
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2, "batchmean": 3}
 
-#: What casts are in traced graphs.
-CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
-
 NARROW = (torch.bfloat16, torch.float16)
 FLOATING = (torch.float64, torch.float32, *NARROW)
 

@@ -51,9 +51,6 @@ _REPEATABLE = {
 #: Ops that reduce all dimensions if they are given none.
 _REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default)
 
-#: The same numbers in the same order, in another shape.
-RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-
 #: How many ops further up two tensors are compared.
 _DEEPEST = 8
 
@@ -61,10 +58,7 @@ _DEEPEST = 8
 #: They give a fake's sizes as numbers, which specialises its symbols, as torch 2.11's linear
 #: would.
 _NUMBERS = {
-    aten.size.default,
-    aten.stride.default,
-    aten.storage_offset.default,
-    aten.numel.default,
+    *(aten.size.default, aten.stride.default, aten.storage_offset.default, aten.numel.default)
 }
 
 

@@ -21,8 +21,9 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.graphs import descendants
+from compile_losses.op_traits import FOLLOWED, PRODUCTS, QUOTIENTS, RESHAPES, SUMS, TURNS, View
 from compile_losses.ops.checks import NARROW
-from compile_losses.recognize.aten_replay import RESHAPES, AtenReplay, aten, same_sizes
+from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.constants import constant
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
 from compile_losses.recognize.match import Match, example
@@ -32,9 +33,6 @@ from compile_losses.sites import in_words
 from compile_losses.torch_internals.graphs import GRAPH_ARGUMENT
 from compile_losses.torch_internals.ops import packet_of
 
-_MULTIPLIES = (aten.mul.Tensor, aten.mul.Scalar)
-_FACTORS = (*_MULTIPLIES, aten.div.Tensor, aten.div.Scalar)
-_ADDENDS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
 _MASKS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self)
 #: The same values in another layout or dtype.
 _COPIES = (aten.clone.default, aten._to_copy.default, aten.alias.default)
@@ -238,7 +236,7 @@ def _followed(value: Value) -> Value | None:
     arguments = value.args
     if value.op is aten.cat.default:
         arguments = tuple(arguments[0][:1])
-    elif value.op in (*_MULTIPLIES, aten.add.Tensor, aten.where.self):
+    elif value.op in (*PRODUCTS, aten.add.Tensor, aten.where.self):
         arguments = arguments[1:] if value.op is aten.where.self else arguments
         sized = [
             a
@@ -285,9 +283,9 @@ class _Walk:
 
     def over(self, steps: list[Value]) -> None:
         for step in steps:
-            if step.op in _FACTORS:
+            if step.op in (*PRODUCTS, *QUOTIENTS):
                 self._multiply(step)
-            elif step.op in _ADDENDS:
+            elif step.op in SUMS:
                 self._add(step)
             elif step.op in _MASKS:
                 self._mask(step)
@@ -360,7 +358,7 @@ class _Walk:
 
     def _multiply(self, step: Value) -> None:
         other = self._operand(step)
-        multiplies = step.op in _MULTIPLIES
+        multiplies = step.op in PRODUCTS
         if step.kwargs:
             raise NotAbsorbedError(f"{step.node.name} rounds the logits")
         if isinstance(other, int | float) and not isinstance(other, bool):
@@ -505,43 +503,26 @@ class _Walk:
 
     def _move(self, step: Value) -> None:
         logits, rest, op = self.logits, step.args[1:], step.op
-        ndim = step.args[0].fake.dim() if isinstance(step.args[0], Value) else 0
-        dims = [d % ndim for d in _dims(step)]
-        if op in RESHAPES:
-            last = step.fake.shape[-1] if step.fake.dim() else 0
-            if logits.class_dim != ndim - 1 or not statically_known_true(last == self.classes):
-                raise NotAbsorbedError(f"{step.node.name} takes the classes of a row apart")
-            op, rest = (
-                aten.reshape.default,
-                ([*_sizes(step.fake.shape[:-1], step.node), logits.input.fake.shape[-1]],),
-            )
-            logits.class_dim = step.fake.dim() - 1
-        elif op is aten.slice.Tensor:
+        if op not in FOLLOWED:
+            raise NotAbsorbedError(f"{step.node.name} {_why_it_stays(step)}")
+        view = View(op, step.args, step.args[0].fake.shape, step.fake.shape)
+        if op is aten.slice.Tensor:
             _check_constant(step, rest)
-            if logits.class_dim in dims:
+            if logits.class_dim in view.dims:
                 self._first_classes(step, rest[1:])
                 return
-        elif op is aten.select.int and logits.class_dim not in dims:
-            logits.class_dim -= dims[0] < logits.class_dim
+        place = view.place_of(logits.class_dim)
+        if place is None:
+            how = "the classes of a row apart" if op in RESHAPES else "only some classes of a row"
+            raise NotAbsorbedError(f"{step.node.name} takes {how}")
+        logits.class_dim = place
+        if op in RESHAPES:
+            sizes = _sizes(step.fake.shape[:-1], step.node)
+            op, rest = aten.reshape.default, ([*sizes, logits.input.fake.shape[-1]],)
+        elif op in TURNS:
+            op, rest = aten.permute.default, (view.order,)
         elif op is aten.unsqueeze.default:
-            at = step.args[1] % (ndim + 1)
-            logits.class_dim += at <= logits.class_dim
-            rest = (at,)
-        elif op is aten.squeeze.dim and logits.class_dim not in dims:
-            logits.class_dim -= dims[0] < logits.class_dim and step.fake.dim() < ndim
-        elif op in (aten.transpose.int, aten.permute.default, aten.t.default):
-            order = list(range(ndim))
-            if op is aten.permute.default:
-                order = dims
-            else:
-                a, b = dims if op is aten.transpose.int else (0, ndim - 1)
-                order[a], order[b] = order[b], order[a]
-            logits.class_dim = order.index(logits.class_dim)
-            op, rest = aten.permute.default, (order,)
-        elif logits.class_dim in dims:
-            raise NotAbsorbedError(f"{step.node.name} takes only some classes of a row")
-        else:
-            raise NotAbsorbedError(f"{step.node.name} {_why_it_stays(step)}")
+            rest = tuple(view.dims)
         _check_constant(step, rest)
         logits.input = computed(op, logits.input, *rest)
 
@@ -596,15 +577,6 @@ def _why_it_stays(step: Value) -> str:
     return _STAY.get(
         packet_of(step.op), "is none of a cast, a factor, an addend, a soft-cap and a view"
     )
-
-
-def _dims(step: Value) -> list[int]:
-    """The dimensions among an op's arguments, as they are given."""
-    if step.op in (aten.slice.Tensor, aten.select.int, aten.squeeze.dim):
-        return [step.args[1]] if len(step.args) > 1 else [0]
-    if step.op is aten.transpose.int:
-        return list(step.args[1:3])
-    return list(step.args[1]) if step.op is aten.permute.default else []
 
 
 def _sizes(sizes: Any, node: Node) -> list[int]:

@@ -17,29 +17,15 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from compile_losses.op_traits import MEANS, ONES, PRODUCTS, RESHAPES, SCALINGS, TOTALS, TURNS
 from compile_losses.recognize.aten_replay import AtenReplay, compute, same_sizes
 from compile_losses.recognize.constants import constant
 from compile_losses.recognize.symbolic_tensors import Size, Value, example
 
 aten = torch.ops.aten
 
-_VIEWS = (
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.alias.default,
-    aten.permute.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.clone.default,  # contiguous(), reshape()
-)
-_SUMS = (aten.sum.default, aten.sum.dim_IntList)
-_MEANS = (aten.mean.default, aten.mean.dim)
-#: Ops that only scale; a root of this kind may be left to the user.
-SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default)
+#: Clones are of ``contiguous()`` and ``reshape()``. Behind a detach nothing has gradients.
+_VIEWS = (*RESHAPES, *ONES, *TURNS, aten.alias.default, aten.clone.default)
 _NORM = aten.linalg_vector_norm.default
 
 Steps = list[tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -188,7 +174,7 @@ def _peel(form: NormalForm, replay: AtenReplay) -> list[NormalForm]:
     whole = form.root.fake.dim() == 0
     if value.op is aten.index.Tensor:
         return _selection(form) if whole and form.reduced and not form.weights else []
-    if value.op in _SUMS or value.op in _MEANS:
+    if value.op in (*TOTALS, *MEANS):
         return _reduction(form, replay) if whole or not form.reduced else []
     if value.op in _VIEWS:
         # Before the last sum the order of elements does not matter; after it there is one element.
@@ -215,7 +201,7 @@ def _reduction(form: NormalForm, replay: AtenReplay) -> list[NormalForm]:
     dims = tuple(sorted(d % len(shape) for d in value.args[1])) if named else None
     keep = len(value.args) > 2 and bool(value.args[2])
     denominator = form.denominator
-    if value.op in _MEANS:
+    if value.op in MEANS:
         denominator = denominator * math.prod(shape[d] for d in dims or range(len(shape)))
     weights = []
     for weight in form.weights:
@@ -277,7 +263,7 @@ def _unviewed(weight: Value, after: Value, before: Value) -> Value | None:
     dimensions along which the weight is the same."""
     if after.op is aten.clone.default:
         return weight
-    if after.op not in (aten.view.default, aten._unsafe_view.default):
+    if after.op not in RESHAPES:
         return None
     shape = weight.fake.shape
     if same_sizes(shape, after.fake.shape):
@@ -303,7 +289,7 @@ def _scaling(form: NormalForm, replay: AtenReplay) -> list[NormalForm]:
     if value.op is aten.neg.default:
         return [replace(form, body=value.args[0], constant=-form.constant)]
     left, right = value.args[:2]
-    multiplies = value.op in (aten.mul.Tensor, aten.mul.Scalar)
+    multiplies = value.op in PRODUCTS
     if multiplies and not isinstance(_number(left, value, replay), Value):
         left, right = right, left
     right = _number(right, value, replay)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from compile_losses.recognize.aten_replay import RESHAPES, AtenReplay, aten
+from compile_losses.op_traits import RESHAPES
+from compile_losses.recognize.aten_replay import AtenReplay, aten
 from compile_losses.recognize.head import NotAbsorbedError, computed
 from compile_losses.recognize.probabilities import NOTHING_IGNORED
 from compile_losses.recognize.row_statistics import Move, Reading

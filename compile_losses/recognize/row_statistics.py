@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from compile_losses.op_traits import RESHAPES
 from compile_losses.ops.checks import REDUCTIONS, batch_of
 from compile_losses.ops.linear.row_statistics import (
     ARGMAX,
@@ -29,7 +30,7 @@ from compile_losses.ops.linear.row_statistics import (
     NLL,
     TOTAL,
 )
-from compile_losses.recognize.aten_replay import RESHAPES, AtenReplay, aten, same_sizes
+from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.head import NotAbsorbedError
 from compile_losses.recognize.row_views import (
     VIEWS,
@@ -41,7 +42,7 @@ from compile_losses.recognize.row_views import (
     unexpanded,
 )
 from compile_losses.recognize.symbolic_tensors import Value, example, has_gradient, whole
-from compile_losses.torch_internals.ops import OpOverload, named_arguments, packet_of
+from compile_losses.torch_internals.ops import OpOverload, named_arguments
 
 #: A view of rows: the op, and its arguments but the first.
 Move: TypeAlias = tuple[OpOverload[..., Any], list[Any]]
@@ -390,7 +391,7 @@ def _softmax_of(value: Value, replay: AtenReplay, *, logarithm: bool) -> tuple[V
     elif not logarithm and op is aten.exp.default:
         return _softmax_of(value.args[0], replay, logarithm=True)
     else:
-        pushed = pushed_under_softmax(value, replay) if packet_of(op) in VIEWS else None
+        pushed = pushed_under_softmax(value, replay) if op in VIEWS else None
         if pushed is None or (pushed.op is aten._log_softmax.default) is not logarithm:
             return None
         found = pushed.args[0], pushed.args[1]

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from compile_losses.op_traits import PARTS, RESHAPES, TURNS, View
 from compile_losses.recognize.aten_replay import AtenReplay, aten, compute, equal_sizes, same_sizes
 from compile_losses.recognize.symbolic_tensors import Size, Value, example
-from compile_losses.torch_internals.ops import packet_of, tree_leaves
+from compile_losses.torch_internals.ops import tree_leaves
 
 _SOFTMAXES = (aten._log_softmax.default, aten._softmax.default)
+#: Views that may leave the classes of a row together.
+VIEWS = (*TURNS, *PARTS, *RESHAPES)
 
 
 class RowIndexError(Exception):
@@ -147,18 +150,16 @@ def pushed_under_softmax(value: Value, replay: AtenReplay) -> Value | None:
     """A view of a softmax as the softmax of a view, if the view leaves the classes together."""
     inner = replay.resolve(value.args[0])
     if inner.op not in _SOFTMAXES:
-        if inner.op is None or packet_of(inner.op) not in VIEWS:
-            return None
-        deeper = pushed_under_softmax(inner, replay)
+        deeper = pushed_under_softmax(inner, replay) if inner.op in VIEWS else None
         if deeper is None:
             return None
         inner = deeper
     x, dim = inner.args[0], inner.args[1] % inner.rank
-    place = _new_place(value, inner, dim)
+    place = View(value.op, value.args, inner.fake.shape, value.fake.shape).place_of(dim)
     if place is None:
         return None
     arguments = list(value.args[1:])
-    if value.op in (aten.view.default, aten._unsafe_view.default):
+    if value.op in RESHAPES:
         arguments[0] = [_without_symbol(size, x) for size in arguments[0]]
         if arguments[0].count(-1) > 1:
             return None
@@ -178,30 +179,3 @@ def _without_symbol(size: Any, x: Value) -> Any:
         if statically_known_true(candidate == size):
             return Size(x.node, dim)
     return -1
-
-
-#: Views that may leave the classes of a row together.
-VIEWS = {aten.slice, aten.select, aten.permute, aten.transpose, aten.t, aten.view}
-
-
-def _new_place(value: Value, inner: Value, dim: int) -> int | None:
-    """The dimension of the classes after a view; None if the view cuts or merges them."""
-    rank = inner.rank
-    packet = packet_of(value.op)
-    if packet is aten.t:
-        return rank - 1 - dim
-    if packet is aten.transpose:
-        one, other = (d % rank for d in value.args[1:3])
-        return {one: other, other: one}.get(dim, dim)
-    if packet is aten.permute:
-        return [d % rank for d in value.args[1]].index(dim)
-    if packet in (aten.slice, aten.select):
-        along = (value.args[1] if len(value.args) > 1 else 0) % rank
-        if along == dim:
-            return None
-        return dim - (packet is aten.select and along < dim)
-    if packet in (aten.view, aten._unsafe_view) and dim == rank - 1:
-        last = value.fake.dim() - 1
-        kept = last >= 0 and statically_known_true(value.fake.shape[-1] == inner.fake.shape[-1])
-        return last if kept else None
-    return None

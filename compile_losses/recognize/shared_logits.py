@@ -31,11 +31,12 @@ from compile_losses.graphs import (
     undone_if_it_fails,
 )
 from compile_losses.lazy import LazyOutput
+from compile_losses.op_traits import PARTS, RESHAPES
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.row_divergences import tensors_beside
 from compile_losses.ops.linear.row_statistics import DIFFERENTIABLE
 from compile_losses.ops.linear_row_statistics import DIVERGENCES, in_order
-from compile_losses.recognize.aten_replay import RESHAPES, AtenReplay, aten, same_sizes
+from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.guards import changes_grad_mode, mutated, refusal
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
 from compile_losses.recognize.linear_divergence import check_no_dtensors, without_gradient
@@ -84,12 +85,8 @@ _STEPS_TO_JOIN = 8
 LEAST_PART = 0.75
 #: Ops that take some of the rows, or change their order or shape.
 ROW_MOVES = (
-    aten.permute.default,
-    aten.reshape.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.squeeze.dim,
-    aten.unsqueeze.default,
+    *(aten.permute.default, aten.reshape.default, aten.squeeze.dim, aten.unsqueeze.default),
+    *PARTS,
 )
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from compile_losses.recognize.aten_replay import RESHAPES, AtenReplay, aten, same_sizes
+from compile_losses.op_traits import RESHAPES
+from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.constants import constant
 from compile_losses.recognize.polynomial import (
     OpaqueError,

@@ -17,6 +17,7 @@ from torch import SymInt, Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from compile_losses.op_traits import PARTS, is_pointwise, named_dims
 from compile_losses.recognize.symbolic_tensors import Value, computed_alike, example, whole
 
 aten = torch.ops.aten
@@ -27,18 +28,12 @@ Resolve: TypeAlias = Callable[[Value], Value]
 Compute: TypeAlias = Callable[..., Value | None]
 
 JOINS = (aten.stack.default, aten.cat.default)
-#: Ops along one dimension, with the place of that dimension among the arguments.
-_ALONG = {
-    aten._log_softmax.default: 1,
-    aten._softmax.default: 1,
-    aten.logsumexp.default: 1,
-    aten.sum.dim_IntList: 1,
-    aten.gather.default: 1,
-    aten.squeeze.dim: 1,
-    aten.unsqueeze.default: 1,
-    aten.slice.Tensor: 1,
-    aten.select.int: 1,
-}
+#: Ops along one dimension.
+_ALONG = (
+    *(aten._log_softmax.default, aten._softmax.default, aten.logsumexp.default),
+    *(aten.sum.dim_IntList, aten.gather.default, aten.squeeze.dim, aten.unsqueeze.default),
+    *PARTS,
+)
 #: Functions and methods that take a tensor apart along dimension 0.
 _UNBINDS = (torch.unbind, aten.unbind.int, "unbind")
 _SPLITS = (torch.split, torch.chunk, torch.functional.split, "split", "chunk")
@@ -70,8 +65,8 @@ def join(pieces: list[Any], stacks: bool, resolve: Resolve, compute: Compute) ->
     first, *others = resolved = [resolve(piece) for piece in pieces]
     if first.op is None or any(other.op is not first.op for other in others):
         return None
-    place = _ALONG.get(first.op)
-    if place is None and torch.Tag.pointwise not in first.op.tags:
+    is_along = first.op in _ALONG
+    if not is_along and not is_pointwise(first.op):
         return None
     ranks = {a.fake.dim() for piece in resolved for a in piece.args if isinstance(a, Value)}
     if len(ranks) != 1 or ranks == {0} or any(piece.kwargs for piece in resolved):
@@ -89,7 +84,8 @@ def join(pieces: list[Any], stacks: bool, resolve: Resolve, compute: Compute) ->
             arguments.append(each[0])
         else:
             return None
-    if place is not None:
+    if is_along:
+        ((place, _),) = named_dims(first.op)
         (rank,) = ranks
         given = arguments[place]
         # unsqueeze counts its dimension in the result.

@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from compile_losses.graphs import ancestors, descendants
 from compile_losses.library import DECLARED
+from compile_losses.op_traits import SCALINGS
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.recognize.absorb import absorb
 from compile_losses.recognize.aten_replay import AtenReplay, aten, compute
@@ -28,13 +29,7 @@ from compile_losses.recognize.left_out import (
 )
 from compile_losses.recognize.logistic import find_logistic
 from compile_losses.recognize.match import Decline, Match
-from compile_losses.recognize.normal_form import (
-    SCALINGS,
-    NormalForm,
-    Written,
-    added_forms,
-    normal_forms,
-)
+from compile_losses.recognize.normal_form import NormalForm, Written, added_forms, normal_forms
 from compile_losses.recognize.probabilities import written_probabilities
 from compile_losses.recognize.softmax_algebra import SoftmaxAlgebra
 from compile_losses.recognize.symbolic_tensors import Value, example, sources, whole

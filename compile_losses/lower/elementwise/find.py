@@ -18,34 +18,13 @@ from compile_losses.graphs import ancestors
 from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import behind_views
 from compile_losses.lower.known_factors import is_one_number
-from compile_losses.ops.checks import CASTS
+from compile_losses.op_traits import CASTS, IN_ORDER, PRODUCTS, QUOTIENTS, SCATTERS, SUMS, TURNS
 from compile_losses.torch_internals.graphs import is_tangent
 
 aten = torch.ops.aten
 
-#: The same numbers in the same order, or each several times where it is expanded.
-IN_ORDER = (
-    aten.clone.default,
-    aten.alias.default,
-    aten.expand.default,
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-)
-_OF_THE_FIRST = (
-    *IN_ORDER,
-    aten.neg.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-)
-_PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar)
-_QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
-_SUMS = (aten.add.Tensor, aten.sub.Tensor)
+#: Linear in their only tensor.
+_OF_ONE = (*IN_ORDER, *TURNS, *CASTS, aten.neg.default)
 
 
 @dataclass(frozen=True)
@@ -99,9 +78,10 @@ def linear_part(tangent: Node, backward: set[Node], *, of_rows: bool = False) ->
     """
     linear: dict[Node, None] = {tangent: None}
     for node in tangent.graph.nodes:
-        if any(source in linear for source in node.all_input_nodes) and (
-            _is_linear(node, linear, backward) or (of_rows and _is_moved(node, linear, backward))
-        ):
+        dependent = [source for source in node.all_input_nodes if source in backward]
+        if not dependent or any(source not in linear for source in dependent):
+            continue
+        if _is_linear(node, dependent, backward) or (of_rows and _is_moved(node, dependent)):
             linear[node] = None
     del linear[tangent]
     return list(linear)
@@ -125,26 +105,22 @@ def _differs(gradient: Node) -> bool:
     )
 
 
-def _is_linear(node: Node, linear: dict[Node, None], backward: set[Node]) -> bool:
-    """Whether a node is linear, element by element, in its arguments that depend on tangents, all
-    of which are in ``linear``."""
+def _is_linear(node: Node, dependent: list[Node], backward: set[Node]) -> bool:
+    """Whether a node is linear, element by element, in its arguments that depend on tangents."""
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, Tensor):
         return False
     if not value.is_floating_point():
         return False
-    dependent = [source for source in node.all_input_nodes if source in backward]
-    if any(source not in linear for source in dependent):
-        return False
     target: Any = node.target
     args = node.args
-    if target in _OF_THE_FIRST or target in CASTS:
+    if target in _OF_ONE:
         return dependent == [args[0]]
-    if target in _PRODUCTS:
+    if target in PRODUCTS:
         return len(dependent) == 1 and args.count(dependent[0]) == 1
-    if target in _QUOTIENTS:  # without a rounding mode, which another overload has
+    if target in QUOTIENTS:  # without a rounding mode, which another overload has
         return dependent == [args[0]] and args[1] is not args[0]
-    if target in _SUMS:
+    if target in SUMS:
         return all(argument in dependent for argument in args[:2]) and not _depends(
             node.kwargs.get("alpha"), backward
         )
@@ -156,18 +132,15 @@ def _is_linear(node: Node, linear: dict[Node, None], backward: set[Node]) -> boo
     return False
 
 
-def _is_moved(node: Node, linear: dict[Node, None], backward: set[Node]) -> bool:
+def _is_moved(node: Node, dependent: list[Node]) -> bool:
     """Whether a node is linear in a tangent, but puts zeros around elements, sums them up, takes
     some of them or joins them."""
-    dependent = [source for source in node.all_input_nodes if source in backward]
-    if any(source not in linear for source in dependent):
-        return False
     if node.target is aten.constant_pad_nd.default:
         value = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
         return dependent == [node.args[0]] and isinstance(value, int | float) and value == 0
     if node.target in (aten.sum.dim_IntList, aten.slice.Tensor):
         return dependent == [node.args[0]]
-    if node.target in (aten.slice_scatter.default, aten.select_scatter.default):
+    if node.target in SCATTERS:
         return dependent == [node.args[1]] and _is_zero(node.args[0])
     if node.target is aten.cat.default:
         parts: Any = node.args[0]

@@ -11,11 +11,11 @@ from torch.fx import Graph, Node
 from compile_losses.device_constants import constants_of
 from compile_losses.graphs import ancestors, is_view
 from compile_losses.lower.aten_graph import AtenGraph
-from compile_losses.lower.cost import MATMULS, buffers_read, nbytes_of
+from compile_losses.lower.cost import buffers_read, nbytes_of
 from compile_losses.lower.elementwise.find import Part
 from compile_losses.lower.gradient_in_forward import is_returned
 from compile_losses.lower.node_relations import is_generated, readers_of, storage_of
-from compile_losses.ops.checks import CASTS
+from compile_losses.op_traits import CASTS, MATMULS
 from compile_losses.torch_internals.graphs import RECOMPUTE
 from compile_losses.torch_internals.inductor import (
     activation_memory_budget,
@@ -122,15 +122,9 @@ def _reduction_before(part: Part) -> Node | None:
 
 #: Of elements, but not tagged as pointwise.
 _SIMPLE = (
-    *CASTS,
-    aten.clone.default,
-    aten._unsafe_view.default,
-    aten.full.default,
-    aten.scalar_tensor.default,
-    aten.arange.start_step,
-    torch.ops.prims.iota.default,
-    aten.index.Tensor,
-    aten.gather.default,
+    *(*CASTS, aten.clone.default, aten._unsafe_view.default, aten.full.default),
+    *(aten.scalar_tensor.default, aten.arange.start_step, torch.ops.prims.iota.default),
+    *(aten.index.Tensor, aten.gather.default),
 )
 
 #: Ops whose arguments are written to memory. The list is short on purpose: Inductor may generate

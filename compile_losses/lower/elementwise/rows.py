@@ -36,15 +36,12 @@ from compile_losses.graphs import ancestors, emit, is_view, move_before, replace
 from compile_losses.lower.cost import hint_of
 from compile_losses.lower.elementwise.find import Part
 from compile_losses.lower.node_relations import is_generated
+from compile_losses.op_traits import MEANS, TOTALS
 
 aten = torch.ops.aten
 
-_SUMS: dict[Any, Any] = {
-    aten.sum.default: aten.sum.dim_IntList,
-    aten.sum.dim_IntList: aten.sum.dim_IntList,
-    aten.mean.default: aten.mean.dim,
-    aten.mean.dim: aten.mean.dim,
-}
+#: The sums, each with the one that takes dimensions.
+_SUMS: dict[Any, Any] = {op: ops[-1] for ops in (TOTALS, MEANS) for op in ops}
 
 
 @dataclass(frozen=True)

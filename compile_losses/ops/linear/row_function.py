@@ -28,13 +28,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from compile_losses.ops.checks import CASTS
-from compile_losses.torch_internals.ops import OpOverload, schema_of
+from compile_losses.op_traits import CASTS, FILLED, is_pointwise
+from compile_losses.torch_internals.ops import OpOverload, is_pure
 
 aten = torch.ops.aten
-
-#: Ops whose result is filled with one number, and that read only the shape of their argument.
-_FILLED = (aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
 
 #: Ops that work on the numbers of each row: [rows, K] becomes [rows]; [rows] becomes [rows, 1],
 #: which is repeated as often as another value has numbers; several values stand side by side, or
@@ -58,9 +55,7 @@ def is_of_elements(op: Any) -> bool:
     """Whether an op works element by element, and always with the same result."""
     if not isinstance(op, OpOverload) or op.namespace not in ("aten", "prims"):
         return False
-    if schema_of(op).is_mutable or torch.Tag.nondeterministic_seeded in op.tags:
-        return False
-    return op in CASTS or op in _FILLED or torch.Tag.pointwise in op.tags
+    return is_pure(op) and (op in CASTS or op in FILLED or is_pointwise(op))
 
 
 def _is_of_rows(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
