@@ -26,6 +26,7 @@ from compile_losses import inductor_passes
 from compile_losses.lower import Decision, donated_buffers, in_place, plan
 from compile_losses.recognize import rewrite, with_head
 from compile_losses.report import Report
+from compile_losses.request import Request
 from compile_losses.torch_internals.inductor import JOINT, without_autograd_cache
 from tests.constants import set_constants
 from tests.corpus.program import Program
@@ -201,9 +202,13 @@ def fake_mode_of(graph: Graph) -> Any:
 
 
 def planned(gm: GraphModule, **options: Any) -> list[Decision]:
-    """Plans a joint graph, as Inductor has it done."""
+    """Plans a joint graph, as Inductor has it done.
+
+    Args:
+        options: of the request, as the backend has them.
+    """
     with small_as_large(), V.set_fake_mode(fake_mode_of(gm.graph)):
-        return plan(gm.graph, **options)
+        return plan(gm.graph, Request.of(**options))
 
 
 def put_in_place(gm: GraphModule, donated: Sequence[int] = ()) -> list[Decision]:

@@ -12,10 +12,12 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
+from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.recognize.match import Match
 from compile_losses.recognize.memory import look_at
 from compile_losses.recognize.symbolic_tensors import Size, Value
 from compile_losses.recognize.written_out import Recognizer
+from compile_losses.request import Request
 from tests.corpus.capture import Captured, Parts, captured, parts
 from tests.corpus.program import Program
 
@@ -41,6 +43,11 @@ def of_aten(function: Callable[..., Any], *inputs: Any) -> GraphModule:
     """
     with torch.no_grad():
         return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def indexed(gm: GraphModule, **options: Any) -> AtenGraph:
+    """An ATen graph as the passes of the plan take it, with what is asked of them."""
+    return AtenGraph(gm.graph, Request.of(**options))
 
 
 def returned(graph: Graph) -> list[Node]:

@@ -7,13 +7,13 @@ import torch
 from expecttest import assert_expected_inline
 
 from compile_losses.lower.elementwise import drop_markers, move_gradients, scalar_tangents
-from compile_losses.lower.elementwise.find import find_parts, forward_outputs, linear_part
+from compile_losses.lower.elementwise.find import find_parts, linear_part
 from compile_losses.lower.elementwise.refuse import is_materialised, refusal, refusal_to_share
 from compile_losses.lower.elementwise.rows import find_sums, rows_to_keep, sum_in_rows
 from compile_losses.lower.node_relations import depends_on_tangents
 from tests.constants import set_constants
 from tests.corpus.capture import SMALL, inputs_for
-from tests.passes.graphs import aten, of_aten, one, returned, text
+from tests.passes.graphs import aten, indexed, of_aten, one, returned, text
 from tests.passes.outcomes import assert_same, results_of
 
 ROWS, COLUMNS = 8, 16
@@ -31,12 +31,12 @@ def square(x, t, tangents_1):
 
 def test_the_part_of_a_tangent():
     gm = of_aten(square, *given())
-    (part,) = find_parts(gm.graph)
+    (part,) = find_parts(indexed(gm))
     assert part.tangent is scalar_tangents(gm.graph)[0]
     assert [n.name for n in part.nodes] == ["expand", "mul_1", "mul_2"]
     assert [n.name for n in part.gradients] == ["mul_2"]
     assert [n.name for n in part.operands] == ["sub"]
-    assert [n.name for n in forward_outputs(gm.graph)] == ["sum_1"]
+    assert [n.name for n in indexed(gm).forward_outputs] == ["sum_1"]
     assert part.of([]).nodes == ()
 
 
@@ -98,15 +98,22 @@ def test_linear_by_rows(name):
     assert not last_is_linear(function)
 
 
+def moved(gm):
+    """The decisions."""
+    graph = indexed(gm)
+    move_gradients(graph)
+    return graph.decisions
+
+
 def check(function, *inputs, choice="gradient in forward", reason=""):
     """The decision, the graph and its numbers; a marker returns its arguments."""
     gm = of_aten(function, *(inputs or given()))
     numbers = inputs_for(gm)
     right = results_of(gm, numbers)
-    (decision,) = move_gradients(gm.graph)
+    (decision,) = moved(gm)
     assert (decision.choice, reason in decision.reason) == (choice, True), decision
     gm.graph.lint()
-    drop_markers(gm.graph)
+    drop_markers(indexed(gm))
     gm.recompile()
     assert_same(results_of(gm, numbers), right)
     return gm, decision
@@ -168,7 +175,7 @@ def test_random_numbers_of_the_backward_stay():
         return (x * t).sum(), tangents_1 * torch.bernoulli(t.sigmoid()) * x
 
     gm = of_aten(noisy, *given())
-    (decision,) = move_gradients(gm.graph)
+    (decision,) = moved(gm)
     assert "random numbers" in decision.reason
 
 
@@ -195,7 +202,7 @@ def test_what_the_forward_made_is_written_over():
         return (y * y).sum(), (tangents_1 * 2 * y) @ t
 
     gm = of_aten(intermediate, *given())
-    (decision,) = move_gradients(gm.graph)
+    (decision,) = moved(gm)
     assert decision.choice == "gradient in backward"
     assert "over what it is computed from" in decision.reason
 
@@ -212,23 +219,24 @@ def test_gradients_of_more_than_what_is_read(columns):
 
 def test_refusals():
     gm = of_aten(square, *given())
-    (part,) = find_parts(gm.graph)
+    graph = indexed(gm)
+    (part,) = find_parts(graph)
     loss = one(gm.graph, aten.sum.default)
-    assert refusal(part, [loss], overwrites=True) is None
-    assert refusal(part, [loss], overwrites=False) is None
-    assert refusal_to_share(part, part) is None
+    assert refusal(graph, part, [loss], overwrites=True) is None
+    assert refusal(graph, part, [loss], overwrites=False) is None
+    assert refusal_to_share(graph, part, part) is None
     assert is_materialised(part.gradients[0])
     with torch._functorch.config.patch(activation_memory_budget=0.5):
-        assert "budget" in refusal(part, [loss], overwrites=True)
+        assert "budget" in refusal(graph, part, [loss], overwrites=True)
     with torch._inductor.config.patch("triton.cudagraphs", True):
-        assert refusal(part, [loss], overwrites=True) is None
-        assert "CUDA graph" in refusal(part, [loss], overwrites=False)
+        assert refusal(graph, part, [loss], overwrites=True) is None
+        assert "CUDA graph" in refusal(graph, part, [loss], overwrites=False)
 
 
 def test_nothing_that_pays(monkeypatch):
     for changes in ({"least_gradient_bytes": 1 << 20}, {"moves_gradients": False}):
         set_constants(monkeypatch, **{**SMALL, **changes})
-        assert move_gradients(of_aten(square, *given()).graph) == []
+        assert moved(of_aten(square, *given())) == []
 
 
 def test_gradients_that_are_fused():
@@ -236,7 +244,7 @@ def test_gradients_that_are_fused():
         loss, gradient = square(x, t, tangents_1)
         return loss, gradient.sin().sum(1)
 
-    assert move_gradients(of_aten(read, *given()).graph) == []
+    assert moved(of_aten(read, *given())) == []
 
 
 #: The dimensions that are summed up first, and whether these are all.
@@ -301,6 +309,6 @@ def test_loops_that_are_merged(monkeypatch):
 
 def _sums_and_part():
     gm = of_aten(square, *given())
-    (part,) = find_parts(gm.graph)
+    (part,) = find_parts(indexed(gm))
     values = [g.meta["val"] for g in part.gradients]
     return find_sums(one(gm.graph, aten.sum.default), values, set()), part

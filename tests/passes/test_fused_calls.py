@@ -9,12 +9,9 @@ from compile_losses.lower.fused_calls import (
     fused_call,
     has_part,
     is_elementwise,
-    merge_equal_losses,
     result,
 )
-from tests.corpus.capture import inputs_for
-from tests.passes.graphs import fused, name_of, of_aten, text
-from tests.passes.outcomes import assert_same, results_of
+from tests.passes.graphs import fused, name_of, of_aten
 
 MSE = (None, 1)
 NEEDS = (True, False, False)
@@ -62,30 +59,3 @@ def test_results():
     (call,) = (n for n in gm.graph.nodes if "cross_entropy" in name_of(n.target))
     assert result(call, 0).args == (call, 0)
     assert result(call, 7) is None
-
-
-def test_equal_losses_are_merged():
-    def step(x, t, tangents_1):
-        one = fused.mse_loss_forward(x, t, *MSE, x.dtype)
-        same = fused.mse_loss_forward(x, t, *MSE, x.dtype)
-        return one + same, fused.mse_loss_forward(t, x, *MSE, x.dtype)
-
-    gm = of_aten(step, *given())
-    numbers = inputs_for(gm)
-    right = results_of(gm, numbers)
-    merge_equal_losses(gm.graph)
-    gm.recompile()
-    assert text(gm.graph).count("mse_loss_forward(") == 2
-    assert_same(results_of(gm, numbers), right)
-
-
-def test_equal_losses_that_are_returned_stay_apart():
-    def step(x, t, tangents_1):
-        return tuple(fused.mse_loss_forward(x, t, *MSE, x.dtype) for _ in range(2))
-
-    gm = of_aten(step, *given())
-    merge_equal_losses(gm.graph)
-    gm.recompile()
-    one, same = gm(*given())
-    assert "aten.clone" in text(gm.graph)
-    assert one.data_ptr() != same.data_ptr()

@@ -15,7 +15,7 @@ from compile_losses.lower.gradient_in_forward import (
 )
 from compile_losses.lower.node_relations import depends_on_tangents, storage_of
 from tests.corpus.capture import inputs_for
-from tests.passes.graphs import aten, fused, of_aten, one, returned, text
+from tests.passes.graphs import aten, fused, indexed, of_aten, one, returned, text
 from tests.passes.outcomes import assert_same, results_of
 
 CE = (None, 1, -100, 0.0)
@@ -152,10 +152,10 @@ def test_buffers_that_stock_gives_to_the_backward():
         return y.sum(), tangents_1 * y.cos()
 
     x, w, t, d = given()
-    assert not overwrites_buffers(of_aten(kept, x, x + 1, t, d).graph)
-    assert overwrites_buffers(of_aten(made, x, w, t, d).graph)
-    assert not overwrites_buffers(of_aten(made_and_returned, x, w, t, d).graph)
-    assert not overwrites_buffers(of_aten(recomputed, x, w, t, d).graph)
+    assert not overwrites_buffers(indexed(of_aten(kept, x, x + 1, t, d)))
+    assert overwrites_buffers(indexed(of_aten(made, x, w, t, d)))
+    assert not overwrites_buffers(indexed(of_aten(made_and_returned, x, w, t, d)))
+    assert not overwrites_buffers(indexed(of_aten(recomputed, x, w, t, d)))
 
 
 def test_is_returned():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_losses.lower.known_factors import emit, factor_of, has_one_element, is_one_number
+from compile_losses.lower.known_factors import factor_of, has_one_element, is_one_number, product_of
 from compile_losses.lower.node_relations import depends_on_tangents
 from tests.passes.graphs import of_aten, returned
 
@@ -73,10 +73,9 @@ def test_computed(name, dtype):
     gm, found = factor(FACTORS[name][0])
     (output,) = gm.graph.find_nodes(op="output")
     like = gm.graph.find_nodes(op="placeholder")[0].meta["val"]
-    with gm.graph.inserting_before(output):
-        number = emit(found, dtype, like, gm.graph)
-    assert number.meta["val"].dtype == dtype
     (whole,) = output.args
+    number = product_of(found, dtype, like, whole)
+    assert number.meta["val"].dtype == dtype
     output.args = ((whole, number),)
     gm.recompile()
     expected, result = gm(torch.tensor(1.0), torch.tensor(3.0), torch.tensor(7))

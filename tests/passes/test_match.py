@@ -12,8 +12,8 @@ from compile_losses.recognize.match import Match
 from compile_losses.recognize.symbolic_tensors import (
     Size,
     computed_alike,
-    emit,
     has_gradient,
+    put,
     sources,
     whole,
 )
@@ -98,15 +98,16 @@ def test_values():
     assert right.op is aten.add.Tensor
 
 
-def test_emitted():
+def test_put():
     found = dynamo(lambda x, t: x.exp() * 1, *pair())
     graph = found.gm.graph
     _, root = recognizer(found.gm)
     node = one(graph, "exp")
-    with graph.inserting_before(root):
-        size = emit(graph, Size(node, 1), {"custom": {}})
+    size = put(Size(node, 1), root)
     assert size.args == (node, 1)
+    assert size.next is root
     assert size.meta["example_value"] == 5
-    assert emit(graph, whole(node), {}) is node
-    assert emit(graph, 3, {}) == 3
+    assert size.meta["stack_trace"] == root.meta["stack_trace"]
+    assert put(whole(node), root) is node
+    assert put(3, root) == 3
     assert one(graph, operator.mul) is root

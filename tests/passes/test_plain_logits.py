@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from compile_losses.recognize.plain_logits import take_plain_logits
 from compile_losses.recognize.shared_logits import Kept, Rewritten
+from compile_losses.request import Request
 from tests.constants import set_constants
 from tests.corpus.capture import SMALL
 from tests.passes.graphs import dynamo, name_of, put_ops, recognizer
@@ -47,7 +48,7 @@ def taken(function):
     found = dynamo(function, *given())
     put_ops(found.gm)
     found_by, _ = recognizer(found.gm)
-    results = list(take_plain_logits(found.gm.graph, found_by.replay, verify=True))
+    results = list(take_plain_logits(found.gm.graph, found_by.replay, Request.of(verify=True)))
     found.gm.graph.lint()
     found.gm.recompile()
     return found, results

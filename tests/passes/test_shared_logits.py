@@ -17,7 +17,7 @@ from compile_losses.recognize.shared_logits import (
     moves_between,
     take_shared_logits,
 )
-from compile_losses.recognize.with_head import Options
+from compile_losses.request import Request
 from tests.passes.graphs import dynamo, name_of, put_ops, recognizer, text
 from tests.passes.outcomes import assert_same, with_gradients
 
@@ -44,8 +44,8 @@ def taken(function, **options):
     found = dynamo(function, *given())
     put_ops(found.gm)
     found_by, _ = recognizer(found.gm)
-    options = Options(**{"lowers": True} | options)
-    results = list(take_shared_logits(found.gm.graph, found_by.replay, options, verify=False))
+    request = Request.of(**{"lowers": True} | options)
+    results = list(take_shared_logits(found.gm.graph, found_by.replay, request))
     found.gm.graph.lint()
     found.gm.recompile()
     return found, results

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 
 from compile_losses.lower.statistics import plan_statistics
-from tests.passes.graphs import fused, of_aten
+from tests.passes.graphs import fused, indexed, of_aten
+
+
+def decisions_on(gm):
+    graph = indexed(gm)
+    plan_statistics(graph)
+    return graph.decisions
 
 
 def test_costs_of_statistics():
@@ -17,7 +23,7 @@ def test_costs_of_statistics():
         )
 
     gm = of_aten(joint, torch.randn(4, 5), torch.randint(5, (4,)), torch.tensor(1.0))
-    (decision,) = plan_statistics(gm.graph)
+    (decision,) = decisions_on(gm)
     assert (decision.cost.moved, decision.stock.moved) == (3 * 80, 5 * 80)
     assert decision.cost.held == decision.stock.held == 80
     gm = of_aten(
@@ -25,5 +31,5 @@ def test_costs_of_statistics():
         torch.randn(4, 5),
         torch.randint(5, (4,)),
     )
-    (decision,) = plan_statistics(gm.graph)
+    (decision,) = decisions_on(gm)
     assert (decision.cost.moved, decision.stock.moved, decision.cost.held) == (80, 160, 0)
