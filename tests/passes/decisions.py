@@ -24,7 +24,7 @@ def told(report: Report) -> list[str]:
     """A line for each site of a report, without the numbers of lines."""
     found = []
     for site in report.sites:
-        found.append(f"{site.op}: {site.status}" + (f", {site.reason}" if site.reason else ""))
+        found.append(f"{site.op}: {site.status}" + (f", {site.notes}" if site.notes else ""))
     return [re.sub(r"([\w./]+\.py):\d+", r"\1", line) for line in found]
 
 
