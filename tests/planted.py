@@ -123,6 +123,13 @@ FAULTS = [
         "constant = factor.constant / right if divides else factor.constant * right",
         "constant = factor.constant * right",
     ),
+    Fault("lower/equal_losses.py", "storage_of(kept)} <= returned", "storage_of(kept)} < returned"),
+    Fault("lower/mutated_inputs.py", "or copy in backward", "or copy not in backward"),
+    Fault(
+        "lower/statistics.py",
+        "cost = Cost((1 + 2 * trained) * logits,",
+        "cost = Cost((1 + trained) * logits,",
+    ),
     Fault(
         "lower/elementwise/find.py",
         "return len(dependent) == 1 and args.count(dependent[0]) == 1",
