@@ -139,8 +139,7 @@ def chunk_rows(
     than least_elements asks for. If a 16-bit weight gradient would be the sum of more than
     MOST_NARROW_SUMS chunks, it would take a sum in float32 beside it. Then chunks are larger: so
     large that they do without that sum, if they need no more memory than the sum; else as large as
-    the gradient itself. Without sums of a weight's gradient fewer rows cost little: of few rows
-    chunks are at most a fourth, in multiples of a fourth of least_rows, and two of these at least.
+    the gradient itself.
 
     Args:
         rows, hidden, classes: input is [rows, hidden], the logits [rows, classes].
@@ -164,8 +163,6 @@ def chunk_rows(
         return max(1, rows // least) * least
 
     fitting = whole(budget // row_bytes)
-    if not sums_weight:
-        fitting = min(fitting, max(2, rows // least) * least // 4)
     if sums_weight and hidden > 0:
         busy = whole(constants.least_elements // hidden + least // 2)
         fitting = max(fitting, min(busy, whole(int(hidden / buffers))))
@@ -176,6 +173,30 @@ def chunk_rows(
         else:
             fitting = max(fitting, whole(int(hidden / buffers)))
     return max(1, min(rows, fitting))
+
+
+def chunk_of_few(
+    rows: int,
+    hidden: int,
+    classes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    beside: float = 0,
+    sums_weight: bool = False,
+) -> int:
+    """As :func:`chunk_rows`, for a head that is computed in chunks in any case.
+
+    Without sums of a weight's gradient fewer rows cost little time. So if the least chunk takes
+    more than the budget, and there are few rows, a chunk has at most a fourth of them, in multiples
+    of a fourth of least_rows, and two of these at least.
+    """
+    chunk = chunk_rows(rows, hidden, classes, dtype, device, beside=beside, sums_weight=sums_weight)
+    constants = constants_of(device)
+    least = constants.least_rows
+    if sums_weight or least * classes * dtype.itemsize <= constants.logits_bytes:
+        return chunk
+    return min(chunk, max(1, max(2, rows // least) * least // 4))
 
 
 def part_rows(chunk: int, device: torch.device, beside: float) -> int:

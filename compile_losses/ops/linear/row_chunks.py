@@ -36,7 +36,7 @@ from compile_losses.ops.checks import accumulation_type
 from compile_losses.ops.linear.arguments import check
 from compile_losses.ops.linear.chunk_size import (
     Plan,
-    chunk_rows,
+    chunk_of_few,
     part_rows,
     plan,
     sums_in_float32,
@@ -111,7 +111,7 @@ class Problem:
         """How many rows of logits are held at a time for the gradients, and where."""
         beside = self.losses.beside(gradient=True)
         if not needs_weight or self.losses.by_row or not isinstance(self.losses, RowLosses):
-            return Plan(chunk_rows(*self.sizes, beside=beside, sums_weight=needs_weight))
+            return Plan(chunk_of_few(*self.sizes, beside=beside, sums_weight=needs_weight))
         return plan(
             *self.sizes,
             needs_input=needs_input,
@@ -278,7 +278,7 @@ def results(problem: Problem) -> tuple[Tensor, ...]:
     problem.leave_out_ignored()
     losses = problem.losses
     beside = losses.beside(gradient=False)
-    chunk = chunk_rows(*problem.sizes, beside=beside)
+    chunk = chunk_of_few(*problem.sizes, beside=beside)
     part = problem.part(chunk, beside)
     for each in problem.logits(chunk):
         for some in parts_of(each, part):
