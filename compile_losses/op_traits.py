@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any, TypeAlias
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.torch_internals.ops import OpOverload, schema_of
 
@@ -155,6 +154,9 @@ def _turned(view: View, dim: int) -> int:
 @_rule(*RESHAPES)
 def _reshaped(view: View, dim: int) -> int | None:
     """Known of the last dimension, if it stays the last."""
+    # Imported here: eager losses, which read this module too, load no compiler.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
     before, after = view.before, view.after
     is_last = dim == len(before) - 1 and bool(after)
     return len(after) - 1 if is_last and statically_known_true(after[-1] == before[-1]) else None

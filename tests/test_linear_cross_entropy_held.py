@@ -14,6 +14,7 @@ from compile_losses.device_constants import constants_of
 from compile_losses.ops.linear import block_layout, class_blocks, row_chunks
 from compile_losses.ops.linear.block_layout import BlockLayout, smallest_scratch
 from compile_losses.ops.linear.chunk_size import (
+    chunk_of_few,
     chunk_rows,
     held_rows,
     part_rows,
@@ -187,20 +188,24 @@ def test_gradients_are_handed_over(chunks):
     assert all(t.grad is not None for t in (x, w, b))
 
 
-def test_chunk_rows():
+def test_chunk_rows(monkeypatch):
     many = chunk_rows(131_072, 4096, 128_256, torch.bfloat16, CPU, sums_weight=True)
     assert many == 4096
     assert sums_in_float32(131_072, many, torch.bfloat16)
     assert not sums_in_float32(131_072, many, torch.float32)
     assert chunk_rows(100, 8, 10, torch.float32, CPU) == 100
     assert chunk_rows(0, 8, 10, torch.float32, CPU) == 1
-    assert chunk_rows(5000, 8, 10, torch.float32, CPU, budget=2000 * 40) == 1024
+    set_constants(monkeypatch, logits_bytes=2000 * 40)
+    assert chunk_rows(5000, 8, 10, torch.float32, CPU) == 1024
     # The budget is for all tensors that are held, those beside the logits for a part of the rows.
     for beside, budget in ((1, 1.5), (2, 2), (0.5, 1.25)):
-        assert chunk_rows(5000, 8, 10, torch.float32, CPU, beside=beside, budget=2048 * 40) == 1024
+        set_constants(monkeypatch, logits_bytes=2048 * 40)
+        assert chunk_rows(5000, 8, 10, torch.float32, CPU, beside=beside) == 1024
         enough = int(budget * 2048 * 40)
-        assert chunk_rows(5000, 8, 10, torch.float32, CPU, beside=beside, budget=enough) == 2048
+        set_constants(monkeypatch, logits_bytes=enough)
+        assert chunk_rows(5000, 8, 10, torch.float32, CPU, beside=beside) == 2048
         assert held_rows(2048, CPU, beside) * 40 == enough
+    monkeypatch.undo()
     # The gradient of a large weight allows larger chunks.
     assert chunk_rows(8192, 8192, 128_256, torch.bfloat16, CPU, sums_weight=True) == 2048
     # So does one with fewer features, up to its own size, of which a product of few rows is slow.
@@ -388,3 +393,13 @@ def test_only_leaf_ops_in_compiled_graphs(chunks):
     assert "linear_cross_entropy_with_grad" in forward
     assert "linear_cross_entropy" not in backward
     assert backward.count("fused.scale.default") == 2
+
+
+def test_chunks_of_few_rows():
+    """Of a frozen head whose least chunk is large, a fourth of the rows."""
+    for rows, expected in ((100, 100), (1024, 1024), (1500, 512), (3277, 768), (8192, 1024)):
+        assert chunk_of_few(rows, 4096, 151_936, torch.bfloat16, CPU) == expected
+        trained = chunk_rows(rows, 4096, 151_936, torch.bfloat16, CPU, sums_weight=True)
+        given = (rows, 4096, 151_936, torch.bfloat16, CPU)
+        assert chunk_of_few(*given, sums_weight=True) == trained
+    assert chunk_of_few(3000, 8, 10, torch.float32, CPU) == 3000

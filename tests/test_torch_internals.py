@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 from compile_losses import backend, torch_internals
+from compile_losses.graphs import emit
 from compile_losses.library import PACKAGE
 from compile_losses.torch_internals import (
     dtensors,
@@ -566,7 +568,7 @@ def versions():
     assert tensors.version_of(x) > before
 
 
-@checks("symbols.Expression", "symbols.expression_of", "symbols.symbols_of", "symbols.emit")
+@checks("symbols.Expression", "symbols.expression_of", "symbols.symbols_of", "symbols.computed")
 def symbolic_sizes():
     """A size that is read from a product, as a node of the inputs' symbols."""
 
@@ -583,8 +585,8 @@ def symbolic_sizes():
     with graph.inserting_after(input):
         read = graph.call_function(aten.sym_size.int, (input, 0))
         read.meta["val"] = input.meta["val"].shape[0]
-    with graph.inserting_before(read.next):
-        node = symbols.emit(graph, symbols.expression_of(value), {symbol: read})
+    put = partial(emit, read.next, like=read)
+    node = symbols.computed(symbols.expression_of(value), {symbol: read}, put)
     assert symbols.expression_of(node.meta["val"]) == symbols.expression_of(value)
     assert node < size
 

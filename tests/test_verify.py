@@ -18,7 +18,7 @@ from tests.specs import SPECS
 def report_of(function, inputs, *, dynamic=False, change=lambda match: None, verify=True):
     """The report on a function, with every match changed before it is verified."""
     reports = []
-    module = sys.modules["compile_losses.recognize"]
+    module = sys.modules["compile_losses.recognize.rewriting"]
     original = module.refusal
 
     def refusal(match):
@@ -135,7 +135,7 @@ def test_what_cannot_be_evaluated_is_rewritten_and_said(monkeypatch):
 
 def test_option_and_environment(monkeypatch):
     """The backend and enable() verify; random numbers outside are not touched."""
-    module = sys.modules["compile_losses.recognize"]
+    module = sys.modules["compile_losses.recognize.rewriting"]
     monkeypatch.delenv("COMPILE_LOSSES_VERIFY", raising=False)
     calls = []
     original = module.compare

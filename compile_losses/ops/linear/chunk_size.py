@@ -188,13 +188,14 @@ def chunk_of_few(
     """As :func:`chunk_rows`, for a head that is computed in chunks in any case.
 
     Without sums of a weight's gradient fewer rows cost little time. So if the least chunk takes
-    more than the budget, and there are few rows, a chunk has at most a fourth of them, in multiples
-    of a fourth of least_rows, and two of these at least.
+    more than the budget, a chunk of few more rows has at most a fourth of them, in multiples of a
+    fourth of least_rows, and two of these at least.
     """
     chunk = chunk_rows(rows, hidden, classes, dtype, device, beside=beside, sums_weight=sums_weight)
     constants = constants_of(device)
     least = constants.least_rows
-    if sums_weight or least * classes * dtype.itemsize <= constants.logits_bytes:
+    is_small = rows <= least or least * classes * dtype.itemsize <= constants.logits_bytes
+    if sums_weight or is_small:
         return chunk
     return min(chunk, max(1, max(2, rows // least) * least // 4))
 
