@@ -67,9 +67,10 @@ def step(function, inputs):
     return loss, *torch.autograd.grad(loss.sum() * 3, leaves, allow_unused=True)
 
 
-def compare(function, inputs, **tolerance):
+def compare(function, inputs, options=None, **tolerance):
     """Compares a compiled step with torch's; returns its sites."""
-    compiled = Compiled(function, inner_backend="aot_eager")
+    options = {"inner_backend": "aot_eager"} if options is None else options
+    compiled = Compiled(function, **options)
     torch.testing.assert_close(step(compiled, inputs), step(function, inputs), **tolerance)
     return compiled.sites
 

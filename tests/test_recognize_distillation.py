@@ -35,29 +35,9 @@ from tests.corpus.divergences import (
     taught,
 )
 from tests.graphs import Compiled, recorded
+from tests.heads import compare, step
+from tests.heads import small_chunks as small_chunks  # a fixture of this file, too
 from tests.linear_problems import largest_allocation
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    """Chunks of four rows, so that small logits are worth the op."""
-    set_constants(monkeypatch, least_rows=4, logits_bytes=1)
-
-
-def step(function, inputs):
-    value = function(*inputs)
-    leaves = [t for t in inputs if t.requires_grad]
-    if not value.requires_grad:
-        return (value,)
-    return value, *torch.autograd.grad(value.sum() * 3, leaves, allow_unused=True)
-
-
-def compare(function, inputs, options=None, **tolerance):
-    """Compares a compiled step with torch's; returns its sites."""
-    options = {"inner_backend": "aot_eager"} if options is None else options
-    compiled = Compiled(function, **options)
-    torch.testing.assert_close(step(compiled, inputs), step(function, inputs), **tolerance)
-    return compiled.sites
 
 
 def only_site(function, inputs):
