@@ -119,7 +119,7 @@ def _class_of(type: str, index: int | None) -> str:
     return "h100" if is_hopper and properties.total_memory <= _MOST_OF_AN_H100 else "gpu"
 
 
-def rows_alike(device: torch.device) -> int:
+def rows_of_equal_threads(device: torch.device) -> int:
     """How many rows a kernel may have so that each has as many threads as if it were the only one.
 
     A GPU's kernels share a row among at most 512 threads, and among fewer if the threads of all

@@ -14,7 +14,6 @@ from compile_losses.device_constants import constants_of
 from compile_losses.ops.linear import block_layout, class_blocks, row_chunks
 from compile_losses.ops.linear.block_layout import BlockLayout, smallest_scratch
 from compile_losses.ops.linear.chunk_size import (
-    chunk_of_few,
     chunk_rows,
     held_rows,
     part_rows,
@@ -398,8 +397,8 @@ def test_only_leaf_ops_in_compiled_graphs(chunks):
 def test_chunks_of_few_rows():
     """Of a frozen head whose least chunk is large, a fourth of the rows."""
     for rows, expected in ((100, 100), (1024, 1024), (1500, 512), (3277, 768), (8192, 1024)):
-        assert chunk_of_few(rows, 4096, 151_936, torch.bfloat16, CPU) == expected
-        trained = chunk_rows(rows, 4096, 151_936, torch.bfloat16, CPU, sums_weight=True)
         given = (rows, 4096, 151_936, torch.bfloat16, CPU)
-        assert chunk_of_few(*given, sums_weight=True) == trained
-    assert chunk_of_few(3000, 8, 10, torch.float32, CPU) == 3000
+        assert chunk_rows(*given, is_taken=True) == expected
+        trained = chunk_rows(*given, sums_weight=True)
+        assert chunk_rows(*given, sums_weight=True, is_taken=True) == trained
+    assert chunk_rows(3000, 8, 10, torch.float32, CPU, is_taken=True) == 3000

@@ -49,7 +49,7 @@ from compile_losses.lower.known_factors import factor_of, product_of
 from compile_losses.lower.row_gradients import RowGradients, row_gradients, values_of
 from compile_losses.lower.shared_with_forward import save
 from compile_losses.ops.checks import REDUCTIONS
-from compile_losses.ops.linear.chunk_size import Plan, chunk_of_few, held_rows, plan
+from compile_losses.ops.linear.chunk_size import Plan, chunk_rows, held_rows, plan
 from compile_losses.ops.linear.row_divergences import tensors_beside
 from compile_losses.ops.linear.row_function import encode
 from compile_losses.sites import is_without_logits, site_of
@@ -303,13 +303,13 @@ def _costs(node: Node) -> tuple[Cost, Cost, str]:
             gradient=any(needs),
             softcap=named["softcap"] is not None,
         )
-        chunk = chunk_of_few(*sizes, beside=beside, sums_weight=needs[1])
+        chunk = chunk_rows(*sizes, beside=beside, sums_weight=needs[1], is_taken=True)
         how = Plan(chunk, held=held_rows(chunk, weight.device, beside) * row_bytes)
         of_teacher = rows * classes * teacher.meta["val"].element_size()
     elif needs[1] and not _is_by_row(node):
         how = plan(*sizes, needs_input=needs[0])
     else:
-        chunk = chunk_of_few(*sizes, sums_weight=needs[1])
+        chunk = chunk_rows(*sizes, sums_weight=needs[1], is_taken=True)
         how = Plan(chunk, held=chunk * row_bytes)
     logits = rows * row_bytes
     # Written by the product and read by the loss; written and read by it again, and by a product

@@ -132,6 +132,7 @@ def chunk_rows(
     *,
     beside: float = 0,
     sums_weight: bool = False,
+    is_taken: bool = False,
 ) -> int:
     """How many rows of logits to compute at a time.
 
@@ -139,7 +140,9 @@ def chunk_rows(
     than least_elements asks for. If a 16-bit weight gradient would be the sum of more than
     MOST_NARROW_SUMS chunks, it would take a sum in float32 beside it. Then chunks are larger: so
     large that they do without that sum, if they need no more memory than the sum; else as large as
-    the gradient itself.
+    the gradient itself. Without sums of a weight's gradient fewer rows cost little time. So if the
+    head is taken, and the least chunk needs more than the budget, a chunk of few more rows has at
+    most a fourth of them, in multiples of a fourth of least_rows, and two of these at least.
 
     Args:
         rows, hidden, classes: input is [rows, hidden], the logits [rows, classes].
@@ -147,6 +150,7 @@ def chunk_rows(
         device: of the input.
         beside: tensors of the logits' size that the loss needs besides them.
         sums_weight: whether the gradient of the weight, [classes, hidden], is computed.
+        is_taken: whether the head is computed in chunks in any case; else the answer decides that.
 
     Returns:
         The rows of every chunk but the last, which has what is left.
@@ -172,32 +176,10 @@ def chunk_rows(
             fitting = narrow
         else:
             fitting = max(fitting, whole(int(hidden / buffers)))
+    is_large = rows > least and least * classes * dtype.itemsize > constants.logits_bytes
+    if is_taken and not sums_weight and is_large:
+        fitting = min(fitting, max(2, rows // least) * least // 4)
     return max(1, min(rows, fitting))
-
-
-def chunk_of_few(
-    rows: int,
-    hidden: int,
-    classes: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    beside: float = 0,
-    sums_weight: bool = False,
-) -> int:
-    """As :func:`chunk_rows`, for a head that is computed in chunks in any case.
-
-    Without sums of a weight's gradient fewer rows cost little time. So if the least chunk takes
-    more than the budget, a chunk of few more rows has at most a fourth of them, in multiples of a
-    fourth of least_rows, and two of these at least.
-    """
-    chunk = chunk_rows(rows, hidden, classes, dtype, device, beside=beside, sums_weight=sums_weight)
-    constants = constants_of(device)
-    least = constants.least_rows
-    is_small = rows <= least or least * classes * dtype.itemsize <= constants.logits_bytes
-    if sums_weight or is_small:
-        return chunk
-    return min(chunk, max(1, max(2, rows // least) * least // 4))
 
 
 def part_rows(chunk: int, device: torch.device, beside: float) -> int:

@@ -31,12 +31,12 @@ import torch
 from torch import Tensor
 
 from compile_losses import switches
-from compile_losses.device_constants import constants_of, rows_alike
+from compile_losses.device_constants import constants_of, rows_of_equal_threads
 from compile_losses.ops.checks import accumulation_type
 from compile_losses.ops.linear.arguments import check
 from compile_losses.ops.linear.chunk_size import (
     Plan,
-    chunk_of_few,
+    chunk_rows,
     part_rows,
     plan,
     sums_in_float32,
@@ -111,7 +111,8 @@ class Problem:
         """How many rows of logits are held at a time for the gradients, and where."""
         beside = self.losses.beside(gradient=True)
         if not needs_weight or self.losses.by_row or not isinstance(self.losses, RowLosses):
-            return Plan(chunk_of_few(*self.sizes, beside=beside, sums_weight=needs_weight))
+            chunk = chunk_rows(*self.sizes, beside=beside, sums_weight=needs_weight, is_taken=True)
+            return Plan(chunk)
         return plan(
             *self.sizes,
             needs_input=needs_input,
@@ -126,7 +127,7 @@ class Problem:
         part = part_rows(chunk, self.input.device, beside)
         if not switches.is_batch_invariant():
             return part
-        return min(part, PIECE, rows_alike(self.input.device))
+        return min(part, PIECE, rows_of_equal_threads(self.input.device))
 
     def results(self) -> tuple[Tensor, ...]:
         """The results of the losses, each row in its place."""
@@ -278,7 +279,7 @@ def results(problem: Problem) -> tuple[Tensor, ...]:
     problem.leave_out_ignored()
     losses = problem.losses
     beside = losses.beside(gradient=False)
-    chunk = chunk_of_few(*problem.sizes, beside=beside)
+    chunk = chunk_rows(*problem.sizes, beside=beside, is_taken=True)
     part = problem.part(chunk, beside)
     for each in problem.logits(chunk):
         for some in parts_of(each, part):
