@@ -45,6 +45,7 @@ PASSES = (
     Pass(PLAN, "statistics", "says what statistics of held logits cost"),
     Pass(PLAN, "merge_equal", "equal losses become one"),
     Pass(PLAN, "row_losses", "losses of a few numbers of each row of a head become torch's ops"),
+    Pass(PLAN, "counted_rows", "heads leave rows out that no loss counts, which are counted early"),
     Pass(PLAN, "row_gradients", "gradients of unreduced losses of a head go into the forward"),
     Pass(PLAN, "kernels", "each loss stays a kernel, with its gradient, or becomes torch's ops"),
     Pass(PLAN, "head_factors", "losses of a head take the known factors of their gradients"),

@@ -23,14 +23,11 @@ from compile_losses.torch_internals.ops import named_arguments, schema_of
 
 aten = torch.ops.aten
 
-_NEEDS = ("needs_grad_input", "needs_grad_linear_weight", "needs_grad_linear_bias")
-
 
 def grad_outputs_of(backward: Node) -> list[Node | None]:
     """The gradients that a backward is given of what its forward computes of each row."""
-    count = len(schema_of(backward.target).arguments)
-    count -= len(leaf_arguments(backward)) + len(_NEEDS)
-    return list(backward.args[:count])  # type: ignore[arg-type]
+    names = [argument.name for argument in schema_of(backward.target).arguments]
+    return list(backward.args[: names.index("input")])  # type: ignore[arg-type]
 
 
 def name_of(node: Node) -> str:
@@ -42,7 +39,8 @@ def name_of(node: Node) -> str:
 def leaf_arguments(node: Node) -> tuple[Any, ...]:
     """Those that a loss's leaf ops share, of a call of any of them."""
     named = named_arguments(node)
-    return tuple(named[a.name] for a in schema_of(fused_op(name_of(node), "forward")).arguments)
+    names = [a.name for a in schema_of(fused_op(name_of(node), "forward")).arguments]
+    return tuple(named[name] for name in names if name != "counted")
 
 
 def take_logits_back(node: Node, backwards: list[Node]) -> None:

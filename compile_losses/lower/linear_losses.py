@@ -63,6 +63,10 @@ _DIVERGENCES = ("linear_softmax_js_div", "linear_softmax_kl_div")
 _NAMES = ("linear_cross_entropy", "linear_row_statistics", *_DIVERGENCES)
 
 
+#: Where a node that counts rows has in words which these are.
+COUNTS = "compile_losses_counts"
+
+
 def plan_linear(graph: AtenGraph) -> None:
     """Moves factors of the gradients into the forward; says what each loss costs."""
     backward = graph.backward
@@ -87,17 +91,23 @@ def plan_linear(graph: AtenGraph) -> None:
 
 def plan_rows(graph: AtenGraph) -> None:
     """Decides how the gradients of losses that are not reduced are computed."""
-    differentiated = []
+    graph.decisions += [_plan_rows(graph, node, own) for node, own in differentiated(graph)]
+
+
+def differentiated(graph: AtenGraph) -> list[tuple[Node, list[Node]]]:
+    """The losses of a head that are not reduced, each with the calls of its gradients. What these
+    are made of has no sizes that are read from the losses."""
+    found = []
     for node in _losses_by_row(graph):
         name = name_of(node)
         own = [
             n for n, *call in graph.calls if call == [name, "backward"] and same_arguments(node, n)
         ]
         if own:
-            differentiated.append((node, own))
-    if differentiated:
+            found.append((node, own))
+    if found:
         compute_sizes_early(graph.graph)
-    graph.decisions += [_plan_rows(graph, node, own) for node, own in differentiated]
+    return found
 
 
 def _losses_by_row(graph: AtenGraph) -> list[Node]:
@@ -143,7 +153,9 @@ def _plan_rows(graph: AtenGraph, node: Node, backwards: list[Node]) -> Decision:
     held = site is not None and not is_without_logits(node)
     plain = named.get("z_loss", 0) == 0 and named.get("scale", 1) == 1
     if held and plain and not graph.request.prefer_memory:
+        counted = named["counted"]
         take_logits_back(node, backwards)
+        erase_unused([counted] if counted is not None else [])
         reason += f"; {how_to_set(PREFER_MEMORY)} computes the logits twice instead"
         return Decision(site, name, "with its logits", reason)
     return Decision(site, name, "logits computed again", reason, cost, stock)
@@ -175,7 +187,8 @@ def _with_unit_gradients(
         fresh = tuple(map(torch.empty_like, backward.meta["val"]))
     op = fused_op(name_of(node), "rows_with_grad")
     args = (*leaf_arguments(node), *needs, function, list(known))
-    both = emit(node, op, args, value=(*values, *fresh))
+    counted = {name: named[name] for name in ("counted",) if named[name] is not None}
+    both = emit(node, op, args, counted, value=(*values, *fresh))
     items = results_of(both, node)
     losses, units = items[: len(values)], items[len(values) :]
     save(both)
@@ -277,6 +290,9 @@ def _take_factor(node: Node, backward: set[Node]) -> bool:
 def _compared_costs(node: Node, forward: Node) -> tuple[Cost | None, Cost | None, str]:
     """As :func:`_costs`, without bytes where a loss takes the place of one that is not torch's."""
     cost, stock, reason = _costs(node)
+    counted = named_arguments(node)["counted"]
+    if counted is not None:
+        reason += f", of those with {counted.meta[COUNTS]}"
     return (None, None, reason) if is_without_logits(forward) else (cost, stock, reason)
 
 

@@ -26,6 +26,7 @@ from compile_losses.lower.cost import (
     kernel_cost,
     nbytes_of,
 )
+from compile_losses.lower.counted_rows import count_rows
 from compile_losses.lower.dead_buffers import is_computed_where_it_stands, overwritable
 from compile_losses.lower.decision import Decision
 from compile_losses.lower.decompose import (
@@ -273,6 +274,7 @@ _PIPELINE: Pipeline[AtenGraph] = Pipeline(
     statistics=plan_statistics,
     merge_equal=merge_equal_losses,
     row_losses=_decompose_of_rows,
+    counted_rows=count_rows,
     row_gradients=plan_rows,
     kernels=_plan_kernels,
     head_factors=plan_linear,

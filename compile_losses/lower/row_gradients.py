@@ -274,7 +274,7 @@ class _Writer:
             if gradient is not None and gradient not in self.same:
                 self.known.append((gradient, tuple(gradient.meta["val"].shape)))
         sizes = [size for _, shape in self.known for size in shape]
-        if not all(isinstance(size, int) or self._size_node(size) for size in sizes):
+        if not all(isinstance(size, int) or size_node(size, self.losses) for size in sizes):
             return "what its gradients are made of has sizes that are not known before it"
         if not self._move_sources():
             return "what its gradients are made of can't be computed before it"
@@ -380,7 +380,9 @@ class _Writer:
             is_number = value.dim() == 0
             return node if is_number else emit(self.losses, aten.reshape.default, (node, [1]))
         if not same_shape(value.shape, torch.Size(shape)):
-            sizes = [size if isinstance(size, int) else self._size_node(size) for size in shape]
+            sizes = [
+                size if isinstance(size, int) else size_node(size, self.losses) for size in shape
+            ]
             node = emit(self.losses, aten.expand.default, (node, sizes))
         columns = self._columns(node.meta["val"])
         if len(shape) == (1 if columns == 1 else 2):
@@ -388,15 +390,16 @@ class _Writer:
         flat = [-1] if columns == 1 else [-1, columns]
         return emit(self.losses, aten.reshape.default, (node, flat))
 
-    def _size_node(self, size: SymInt) -> Node | None:
-        """A node before the losses that holds a size."""
-        for node in self.graph.nodes:
-            if node is self.losses:
-                break
-            value = node.meta.get("val")
-            if isinstance(value, SymInt) and expression_of(value) == expression_of(size):
-                return node
-        return None
+
+def size_node(size: SymInt, place: Node) -> Node | None:
+    """A node before another one that holds a size; None if there is none."""
+    for node in place.graph.nodes:
+        if node is place:
+            break
+        value = node.meta.get("val")
+        if isinstance(value, SymInt) and expression_of(value) == expression_of(size):
+            return node
+    return None
 
 
 def _in_shape(node: Node, shape: Sequence[Any]) -> tuple[Any, ...]:

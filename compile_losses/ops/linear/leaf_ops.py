@@ -11,6 +11,10 @@
                              Differentiable in eager mode, where all are 1 and only input needs a
                              gradient (:mod:`compile_losses.ops.linear.unit_gradients`)
 
+They take the rows that count as well, as ``fused::counted_rows`` has counted them. Of the others
+the gradients are 0, and the losses of such rows are those of equal logits, or 0 where they are
+ignored. A call with such rows is not differentiable.
+
 They take input [rows, hidden], linear_weight [classes, hidden] and, as their fourth argument,
 linear_bias: these have gradients, and no other argument has. Gradients that are not needed are
 empty.
@@ -18,7 +22,7 @@ empty.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +50,8 @@ from compile_losses.torch_internals.eager import (
 from compile_losses.torch_internals.ops import OpOverload, schema_of
 
 NEEDS = "bool needs_grad_input, bool needs_grad_linear_weight, bool needs_grad_linear_bias"
+#: The rows that count, see :mod:`compile_losses.ops.counted_rows`; by default all.
+COUNTED = "Tensor? counted=None"
 
 
 #: Places of the arguments with gradients.
@@ -134,8 +140,15 @@ class _Autograd:
             found[place] = gradient if needed else None
         return tuple(found)
 
+    def _check_all_rows(self, counted: Sequence[Tensor | None]) -> None:
+        """The dispatcher fills in that all rows count, and eager calls do not."""
+        if any(each is not None for each in counted):
+            name = schema_of(self.backward).name.removesuffix("_backward")
+            raise RuntimeError(f"{name}: the rows that count are for calls that record no gradient")
+
     def setup_forward(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        self.save(ctx, inputs)
+        self._check_all_rows(inputs[self.count :])
+        self.save(ctx, inputs[: self.count])
         if not isinstance(output, Tensor):
             ctx.mark_non_differentiable(*output[self.results :])
 
@@ -148,7 +161,9 @@ class _Autograd:
         return self.in_place_of_arguments(found, needs)
 
     def setup_rows(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        arguments, needs, text = inputs[: self.count], inputs[self.count : -2], inputs[-2]
+        arguments, needs = inputs[: self.count], inputs[self.count : self.count + 3]
+        text, _, *counted = inputs[self.count + 3 :]
+        self._check_all_rows(counted)
         check_unit(schema_of(self.backward).name, needs, text, self.unit)
         ctx.mark_non_differentiable(*output[self.results :])
         self.save(ctx, arguments, output[-len(_LAYER)])
@@ -170,8 +185,9 @@ class _Autograd:
         return (*self.in_place_of_arguments(found, needs), *NO_MORE)
 
     def setup_backward(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        gradients, arguments = inputs[: self.results], inputs[self.results : -3]
-        ctx.needs = inputs[-3:]
+        gradients, inputs = inputs[: self.results], inputs[self.results :]
+        arguments, ctx.needs = inputs[: self.count], inputs[self.count : self.count + 3]
+        self._check_all_rows(inputs[self.count + 3 :])
         unneeded = [g for g, needed in zip(output, ctx.needs, strict=True) if not needed]
         ctx.mark_non_differentiable(*unneeded)
         self.save(ctx, arguments, *gradients)
@@ -236,18 +252,23 @@ def declare_leaves(
         results = ", ".join(["Tensor"] * several.count)
         gradients = ", ".join(f"Tensor? {gradient}" for gradient in several.gradients)
     forward = library.define(
-        f"{name}_forward({arguments}) -> {results if several is None else f'({results})'}"
+        f"{name}_forward({arguments}, {COUNTED}) -> "
+        f"{results if several is None else f'({results})'}"
     )
     backward = library.define(
-        f"{name}_backward({gradients}, {arguments}, {NEEDS}) -> (Tensor, Tensor, Tensor)"
+        f"{name}_backward({gradients}, {arguments}, {NEEDS}, {COUNTED}) -> (Tensor, Tensor, Tensor)"
     )
     rows_with_grad = library.define(
-        f"{name}_rows_with_grad({arguments}, {NEEDS}, str row_function, Tensor[] known) "
-        f"-> ({results}, Tensor, Tensor, Tensor)"
+        f"{name}_rows_with_grad({arguments}, {NEEDS}, str row_function, Tensor[] known, "
+        f"{COUNTED}) -> ({results}, Tensor, Tensor, Tensor)"
     )
     chunks = RowChunks(name, count, tensors, problem, several)
+    computed, with_gradients = 1, 1
+    if several is not None:
+        computed, with_gradients = several.count, len(several.gradients)
 
-    def forward_fake(*arguments: Any) -> Any:
+    def forward_fake(*rest: Any) -> Any:
+        arguments = rest[:count]
         check(*arguments)
         if several is not None:
             return several.fake(*arguments)
@@ -256,14 +277,14 @@ def declare_leaves(
         return input.new_empty(input.shape[:1] if each else (), dtype=dtype)
 
     def backward_fake(*rest: Any) -> tuple[Tensor, ...]:
-        forward_fake(*rest[-count - 3 : -3])
-        return gradients_fake(rest[-count - 3 : -3], rest[-3:])
+        rest = rest[with_gradients:]
+        forward_fake(*rest)
+        return gradients_fake(rest[:count], rest[count : count + 3])
 
     def with_grad_fake(*rest: Any) -> tuple[Tensor, ...]:
-        arguments, needs = rest[:count], rest[count : count + 3]
-        found = forward_fake(*arguments)
+        found = forward_fake(*rest)
         found = (found,) if several is None else found
-        return *found, *gradients_fake(arguments, needs)
+        return *found, *gradients_fake(rest[:count], rest[count : count + 3])
 
     for op, kernel, fake in (
         (forward, chunks.forward, forward_fake),
@@ -272,9 +293,6 @@ def declare_leaves(
     ):
         library.implement(op, kernel, "CompositeExplicitAutograd")
         library.register_fake(op, fake)
-    computed, with_gradients = 1, 1
-    if several is not None:
-        computed, with_gradients = several.count, len(several.gradients)
     unit = unit_function(computed, with_gradients)
     formulas = _Autograd(count, tensors, with_gradients, backward, reference, unit)
     library.register_autograd(rows_with_grad, formulas.rows_vjp, formulas.setup_rows)
@@ -283,8 +301,8 @@ def declare_leaves(
     if several is not None:
         return Leaves(forward, backward, rows_with_grad, formulas)
     with_grad = library.define(
-        f"{name}_with_grad({arguments}, {NEEDS}, Tensor? grad_output=None) "
-        "-> (Tensor, Tensor, Tensor, Tensor)"
+        f"{name}_with_grad({arguments}, {NEEDS}, Tensor? grad_output=None, "
+        f"{COUNTED}) -> (Tensor, Tensor, Tensor, Tensor)"
     )
     library.implement(with_grad, chunks.with_grad, "CompositeExplicitAutograd")
     library.register_fake(with_grad, with_grad_fake)
@@ -294,10 +312,10 @@ def declare_leaves(
 
 def _differentiate_with_grad(with_grad: OpOverload[..., Any], formulas: _Autograd) -> None:
     """Registers the formula of ``X_with_grad``, which has made the gradients."""
-    nothing = (None,) * (formulas.count + 4)
+    nothing = (None,) * (formulas.count + 5)
 
     def setup_with_grad(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *arguments, needs_input, needs_weight, needs_bias, grad_output = inputs
+        *arguments, needs_input, needs_weight, needs_bias, grad_output, _ = inputs
         if grad_output is not None:
             raise RuntimeError(
                 f"{schema_of(with_grad).name} is differentiable for a grad_output of 1 alone"
@@ -325,7 +343,7 @@ def _differentiate_with_grad(with_grad: OpOverload[..., Any], formulas: _Autogra
                 scale(gradient, grad_output) if needed else gradient
                 for gradient, needed in zip(gradients, ctx.needs, strict=True)
             ]
-        return *formulas.in_place_of_arguments(gradients, ctx.needs), None, None, None, None
+        return *formulas.in_place_of_arguments(gradients, ctx.needs), *nothing[-5:]
 
     library.register_autograd(with_grad, with_grad_vjp, setup_with_grad)
 

@@ -14,11 +14,12 @@ well, which are given, or computed a chunk at a time
 (:mod:`compile_losses.ops.linear.row_divergences`). Its logits never lie in the weight's gradient,
 since two rows of logits do not come apart into blocks of classes.
 
-If at least an eighth of the rows are ignored, cross entropy leaves them out before the first
-product. A GPU's host has to wait for their number. It waits if the products take far longer than
-the wait, after all is ready for the first of them, and never while a CUDA graph is captured. If it
-does not wait, ignored rows are computed like the others, to gradients of 0. Sums have a fixed
-order.
+If at least an eighth of the rows do not count, they are left out before the first product. Of a
+cross entropy those are the rows that are ignored, whose number a GPU's host has to wait for. It
+waits if the products take far longer than the wait, after all is ready for the first of them, and
+never while a CUDA graph is captured. Of any loss they are what a compiled graph says, which counts
+them before (:mod:`compile_losses.ops.counted_rows`). If rows are not left out, they are computed
+like the others, to gradients of 0. Sums have a fixed order.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch import Tensor
 from compile_losses import switches
 from compile_losses.device_constants import constants_of, rows_of_equal_threads
 from compile_losses.ops.checks import accumulation_type
+from compile_losses.ops.counted_rows import CountedRows, KeptRows
 from compile_losses.ops.linear.arguments import check
 from compile_losses.ops.linear.chunk_size import (
     Plan,
@@ -57,9 +59,6 @@ from compile_losses.ops.linear.row_function import RowFunction, known_gradients
 from compile_losses.ops.linear.row_losses import NONE, RowLosses
 from compile_losses.ops.linear.row_statistics import RowStatistics
 
-#: Ignored rows are left out if they are at least one in this many.
-IGNORED = 8
-
 Losses: TypeAlias = RowLosses | RowDivergences | RowStatistics
 
 
@@ -67,7 +66,7 @@ class Problem:
     """A linear layer, the losses of its output's rows, and which rows are computed.
 
     Args:
-        count: of the rows that may be left out, if there are any.
+        counts: begins to count the rows that may be left out, if there are any.
         scale: of all logits.
     """
 
@@ -77,20 +76,24 @@ class Problem:
         linear_weight: Tensor,
         linear_bias: Tensor | None,
         losses: Losses,
-        count: KeptRows | None = None,
+        counts: Callable[[], KeptRows] | None = None,
         *,
         scale: float = 1.0,
     ) -> None:
         self.input, self.linear_weight, self.linear_bias = input, linear_weight, linear_bias
-        self.losses, self.count, self.scale = losses, count, scale
+        self.losses, self.counts, self.scale = losses, counts, scale
+        self.counted: KeptRows | CountedRows | None = None
         self.kept: Tensor | None = None
         self.rows = self.all_rows = len(input)
 
-    def leave_out_ignored(self) -> bool:
-        """Leaves ignored rows out if they are many; waits for the device that counts them."""
-        if self.count is None or not isinstance(self.losses, RowLosses):
-            return False
-        self.kept = self.count.indices()
+    def count(self) -> None:
+        """Begins to count the rows that may be left out, if that has not begun."""
+        if self.counted is None and self.counts is not None:
+            self.counted = self.counts()
+
+    def leave_out(self) -> bool:
+        """Leaves out the rows that do not count if they are many; waits until they are counted."""
+        self.kept = None if self.counted is None else self.counted.indices()
         if self.kept is None:
             return False
         self.losses.keep(self.kept)
@@ -132,13 +135,25 @@ class Problem:
     def results(self) -> tuple[Tensor, ...]:
         """The results of the losses, each row in its place."""
         computed = self.losses.results()
-        return tuple(map(self.for_all_rows, computed)) if self.losses.by_row else computed
-
-    def for_all_rows(self, computed: Tensor) -> Tensor:
-        """A result by row, with zeros for the rows that were left out."""
-        if self.kept is None:
+        if self.kept is None or not self.losses.by_row:
             return computed
-        result = computed.new_zeros((self.all_rows, *computed.shape[1:]))
+        others = self.losses.left_out(len(self.linear_weight))
+        return tuple(map(self.for_all_rows, computed, others))
+
+    def for_all_rows(self, computed: Tensor, other: Tensor | float | None = 0) -> Tensor:
+        """A result by row, for the rows that were left out as well.
+
+        Args:
+            other: what these have, one number for all or for each row, [all rows]; None for a
+                result that nobody asked for.
+        """
+        if self.kept is None or other is None:
+            return computed
+        result = computed.new_empty((self.all_rows, *computed.shape[1:]))
+        if isinstance(other, Tensor):
+            result.copy_(other)
+        else:
+            result.fill_(other)
         return result.index_copy_(0, self.kept, computed)
 
 
@@ -150,14 +165,17 @@ def of_cross_entropy(
     reduction, ignore_index, label_smoothing, softcap, z_loss, dtype = options
     check(*arguments, leaf=True)
     target = target.to(torch.int64)
-    count: KeptRows | None = None
+    counts: Callable[[], KeptRows] | None = None
     if is_worth_waiting(target, 6 * linear_weight.numel() * len(target)):
-        count = KeptRows(target, ignore_index)
+
+        def counts() -> KeptRows:
+            return KeptRows(target != ignore_index)
+
     losses = RowLosses(
         target, weight, reduction, ignore_index, label_smoothing, softcap, z_loss,
         accumulation_type(input.dtype), dtype, grad_output,
     )  # fmt: skip
-    return Problem(input, linear_weight, linear_bias, losses, count)
+    return Problem(input, linear_weight, linear_bias, losses, counts)
 
 
 def is_worth_waiting(target: Tensor, operations: int) -> bool:
@@ -166,25 +184,6 @@ def is_worth_waiting(target: Tensor, operations: int) -> bool:
         return True
     worth = constants_of(target.device).operations_worth_waiting
     return operations >= worth and not torch.cuda.is_current_stream_capturing()
-
-
-class KeptRows:
-    """The rows that are not ignored; a device counts them while the host goes on."""
-
-    def __init__(self, target: Tensor, ignore_index: int) -> None:
-        self.mask = target != ignore_index
-        self.count = self.mask.sum().to("cpu", non_blocking=True)
-        self.counted: torch.cuda.Event | None = None
-        if target.device.type != "cpu":
-            self.counted = torch.cuda.current_stream(target.device).record_event()
-
-    def indices(self) -> Tensor | None:
-        """Waits for the device. None if too few rows are ignored to leave them out."""
-        if self.counted is not None:
-            self.counted.synchronize()
-        if int(self.count) * IGNORED > len(self.mask) * (IGNORED - 1):
-            return None
-        return self.mask.nonzero().squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -223,43 +222,47 @@ class RowChunks:
     problem: Callable[..., Problem]
     several: Several | None = None
 
-    def forward(self, *arguments: Any) -> Any:
+    def forward(self, *rest: Any) -> Any:
         """fused::X_forward: one product in all."""
+        arguments, counted = rest[: self.count], rest[self.count :]
         with autocast_off(arguments[0]):
-            found = results(self.problem(arguments))
+            found = results(_counting(self.problem(arguments), *counted))
             return found[0] if self.several is None else found
 
     def with_grad(self, *rest: Any) -> tuple[Tensor, ...]:
         """fused::X_with_grad: three products for all gradients."""
-        arguments, needs = rest[: self.count], rest[self.count : self.count + 3]
-        more = rest[self.count + 3 :]
+        arguments, needs, more = self._apart(rest)
         if self._is_by_row(arguments):
             raise RuntimeError(f"{self.name}: a loss with its gradient needs a reduction")
-        return self._with_gradients(arguments, needs, more[0] if more else None)
+        return self._with_gradients(arguments, needs, *more)
+
+    def _apart(self, rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
+        """The arguments that all leaf ops share, the needs, and what follows them."""
+        needs = slice(self.count, self.count + 3)
+        return rest[: self.count], rest[needs], rest[needs.stop :]
 
     def rows_with_grad(self, *rest: Any) -> tuple[Tensor, ...]:
         """fused::X_rows_with_grad: three products, as for a loss that is reduced."""
-        *arguments, row_function, known = rest
+        arguments, needs, (row_function, known, *counted) = self._apart(rest)
         if not self._is_by_row(arguments):
             raise RuntimeError(
                 f"{self.name}: expected reduction 0 (none) for gradients by row, "
                 f"got {arguments[self.tensors]}"
             )
-        needs = tuple(arguments[self.count :])
         function = RowFunction(row_function, tuple(known))
-        return self._with_gradients(tuple(arguments[: self.count]), needs, function)
+        return self._with_gradients(arguments, needs, function, *counted)
 
     def backward(self, *rest: Any) -> tuple[Tensor, ...]:
         """fused::X_backward: the logits are computed again."""
-        gradients, needs = rest[: -self.count - 3], rest[-3:]
-        arguments = rest[-self.count - 3 : -3]
+        first = 1 if self.several is None else len(self.several.gradients)
+        gradients, (arguments, needs, counted) = rest[:first], self._apart(rest[first:])
         if self.several is not None:
             read, arguments = self.several.for_gradients(gradients, arguments)
             given: Any = known_gradients(read, self.several.count)
-            return self._with_gradients(arguments, needs, given)[self.several.count :]
+            return self._with_gradients(arguments, needs, given, *counted)[self.several.count :]
         (given,) = gradients
         given = known_gradients([given]) if self._is_by_row(arguments) else given
-        return self._with_gradients(arguments, needs, given)[1:]
+        return self._with_gradients(arguments, needs, given, *counted)[1:]
 
     def _is_by_row(self, arguments: Sequence[Any]) -> bool:
         return self.several is not None or arguments[self.tensors] == NONE
@@ -268,15 +271,25 @@ class RowChunks:
         self,
         arguments: tuple[Any, ...],
         needs: Any,
-        grad_output: Tensor | RowFunction | None,
+        grad_output: Tensor | RowFunction | None = None,
+        counted: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         with autocast_off(arguments[0]):
-            return results_with_gradients(self.problem(arguments, grad_output), needs)
+            problem = _counting(self.problem(arguments, grad_output), counted)
+            return results_with_gradients(problem, needs)
+
+
+def _counting(problem: Problem, counted: Tensor | None = None) -> Problem:
+    """A problem whose rows are counted, if they are."""
+    if counted is not None:
+        problem.counted = CountedRows(counted, problem.all_rows)
+    return problem
 
 
 def results(problem: Problem) -> tuple[Tensor, ...]:
     """The results of the losses, in one product."""
-    problem.leave_out_ignored()
+    problem.count()
+    problem.leave_out()
     losses = problem.losses
     beside = losses.beside(gradient=False)
     chunk = chunk_rows(*problem.sizes, beside=beside, is_taken=True)
@@ -289,8 +302,9 @@ def results(problem: Problem) -> tuple[Tensor, ...]:
 
 def results_with_gradients(problem: Problem, needs: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:
     """The same, and the gradients of input, weight and bias, in three products."""
+    problem.count()
     how, gradients, first = _prepared(problem, needs)  # while a device counts
-    if problem.leave_out_ignored():
+    if problem.leave_out():
         del gradients, first
         how, gradients, first = _prepared(problem, needs)
     if first is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compile_losses.ops.checks import REDUCTIONS
-from compile_losses.ops.linear.matrix_products import write_logits
+from compile_losses.ops.linear.matrix_products import rows_of, write_logits
 from compile_losses.ops.linear.row_function import RowFunction
 
 T = TypeVar("T")
@@ -35,7 +35,12 @@ class TeacherLogits:
         softcap: float | None = None,
     ) -> None:
         self.target, self.weight, self.bias, self.softcap = target, weight, bias, softcap
+        self.kept: Tensor | None = None
         self.buffer: Tensor | None = None
+
+    def keep(self, rows: Tensor) -> None:
+        """Leaves out all rows but these, int64 [kept]. Given logits of these are copied."""
+        self.kept = rows
 
     @property
     def dtype(self) -> torch.dtype:
@@ -45,11 +50,11 @@ class TeacherLogits:
     @property
     def computed(self) -> bool:
         """Whether the logits are not given as they are, so that some rows of them are held."""
-        return self.weight is not None or self.softcap is not None
+        return self.weight is not None or self.softcap is not None or self.kept is not None
 
     def __call__(self, rows: slice) -> Tensor:
-        target = self.target[rows]
-        if not self.computed:
+        target = rows_of(self.target, rows, self.kept)
+        if self.weight is None and self.softcap is None:
             return target
         if self.buffer is None:  # nowhere are there more rows than in the first part
             classes = target.shape[1] if self.weight is None else len(self.weight)
@@ -61,7 +66,7 @@ class TeacherLogits:
             write_logits(target, self.weight, self.bias, logits)
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        if rows.stop == len(self.target):  # the last ones
+        if rows.stop == len(self.target if self.kept is None else self.kept):  # the last ones
             self.buffer = None
         return logits
 
@@ -209,6 +214,16 @@ class RowDivergences:
         if isinstance(grad_output, Tensor):
             one = grad_output.to(dtype).reshape(())
         self.factor = one / divisor
+
+    def keep(self, rows: Tensor) -> None:
+        """Leaves out all rows but these, int64 [kept]."""
+        self.teacher.keep(rows)
+        if self.row_function is not None:
+            self.row_function = self.row_function.keep(rows)
+
+    def left_out(self, classes: int) -> list[float]:
+        """The losses of rows that are left out: no edge of what is made of them, as 0 may be."""
+        return [1.0]
 
     def beside(self, *, gradient: bool) -> float:
         """How many tensors of the logits' size are held besides them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,7 @@ class RowLosses:
         grad_output: Tensor | RowFunction | None,
     ) -> None:
         self.target, self.weight, self.reduction = target, weight, reduction
+        self.all_targets = target
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
         self.softcap, self.z_loss, self.dtype, self.result = softcap, z_loss, dtype, result
         nothing = target.new_zeros((), dtype=dtype)
@@ -52,10 +55,16 @@ class RowLosses:
             self.factor, self.z_factor = one / self.total_weight, one / self.count
 
     def keep(self, rows: Tensor) -> None:
-        """Leaves out all rows but these, int64 [kept]. The others are ignored, and in no sum."""
-        self.target = self.target[rows]
+        """Leaves out all rows but these, int64 [kept]. The others are in no sum."""
+        self.target = self.all_targets[rows]
         if self.row_function is not None:
             self.row_function = self.row_function.keep(rows)
+
+    def left_out(self, classes: int) -> list[Tensor]:
+        """The losses of rows that are left out: 0 if they are ignored, else those of equal logits,
+        with which what is made of them is as finite as with any."""
+        ignored = self.all_targets == self.ignore_index
+        return [torch.where(ignored, 0.0, math.log(classes))]
 
     @property
     def by_row(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -46,7 +47,7 @@ class RowStatistics:
         squares: bool = False,
         scale: float = 1.0,  # of the logits in the product
     ) -> None:
-        self.target, self.picks = target, picks
+        self.target, self.picks, self.all_targets = target, picks, target
         self.ignore_index, self.softcap = ignore_index, softcap
         self.pair, self.with_entropy, self.teacher = pair, with_entropy, teacher
         self.logits, self.dtype, self.row_function = like.dtype, dtype, row_function
@@ -56,6 +57,33 @@ class RowStatistics:
         if picks is not None:
             nothing[LOG_PROBS] = like.new_empty((0, picks.shape[1]), dtype=dtype)
         self.chunks: list[tuple[Tensor, ...]] = [(*nothing, like.new_empty(0, dtype=torch.int64))]
+
+    def keep(self, rows: Tensor) -> None:
+        """Leaves out all rows but these, int64 [kept]."""
+        self.target = None if self.target is None else self.target[rows]
+        self.picks = None if self.picks is None else self.picks[rows]
+        if self.teacher is not None:
+            self.teacher.keep(rows)
+        if self.row_function is not None:
+            self.row_function = self.row_function.keep(rows)
+
+    def left_out(self, classes: int) -> list[Tensor | float | None]:
+        """The statistics of rows that are left out: those of equal logits, with which what is made
+        of them is as finite as with any, and a negative log-likelihood of 0 if they are ignored;
+        None for those that nobody asked for."""
+        most = math.log(classes)
+        found: list[Tensor | float | None] = [None] * COUNT
+        if self.all_targets is not None:
+            found[NLL] = torch.where(self.all_targets == self.ignore_index, 0.0, most)
+        found[LOGSUMEXP] = found[ENTROPY] = most
+        found[TOTAL] = found[MAXIMUM] = found[ARGMAX] = 0
+        if self.pair is not None:  # no edge of what is made of it, as 0 may be
+            found[DIVERGENCE] = 1.0
+        if self.picks is not None:
+            found[LOG_PROBS] = -most
+        if self.squares:
+            found[LOG_SQUARES] = -most
+        return found
 
     def beside(self, *, gradient: bool) -> float:
         """How many tensors of the logits' size are held besides them."""
