@@ -185,8 +185,9 @@ struct RowStatisticsArgs {
   void* entropy = nullptr;
   void* total = nullptr;
   void* maximum = nullptr;
-  int64_t* argmax = nullptr;  // [rows]
-  void* stats = nullptr;      // acc_t [rows, 3], see RowStatistics
+  int64_t* argmax = nullptr;    // [rows]
+  void* stats = nullptr;        // acc_t [rows, 3], see RowStatistics
+  void* log_squares = nullptr;  // null if it is not asked for
   // Of the backward.
   RowGrad grad_nll, grad_logsumexp, grad_entropy, grad_total;
   void* grad_input = nullptr;  // may be the buffer of input, with input's row_stride

@@ -188,6 +188,10 @@ def test_opcheck(softcap, device, opcheck):
     opcheck(fused.linear_row_statistics_forward.default, arguments)
     opcheck(
         fused.linear_row_statistics_forward.default,
+        in_order(*arguments[:2], None, None, -100, softcap, squares=True),
+    )
+    opcheck(
+        fused.linear_row_statistics_forward.default,
         in_order(*arguments[:2], None, None, -100, None),
     )
     each = torch.rand(20, device=device)

@@ -193,7 +193,7 @@ def test_accuracy_of_rows(confident, softcap, dtype, device):
 
     exact, exact_gradient, grad = in_torch(torch.float64)
     eager, eager_gradient, _ = in_torch(acc)
-    *_, stats = fused.row_statistics_forward(logits, None, IGNORED, softcap)
+    *_, stats, _ = fused.row_statistics_forward(logits, None, IGNORED, softcap)
     found = fused.row_picks_forward(logits, picks, stats, softcap)
     gradient = fused.row_picks_backward(
         grad, *[None] * 4, logits, picks, None, stats, IGNORED, softcap
@@ -285,7 +285,7 @@ def test_masked_classes(device):
     logits = torch.randn(4, 50, generator=generator, dtype=torch.float64).to(device)
     logits[:, ::3] = -torch.inf
     picks = torch.tensor([[0, 1, 3, 4]], device=device).expand(4, 4)
-    *_, stats = fused.row_statistics_forward(logits, None, IGNORED, None)
+    *_, stats, _ = fused.row_statistics_forward(logits, None, IGNORED, None)
     leaf = logits.clone().requires_grad_()
     expected = F.log_softmax(leaf, -1).gather(1, picks)
     torch.testing.assert_close(
@@ -304,7 +304,7 @@ def test_large_logits(device):
     """A likely class of large logits keeps its digits."""
     logits = torch.tensor([[700.0, 690.0, 600.0]], device=device)
     picks = torch.tensor([[0, 1, 2]], device=device)
-    *_, stats = fused.row_statistics_forward(logits, None, IGNORED, None)
+    *_, stats, _ = fused.row_statistics_forward(logits, None, IGNORED, None)
     exact = F.log_softmax(logits.double(), -1)
     found = fused.row_picks_forward(logits, picks, stats, None)
     torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=6e-8)
@@ -339,7 +339,7 @@ def test_opcheck(device):
     )
     opcheck(fused.linear_log_probs.default, (given[0], given[1], picks), {"linear_bias": given[3]})
     logits = torch.randn(rows, CLASSES, device=device)
-    *_, stats = fused.row_statistics_forward(logits, None, IGNORED, None)
+    *_, stats, _ = fused.row_statistics_forward(logits, None, IGNORED, None)
     opcheck(fused.row_picks_forward.default, (logits, picks, stats, None))
     opcheck(
         fused.row_picks_backward.default,

@@ -71,9 +71,26 @@ def statistics_and_gradient(logits, target, softcap, grads):
     with torch.no_grad():
         results = fused.row_statistics_forward(logits, target, IGNORED, softcap)
         gradient = fused.row_statistics_backward(
-            *grads, logits, target, results[-1], IGNORED, softcap
+            *grads, logits, target, results[6], IGNORED, softcap
         )
     return results, gradient
+
+
+def squares_of(z):
+    return (2 * F.log_softmax(z, 1)).logsumexp(1)
+
+
+def log_squares(logits, target, softcap=None):
+    """That of the op, beside which all other statistics are the same bits as without it."""
+    options = (logits, target, IGNORED, softcap)
+    without, found = (
+        fused.row_statistics_forward(*options, squares=squares) for squares in (False, True)
+    )
+    assert without[7].shape == (0,)
+    for place, (one, other) in enumerate(zip(without, found, strict=True)):
+        if place != 7:
+            torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
+    return found[7]
 
 
 def check(logits, target, softcap=None):
@@ -102,7 +119,13 @@ def check(logits, target, softcap=None):
         assert_accurate(gradient, eager_gradient.to(dtype), exact_gradient, "gradient")
     assert gradient.dtype == dtype
     assert gradient.is_contiguous()
-    *_, maximum, argmax, _ = ours
+    wide = logits.to(acc)
+    wide = wide if softcap is None else softcap * torch.tanh(wide / softcap)
+    # Of a confident row it is near 0. It is made of the square of a sum near 1, of capped logits.
+    like = 2 * torch.finfo(acc).eps * (softcap or 1)
+    squares = log_squares(logits, target, softcap)
+    assert_accurate(squares, squares_of(wide), squares_of(z), "log_squares", like)
+    *_, maximum, argmax, _, _ = ours
     assert argmax.dtype == torch.int64
     if softcap is None:
         assert torch.equal(maximum, logits.to(acc).amax(1))
@@ -167,7 +190,8 @@ def test_one_class_of_each_row(classes, device):
     results, gradient = statistics_and_gradient(
         logits, torch.zeros(3, dtype=torch.int64, device=device), None, random_grads(3, device)
     )
-    nll, logsumexp, entropy, _, maximum, argmax, _ = results
+    nll, logsumexp, entropy, _, maximum, argmax, _, _ = results
+    assert torch.equal(log_squares(logits, None), torch.zeros_like(nll))
     assert torch.equal(nll, torch.zeros_like(nll))
     assert torch.equal(entropy, torch.zeros_like(nll))
     assert torch.equal(logsumexp, logits[:, 0])
@@ -179,7 +203,8 @@ def test_one_class_of_each_row(classes, device):
 def test_no_rows(device):
     logits, target = torch.empty(0, 5, device=device), torch.empty(0, 1, device=device).long()
     results, gradient = statistics_and_gradient(logits, target[:, 0], None, [None] * 4)
-    assert [r.shape for r in results] == [(0,)] * 6 + [(0, 3)]
+    assert [r.shape for r in results] == [(0,)] * 6 + [(0, 3), (0,)]
+    assert log_squares(logits, target[:, 0]).shape == (0,)
     assert gradient.shape == (0, 5)
 
 
@@ -214,6 +239,8 @@ def test_masked_classes(classes, fill, dtype, device):
         torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
     if fill == "-inf":
         assert torch.equal(ours[3].double(), exact[3])
+    squares = log_squares(logits, target).double()
+    torch.testing.assert_close(squares, squares_of(logits.double()), rtol=tolerance, atol=tolerance)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(
         gradient.double(), exact_gradient, rtol=max(eps, tolerance), atol=4 * tolerance
@@ -243,6 +270,7 @@ def test_special_rows(classes, place, dtype, device):
     torch.testing.assert_close(ours[1].double(), z.logsumexp(1), **close)
     torch.testing.assert_close(ours[2].double(), entropy_of(z), **close)
     torch.testing.assert_close(ours[3].double(), z.sum(1), **close)
+    torch.testing.assert_close(log_squares(logits, target).double(), squares_of(z), **close)
     torch.testing.assert_close(ours[4].double(), z.amax(1), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(ours[5].cpu(), logits.cpu().argmax(1))
     assert gradient[1:7].isnan().all()
@@ -310,7 +338,7 @@ def test_in_place(layout, softcap, dtype, device):
     logits, target = problem(shape, dtype, device, arrange=arrange)
     grads = random_grads(logits.shape[0], device)
     results, gradient = statistics_and_gradient(logits, target, softcap, grads)
-    fused.row_statistics_backward_(*grads, logits, target, results[-1], IGNORED, softcap)
+    fused.row_statistics_backward_(*grads, logits, target, results[6], IGNORED, softcap)
     assert torch.equal(logits, gradient)
 
 
@@ -318,7 +346,7 @@ def test_in_place_leaves_the_padding(device):
     whole = torch.randn(6, 1040, device=device)
     before = whole.clone()
     logits = whole[:, 3:1031]
-    *_, stats = fused.row_statistics_forward(logits, None, 0, None)
+    *_, stats, _ = fused.row_statistics_forward(logits, None, 0, None)
     ones = torch.ones(6, device=device)
     fused.row_statistics_backward_(None, ones, ones, ones, logits, None, stats, 0, None)
     assert torch.equal(whole[:, :3], before[:, :3])
@@ -346,7 +374,7 @@ def test_target_out_of_bounds_on_a_gpu(direction, classes):
 fused = torch.ops.fused
 x = torch.rand(3, {classes}, device="cuda")
 t = torch.full((3,), {wrong}, device="cuda")
-nll, *_, stats = fused.row_statistics_forward(x, t, -100, None)
+nll, *_, stats, _ = fused.row_statistics_forward(x, t, -100, None)
 t.fill_({classes})
 fused.row_statistics_backward(nll, None, None, None, x, t, stats, -100, None)
 """)
@@ -375,7 +403,7 @@ def test_errors(input, target, softcap, error):
 
 def test_errors_of_the_backward():
     logits, target = problem((4, 9), torch.float32, "cpu")
-    *_, stats = fused.row_statistics_forward(logits, target, IGNORED, None)
+    *_, stats, _ = fused.row_statistics_forward(logits, target, IGNORED, None)
     saved = (logits, target, stats, IGNORED, None)
     with pytest.raises(RuntimeError, match="expected grad_entropy of shape"):
         fused.row_statistics_backward(None, None, torch.ones(3), None, *saved)
@@ -395,6 +423,7 @@ def test_repeatable(classes, dtype, device):
         again, gradient = statistics_and_gradient(logits, target, None, grads)
         assert all(map(torch.equal, first, again))
         assert torch.equal(first_gradient, gradient)
+        assert torch.equal(log_squares(logits, target), log_squares(logits, target))
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0], ids=["", "softcap"])
@@ -414,11 +443,12 @@ def test_gradcheck(with_target, softcap, device):
         assert torch.autograd.gradgradcheck(lambda x, i=i: function(x)[i - first], (leaf,))
 
 
-def test_differentiable(device):
+@pytest.mark.parametrize("squares", [False, True])
+def test_differentiable(squares, device):
     logits, target = problem((4, 50), torch.float32, device)
     leaf = logits.requires_grad_()
-    results = fused.row_statistics_forward(leaf, target, IGNORED, None)
-    assert [r.requires_grad for r in results] == [True] * 4 + [False] * 3
+    results = fused.row_statistics_forward(leaf, target, IGNORED, None, squares)
+    assert [r.requires_grad for r in results] == [True] * 4 + [False] * 4
     (ours,) = torch.autograd.grad(results[2].sum() + 2 * results[0].sum(), leaf)
     nll, _, entropy, _ = reference(leaf, target, IGNORED, None)
     (torchs,) = torch.autograd.grad(entropy.sum() + 2 * nll.sum(), leaf)
@@ -435,9 +465,10 @@ def test_opcheck(dtype, with_target, softcap, device, opcheck):
     options = (IGNORED, softcap)
     leaf = logits.clone().requires_grad_()
     opcheck(fused.row_statistics_forward.default, (leaf, target, *options))
+    opcheck(fused.row_statistics_forward.default, (leaf, target, *options, True))
     results = fused.row_statistics_forward(logits, target, *options)
     grads = random_grads(4, device, results[1].dtype)
-    saved = (target, results[-1], *options)
+    saved = (target, results[6], *options)
     opcheck(
         fused.row_statistics_backward.default,
         (*(g.requires_grad_() for g in grads), leaf, *saved),
@@ -638,16 +669,16 @@ def test_more_than_2_31_elements():
     classes = 65_537
     logits = torch.zeros(2**15 + 3, classes, dtype=torch.bfloat16, device="cuda")
     logits[-1, -1] = 3
-    results = fused.row_statistics_forward(logits, None, 0, None)
+    results = fused.row_statistics_forward(logits, None, 0, None, True)
     last = logits[-1:].clone()
-    expected = fused.row_statistics_forward(last, None, 0, None)
+    expected = fused.row_statistics_forward(last, None, 0, None, True)
     assert all(torch.equal(r[-1:], e) for r, e in zip(results[1:], expected[1:], strict=True))
     ones = torch.ones(1, device="cuda")
     gradient = fused.row_statistics_backward(
-        None, None, None, ones, last, None, expected[-1], 0, None
+        None, None, None, ones, last, None, expected[6], 0, None
     )
     fused.row_statistics_backward_(
-        None, None, None, ones.expand(len(logits)), logits, None, results[-1], 0, None
+        None, None, None, ones.expand(len(logits)), logits, None, results[6], 0, None
     )
     assert torch.equal(logits[-1:], gradient)
 
@@ -702,7 +733,7 @@ def test_gradient_with_a_divergence(divergence, pair, softcap, dtype, device, op
     z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     order = (teacher, z) if reverse else (z, teacher)
     _, saved = getattr(fused, f"{name}_forward")(*order, 0, *options, -1, acc)
-    stats = fused.row_statistics_forward(logits, target, IGNORED, softcap)[-1]
+    stats = fused.row_statistics_forward(logits, target, IGNORED, softcap)[6]
     exact, eager = torchs_gradient(torch.float64), torchs_gradient(acc)
     ours, before = logits.clone(memory_format=torch.preserve_format), teacher.clone()
     arguments = (ours, target, stats, IGNORED, softcap, grad_divergence, teacher, saved, reverse)
@@ -721,7 +752,7 @@ def test_gradient_with_a_divergence(divergence, pair, softcap, dtype, device, op
 
 def test_teachers_of_another_dtype_are_refused(device):
     logits, target = problem((3, 5), torch.float32, device)
-    stats = fused.row_statistics_forward(logits, target, IGNORED, None)[-1]
+    stats = fused.row_statistics_forward(logits, target, IGNORED, None)[6]
     _, saved = fused.softmax_kl_div_forward(logits, logits, 0, 1.0, -1, torch.float32)
     grads = random_grads(3, device)
     arguments = (logits, target, stats, IGNORED, None, grads[0], logits.double(), saved, False, 1.0)

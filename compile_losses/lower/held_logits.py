@@ -122,9 +122,9 @@ class _Statistics(_Losses):
         named = named_arguments(node)
         self.logits, self.target, self.picks = logits, named["target"], named["picks"]
         self.options = (named["ignore_index"], named["softcap"])
-        args = (logits, self.target, *self.options)
-        forward = emit(node, fused_op("row_statistics", "forward"), args)
-        *values, self.stats = results_of(forward, node)
+        rows = (logits, self.target, *self.options, named["squares"])
+        forward = emit(node, fused_op("row_statistics", "forward"), rows)
+        *values, self.stats, log_squares = results_of(forward, node)
         self.compared: _Compared | None = None
         pair = pair_of(named["divergence"], named["beta"], named["temperature"])
         if pair is not None:
@@ -142,7 +142,7 @@ class _Statistics(_Losses):
         if self.picks is not None:
             args = (logits, self.picks, self.stats, named["softcap"])
             log_probs = emit(node, fused_op("row_picks", "forward"), args)
-        self.values = [*values[:DIVERGENCE], loss, log_probs, None, *values[DIVERGENCE:]]
+        self.values = [*values[:DIVERGENCE], loss, log_probs, log_squares, *values[DIVERGENCE:]]
 
     def gradient(self, backward: Node) -> Node:
         *given, of_divergence, of_picks = grad_outputs_of(backward)

@@ -16,6 +16,8 @@ With a softcap its rows stand for ``z = softcap * tanh(input / softcap)``, other
 - ``argmax``: ``z.argmax(-1)``, int64: the first of equal ones, and of nans.
 - ``stats``: [rows, 3], what the backward reads: the maximum, the logarithm of the summed
   exponentials relative to it, and the entropy.
+- ``log_squares``: ``log(sum(p ** 2))``; empty unless ``squares`` asks for it, which changes no bit
+  of the others.
 
 The gradients of the first four are [rows], of any floating dtypes and strides; None, like an empty
 one, is 0. The others have none. Probabilities are never stored.
@@ -43,15 +45,16 @@ NAME = "row_statistics"
 GRADS = "Tensor? grad_nll, Tensor? grad_logsumexp, Tensor? grad_entropy, Tensor? grad_total"
 SAVED = "Tensor? target, Tensor stats, SymInt ignore_index, float? softcap"
 
+# log_squares is the last, so that code that was compiled without it finds the others.
 forward = library.define(
-    "row_statistics_forward(Tensor input, Tensor? target, SymInt ignore_index, float? softcap) -> "
-    "(Tensor nll, Tensor logsumexp, Tensor entropy, Tensor total, Tensor maximum, Tensor argmax, "
-    "Tensor stats)"
+    "row_statistics_forward(Tensor input, Tensor? target, SymInt ignore_index, float? softcap, "
+    "bool squares=False) -> (Tensor nll, Tensor logsumexp, Tensor entropy, Tensor total, "
+    "Tensor maximum, Tensor argmax, Tensor stats, Tensor log_squares)"
 )
 backward = library.define(f"row_statistics_backward({GRADS}, Tensor input, {SAVED}) -> Tensor")
 backward_ = library.define(f"row_statistics_backward_({GRADS}, Tensor(a!) input, {SAVED}) -> ()")
 
-Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def reference(
@@ -92,17 +95,22 @@ def check(input: Tensor, target: Tensor | None, softcap: float | None) -> None:
 
 
 def forward_fake(
-    input: Tensor, target: Tensor | None, ignore_index: int, softcap: float | None
+    input: Tensor,
+    target: Tensor | None,
+    ignore_index: int,
+    softcap: float | None,
+    squares: bool = False,
 ) -> Statistics:
     check(input, target, softcap)
     rows, dtype = input.shape[0], checks.accumulation_type(input.dtype)
     nll = input.new_empty(0 if target is None else rows, dtype=dtype)
+    log_squares = input.new_empty(rows if squares else 0, dtype=dtype)
     logsumexp, entropy, total, maximum = (input.new_empty(rows, dtype=dtype) for _ in range(4))
     argmax, stats = (
         input.new_empty(rows, dtype=torch.int64),
         input.new_empty((rows, 3), dtype=dtype),
     )
-    return nll, logsumexp, entropy, total, maximum, argmax, stats
+    return nll, logsumexp, entropy, total, maximum, argmax, stats, log_squares
 
 
 library.register_fake(forward, forward_fake)
@@ -128,17 +136,19 @@ library.register_fake(backward_, lambda *_: None)
 
 
 def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: Statistics) -> None:
-    input, target, *ctx.options = inputs
-    *_, maximum, argmax, stats = output
+    input, target, ctx.ignore_index, ctx.softcap, *_ = inputs
+    *_, stats, _ = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(maximum, argmax, stats)
+    ctx.mark_non_differentiable(*output[4:])
     ctx.save_for_backward(input, target, stats)
 
 
 def forward_vjp(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    if all(grad is None for grad in grads[:4]):
-        return None, None, None, None
-    return direct_backward(*grads[:4], *ctx.saved_tensors, *ctx.options), None, None, None
+    gradient = None
+    if any(grad is not None for grad in grads[:4]):
+        options = (ctx.ignore_index, ctx.softcap)
+        gradient = direct_backward(*grads[:4], *ctx.saved_tensors, *options)
+    return gradient, None, None, None, None
 
 
 direct_forward = library.register_autograd(forward, forward_vjp, setup_forward)

@@ -95,7 +95,7 @@ def numbers_of(
     if logits.shape[1] == 0:  # as one class that is impossible
         logits, softcap = logits.new_full((logits.shape[0], 1), -torch.inf), None
     targets = None if target is None else own.targets(target, ignore_index)
-    nll, _, entropy, _, largest, argmax, stats = row_statistics.forward(
+    nll, _, entropy, _, largest, argmax, stats, _ = row_statistics.forward(
         logits, targets, ELSEWHERE, softcap
     )
     # The sums of no exponential: a nan there would hide what the other shards know.

@@ -4,9 +4,9 @@
 namespace fused::binding {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     const Tensor& input, const std::optional<Tensor>& target, int64_t ignore_index,
-    std::optional<double> softcap) {
+    std::optional<double> softcap, bool squares) {
   RowsOfLogits problem(input, target, ignore_index, softcap);
   RowStatisticsArgs& args = problem.args;
   const auto result = [&](bool wanted = true) {
@@ -16,6 +16,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
   const Tensor logsumexp = result(), entropy = result(), total = result(), maximum = result();
   const Tensor argmax = empty(input, {args.rows}, ScalarType::Long);
   const Tensor stats = empty(input, {args.rows, 3}, problem.acc);
+  const Tensor log_squares = result(squares);
   args.nll = target ? nll.data_ptr() : nullptr;
   args.logsumexp = logsumexp.data_ptr();
   args.entropy = entropy.data_ptr();
@@ -23,9 +24,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
   args.maximum = maximum.data_ptr();
   args.argmax = static_cast<int64_t*>(argmax.data_ptr());
   args.stats = stats.data_ptr();
+  args.log_squares = squares ? log_squares.data_ptr() : nullptr;
   const Launch launch(input);
   row_statistics_forward(args, launch.stream());
-  return {nll, logsumexp, entropy, total, maximum, argmax, stats};
+  return {nll, logsumexp, entropy, total, maximum, argmax, stats, log_squares};
 }
 
 Tensor backward(Grad grad_nll, Grad grad_logsumexp, Grad grad_entropy, Grad grad_total,

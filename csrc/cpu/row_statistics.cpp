@@ -1,5 +1,5 @@
 // Statistics of rows of logits on the CPU, and their gradient, over the tiles of a row.
-// Log-probabilities are never written to memory.
+// Probabilities and their logarithms are never written to memory.
 //
 // Bytes moved per row: forward cols * sizeof(logit), backward twice that.
 //
@@ -13,9 +13,11 @@ namespace cpu {
 namespace {
 
 // The state of a row so far, with sums in double.
-template <typename acc_t>
+template <typename acc_t, bool kSquares>
 struct RowScan {
-  RowSums<acc_t, double> sums = RowSums<acc_t, double>::none();
+  using Sums = RowSums<acc_t, double, kSquares>;
+
+  Sums sums = Sums::none();
   double total = 0;
   int64_t argmax = 0;
   bool has_nan = false;  // if true, argmax is the class of the first nan
@@ -23,14 +25,17 @@ struct RowScan {
   void add_block(const acc_t* x, int64_t first, int64_t last) {
     const acc_t origin = sums.origin();
     acc_t exponentials[kSumLanes] = {}, weighted[kSumLanes] = {}, values[kSumLanes] = {};
+    [[maybe_unused]] acc_t squares[kSumLanes] = {};
     for_each_lane(first, last, [&](int64_t lane, int64_t i) {
       const RowTerm<acc_t> term(x[i] - origin);
       exponentials[lane] += term.exponential;
       weighted[lane] += term.weighted;
+      if constexpr (kSquares) squares[lane] += term.square();
       values[lane] += x[i];
     });
     sums.exponentials += static_cast<double>(sum_of_lanes(exponentials));
     sums.weighted += static_cast<double>(sum_of_lanes(weighted));
+    if constexpr (kSquares) sums.squares += static_cast<double>(sum_of_lanes(squares));
     const double value = static_cast<double>(sum_of_lanes(values));
     // A nan, or infinities of both signs.
     if (!has_nan && value != value) find_nan(x, first, last);
@@ -65,11 +70,11 @@ struct RowScan {
   }
 };
 
-template <typename acc_t>
+template <typename acc_t, bool kSquares>
 void forward_row(const RowStatisticsArgs& args, int64_t row) {
   alignas(64) acc_t buffer[kRowTile];
   const int64_t offset = row * args.row_stride;
-  RowScan<acc_t> scan;
+  RowScan<acc_t, kSquares> scan;
   for (int64_t first = 0; first < args.cols; first += kRowTile) {
     const int64_t count = std::min(kRowTile, args.cols - first);
     const acc_t* x = read(args, offset + first, count, buffer);
@@ -88,12 +93,15 @@ void forward_row(const RowStatisticsArgs& args, int64_t row) {
   put(args.entropy, statistics.entropy);
   put(args.total, static_cast<acc_t>(scan.total));
   put(args.maximum, scan.has_nan ? math::kNan<acc_t> : scan.sums.largest);
+  if constexpr (kSquares) put(args.log_squares, scan.sums.log_squares(scan.has_nan));
   args.argmax[row] = scan.argmax;
 }
 
 template <typename acc_t>
 void forward(const RowStatisticsArgs& args) {
-  for_each_row(args, [&](int64_t row) { forward_row<acc_t>(args, row); });
+  for_each_row(args, [&](int64_t row) {
+    args.log_squares ? forward_row<acc_t, true>(args, row) : forward_row<acc_t, false>(args, row);
+  });
 }
 
 template <typename acc_t>

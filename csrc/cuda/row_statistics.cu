@@ -1,10 +1,11 @@
 // Statistics of rows of logits on CUDA, and their gradient. Fused: soft-cap, log-softmax, nll_loss,
-// entropy, sum, max and argmax. Never written to memory: log-probabilities.
+// entropy, sum, max, argmax and, if it is asked for, the sum of squared probabilities. Never
+// written to memory: probabilities and their logarithms.
 //
 // A warp handles a short row, a block a long one, in one pass. Each warp has an online softmax
 // whose largest logit its lanes share, so that few packets raise it.
 // Bytes moved per row: forward cols * sizeof(logit), the row's target (8) and its statistics (40;
-// 72 for float64); backward twice cols * sizeof(logit).
+// 72 for float64; 4 and 8 more with squares); backward twice cols * sizeof(logit).
 //
 // In place: grad_input may be the buffer of input. Each thread writes only logits that it alone
 // reads, after it has read them.
@@ -33,15 +34,15 @@ __device__ __forceinline__ int group_min(int value) {
 
 // The state of the logits that a warp has seen. `largest` is the same in all lanes; each lane has
 // its own sums and classes. All lanes call.
-template <typename acc_t>
+template <typename acc_t, bool kSquares>
 struct WarpScan {
-  RowSums<acc_t> sums;
+  RowSums<acc_t, acc_t, kSquares> sums;
   acc_t total;
   int largest_class;  // the lane's first class with `largest`; kNoClass if none or -inf
   int nan_class;      // the lane's first class with a nan
 
   static __device__ __forceinline__ WarpScan none() {
-    return {RowSums<acc_t>::none(), 0, kNoClass, kNoClass};
+    return {RowSums<acc_t, acc_t, kSquares>::none(), 0, kNoClass, kNoClass};
   }
 
   // own: the largest logit that the lane adds next. Returns whether that raises `largest`.
@@ -80,16 +81,19 @@ struct WarpScan {
       if (u >= count) break;
       packets[u].keep_packed();
       acc_t exponentials = 0, weighted = 0, values = 0;
+      [[maybe_unused]] acc_t squares = 0;
 #pragma unroll
       for (int j = 0; j < kWidth; ++j) {
         const acc_t logit = cap(packets[u].template get<acc_t>(j));
         const RowTerm<acc_t> term(logit - origin);
         exponentials += term.exponential;
         weighted += term.weighted;
+        if constexpr (kSquares) squares += term.square();
         values += logit;
       }
       sums.exponentials += exponentials;
       sums.weighted += weighted;
+      if constexpr (kSquares) sums.squares += squares;
       total += values;
       if (values != values) {  // a nan, or infinities of both signs
         packets[u].keep_packed();
@@ -112,6 +116,7 @@ struct WarpScan {
     const RowTerm<acc_t> term(logit - sums.origin());
     sums.exponentials += term.exponential;
     sums.weighted += term.weighted;
+    if constexpr (kSquares) sums.squares += term.square();
     total += logit;
   }
 
@@ -122,15 +127,16 @@ struct WarpScan {
     sums.raise(largest);
     sums.exponentials = group_sum(sums.exponentials);
     sums.weighted = group_sum(sums.weighted);
+    if constexpr (kSquares) sums.squares = group_sum(sums.squares);
     total = group_sum(total);
     nan_class = group_min(nan_class);
   }
 };
 
 // Writes a row's outputs. One thread calls it.
-template <typename acc_t>
+template <typename acc_t, bool kSquares>
 __device__ __forceinline__ void write_row(const RowStatisticsArgs& args, int64_t row,
-                                          const WarpScan<acc_t>& scan, int target,
+                                          const WarpScan<acc_t, kSquares>& scan, int target,
                                           acc_t target_logit) {
   const bool has_nan = scan.nan_class != kNoClass;
   const RowStatistics<acc_t> statistics(scan.sums, has_nan, target_logit);
@@ -141,17 +147,19 @@ __device__ __forceinline__ void write_row(const RowStatisticsArgs& args, int64_t
   put(args.entropy, statistics.entropy);
   put(args.total, scan.total);
   put(args.maximum, has_nan ? math::kNan<acc_t> : scan.sums.largest);
+  if constexpr (kSquares) put(args.log_squares, scan.sums.log_squares(has_nan));
   args.argmax[row] = has_nan                          ? scan.nan_class
                      : scan.largest_class != kNoClass ? scan.largest_class
                                                       : 0;
 }
 
 // kBlock: a block a row, else a warp a row.
-template <typename scalar_t, bool kBlock, bool kCapped>
+template <typename scalar_t, bool kBlock, bool kCapped, bool kSquares>
 __global__ void __launch_bounds__(kBlock ? kBlockThreads : kWarpsThreads, kBlock ? 2 : 4)
     row_statistics_kernel(const __grid_constant__ RowStatisticsArgs args) {
   using acc_t = acc_type<scalar_t>;
-  __shared__ WarpScan<acc_t> scratch[kBlockThreads / kWarp];
+  using Scan = WarpScan<acc_t, kSquares>;
+  __shared__ Scan scratch[kBlockThreads / kWarp];
   const Softcap<acc_t, kCapped> cap(args.softcap);
   const int lanes = kBlock ? blockDim.x : kWarp;
   const int lane = kBlock ? threadIdx.x : threadIdx.x % kWarp;
@@ -160,7 +168,7 @@ __global__ void __launch_bounds__(kBlock ? kBlockThreads : kWarpsThreads, kBlock
   for (int64_t row = blockIdx.x * rows + own; row < args.rows; row += gridDim.x * rows) {
     const scalar_t* x = static_cast<const scalar_t*>(args.input) + row * args.row_stride;
     const RowSpan<scalar_t> span(x, args.cols);
-    auto scan = WarpScan<acc_t>::none();
+    auto scan = Scan::none();
 #pragma unroll 1
     for (int first = lane; first - lane % kWarp < span.packets;
          first += kRowUnroll<scalar_t> * lanes) {
@@ -178,7 +186,7 @@ __global__ void __launch_bounds__(kBlock ? kBlockThreads : kWarpsThreads, kBlock
       if (lane % kWarp == 0) scratch[lane / kWarp] = scan;
       __syncthreads();
       if (lane < kWarp) {
-        scan = lane < lanes / kWarp ? scratch[lane] : WarpScan<acc_t>::none();
+        scan = lane < lanes / kWarp ? scratch[lane] : Scan::none();
         scan.combine();
       }
     }
@@ -204,19 +212,25 @@ __global__ void __launch_bounds__(kGradientThreads)
   });
 }
 
-template <typename scalar_t, bool kCapped>
+template <typename scalar_t, bool kCapped, bool kSquares>
 void launch_forward(const RowStatisticsArgs& args, cudaStream_t stream) {
   if (args.cols <= kWarpCols) {
-    row_statistics_kernel<scalar_t, false, kCapped>
+    row_statistics_kernel<scalar_t, false, kCapped, kSquares>
         <<<blocks_for(args.rows, kWarpsThreads / kWarp), kWarpsThreads, 0, stream>>>(args);
   } else {
     const int64_t packets = args.cols / Packet<scalar_t>::kWidth;
     const int threads = independent_row_threads(args.rows, packets,
                                                 current_device().multiprocessors, kBlockThreads);
-    row_statistics_kernel<scalar_t, true, kCapped>
+    row_statistics_kernel<scalar_t, true, kCapped, kSquares>
         <<<blocks_for(args.rows, 1), threads, 0, stream>>>(args);
   }
   check_launch("row_statistics_kernel");
+}
+
+template <typename scalar_t, bool kCapped>
+void launch_forward(const RowStatisticsArgs& args, cudaStream_t stream) {
+  args.log_squares ? launch_forward<scalar_t, kCapped, true>(args, stream)
+                   : launch_forward<scalar_t, kCapped, false>(args, stream);
 }
 
 template <typename scalar_t, bool kCapped>

@@ -4,17 +4,19 @@
 //   entropy    -sum p log(p), where p = exp(z - logsumexp); p = 0 adds nothing
 //   total      sum z
 //   maximum    and argmax, the first class that has the maximum; a nan counts as the largest
-// and their gradient with respect to z, where g_nll, ... are the gradients of the statistics:
+//   log_squares   log(sum p^2), if it is asked for
+// and the gradient of the first four with respect to z, where g_nll, ... are the gradients of the
+// statistics:
 //   p (g_nll + g_logsumexp - g_entropy (z - logsumexp + entropy)) - g_nll [c == t] + g_total
 //
 // The row is read once. Let m be the largest logit so far, s = sum exp(z - m) and
 // w = sum exp(z - m) (z - m). Then entropy = log(s) - w / s. Neither term is negative, and logits
-// near 700 lose no digits.
+// near 700 lose no digits. With q = sum exp(z - m)^2, log(sum p^2) = log(q / s^2).
 //
 // As in torch, these inputs give nan:
 //   a nan                 in all statistics
 //   +inf                  in all but logsumexp, maximum and total
-//   -inf in all classes   in nll and entropy
+//   -inf in all classes   in nll, entropy and log_squares
 #pragma once
 
 #include "../arguments.h"
@@ -44,10 +46,23 @@ struct RowTerm {
 #endif
     weighted = exponential * d;
   }
+
+  // The exponential's square. Subnormal ones are slow on the host. So the exponential is first
+  // rounded to a multiple of the root of the smallest normal number, if it is not much larger than
+  // that.
+  FUSED_HOST_DEVICE acc_t square() const {
+#ifdef __CUDA_ARCH__
+    return exponential * exponential;
+#else
+    constexpr acc_t kRounding = std::is_same_v<acc_t, float> ? 0x1p-40f : 0x1p-459;
+    const acc_t rounded = (exponential + kRounding) - kRounding;
+    return rounded * rounded;
+#endif
+  }
 };
 
 // The sums of the logits seen so far, without nans. sum_t may be wider than acc_t.
-template <typename acc_t, typename sum_t = acc_t>
+template <typename acc_t, typename sum_t = acc_t, bool kSquares = false>
 struct RowSums {
   acc_t largest;
   sum_t exponentials, weighted;
@@ -61,15 +76,36 @@ struct RowSums {
   }
 
   // Makes new_largest, which is at least `largest`, the largest logit. If all logits so far are
-  // -inf, both sums are 0 and need no factor.
-  FUSED_HOST_DEVICE void raise(acc_t new_largest) {
+  // -inf, the sums are 0 and need no factor. Returns the factor of the exponentials.
+  FUSED_HOST_DEVICE sum_t raise(acc_t new_largest) {
+    sum_t factor = 1;
     if (largest > -math::kInfinity<acc_t>) {
       const sum_t shift = bounded(static_cast<sum_t>(largest) - static_cast<sum_t>(new_largest));
-      const sum_t factor = math::fast_exp(shift);
+      factor = math::fast_exp(shift);
       weighted = factor * weighted + exponentials * (factor * shift);
       exponentials *= factor;
     }
     largest = new_largest;
+    return factor;
+  }
+};
+
+// The same, and the sum of the squared exponentials.
+template <typename acc_t, typename sum_t>
+struct RowSums<acc_t, sum_t, true> : RowSums<acc_t, sum_t> {
+  sum_t squares;
+
+  static FUSED_HOST_DEVICE RowSums none() { return {RowSums<acc_t, sum_t>::none(), 0}; }
+
+  FUSED_HOST_DEVICE void raise(acc_t new_largest) {
+    const sum_t factor = RowSums<acc_t, sum_t>::raise(new_largest);
+    squares *= factor * factor;
+  }
+
+  // If the row holds +inf, or nothing but -inf, both sums are 0, and the quotient is nan.
+  FUSED_HOST_DEVICE acc_t log_squares(bool has_nan) const {
+    const sum_t logarithm = math::log(squares / (this->exponentials * this->exponentials));
+    return has_nan ? math::kNan<acc_t> : static_cast<acc_t>(logarithm);
   }
 };
 

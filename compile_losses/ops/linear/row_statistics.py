@@ -16,9 +16,6 @@ from compile_losses.ops.linear.row_function import RowFunction
 NLL, LOGSUMEXP, ENTROPY, TOTAL, DIVERGENCE, LOG_PROBS, LOG_SQUARES, MAXIMUM, ARGMAX = range(9)
 COUNT, DIFFERENTIABLE = ARGMAX + 1, LOG_PROBS + 1
 
-#: So many rows at a time are doubled, for their squares: enough to keep a GPU's processors busy.
-_DOUBLED_ROWS = 128
-
 
 class RowStatistics:
     """The statistics of :mod:`compile_losses.ops.row_statistics` for each row of logits.
@@ -161,7 +158,8 @@ class RowStatistics:
             the saved numbers for the statistics' gradient; with a pair also the student's logits,
             the teacher's logits, and the saved numbers for the divergence's gradient.
         """
-        *found, stats = row_statistics.forward(logits, *self._options(rows))
+        options = (*self._options(rows), self.squares)
+        *found, stats, log_squares = row_statistics.forward(logits, *options)
         divergence, compared = self.nothing, None
         if self.pair is not None and self.teacher is not None:
             student, teacher = logits, self.teacher(rows)
@@ -176,9 +174,6 @@ class RowStatistics:
         if self.picks is not None:
             picked = row_picks.picked_logits(logits, self.picks[rows], self.softcap)
             log_probs = row_picks.log_probs_of(picked, stats)
-        log_squares = self.nothing
-        if self.squares:
-            log_squares = _log_squares(logits, stats, self.softcap)
         more = (divergence, log_probs, log_squares)
         self.chunks.append((*found[:DIVERGENCE], *more, *found[DIVERGENCE:]))
         return stats, compared
@@ -186,19 +181,3 @@ class RowStatistics:
     def _options(self, rows: slice) -> tuple[Tensor | None, int, float | None]:
         target = None if self.target is None else self.target[rows]
         return target, self.ignore_index, self.softcap
-
-
-def _log_squares(logits: Tensor, stats: Tensor, softcap: float | None) -> Tensor:
-    """``log(sum(p ** 2))`` of each row. Squares of exponentials are those of twice the logits."""
-    dtype, cap = _doubled_dtype(logits.dtype), None if softcap is None else softcap * 2
-
-    def of_doubled(rows: Tensor) -> Tensor:
-        return row_statistics.forward(rows.to(dtype) * 2, None, -1, cap)[-1][:, 1]
-
-    # The largest logit has gone from both logarithms, of which large ones would lose digits.
-    return torch.cat(list(map(of_doubled, logits.split(_DOUBLED_ROWS)))) - 2 * stats[:, 1]
-
-
-def _doubled_dtype(dtype: torch.dtype) -> torch.dtype:
-    """A dtype in which twice a logit is finite."""
-    return torch.float32 if dtype == torch.float16 else dtype
