@@ -1,4 +1,4 @@
-"""Log-probabilities of the same rows are the same bits, whatever else is computed.
+"""Log-probabilities and other numbers of a row are the same bits, whatever else is computed.
 
 Reinforcement learning divides the probabilities of a pass without gradients by those of a training
 pass. Where the weights are equal the ratio has to be exactly 1.
@@ -15,7 +15,7 @@ from compile_losses.linear import linear_log_probs
 from compile_losses.ops import linear_row_statistics
 from compile_losses.ops.linear import matrix_products
 from compile_losses.ops.linear.row_function import encode
-from compile_losses.ops.linear.row_statistics import COUNT, NLL
+from compile_losses.ops.linear.row_statistics import COUNT, ENTROPY, LOG_SQUARES, NLL
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 ROWS, HIDDEN, CLASSES = 75, 33, 777
@@ -29,16 +29,24 @@ def problem(dtype):
     return hidden, weight, torch.randint(CLASSES, (ROWS,), generator=generator)
 
 
+def arguments(hidden, weight, target):
+    return linear_row_statistics.in_order(hidden, weight, target, None, -100, None, squares=True)
+
+
+def numbers(statistics):
+    """[rows, 3], the log-probabilities first."""
+    return torch.stack([statistics[place] for place in (NLL, ENTROPY, LOG_SQUARES)], 1)
+
+
 def forward(hidden, weight, target):
-    given = linear_row_statistics.in_order(hidden, weight, target, None, -100, None)
-    return linear_row_statistics.forward(*given)[NLL]
+    return numbers(linear_row_statistics.forward(*arguments(hidden, weight, target)))
 
 
 def with_gradients(hidden, weight, target):
-    given = linear_row_statistics.in_order(hidden, weight, target, None, -100, None)
+    given = arguments(hidden, weight, target)
     text, ones = encode([], [COUNT, *[None] * 5]), hidden.new_ones(len(hidden))
     op = linear_row_statistics.rows_with_grad
-    return op(*given, True, True, False, text, [ones])[NLL]
+    return numbers(op(*given, True, True, False, text, [ones]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -58,15 +66,26 @@ def test_few_rows(dtype):
         assert torch.equal(forward(hidden, weight, target), with_gradients(hidden, weight, target))
 
 
+def same(found, expected):
+    """Whether rows of two batches have the same bits.
+
+    Of float64 only the log-probabilities: the last bit of a few classes' logits depends on where a
+    row stands in a CPU's product, and sums over all classes show it.
+    """
+    if found.dtype == torch.float64:
+        found, expected = found[:, 0], expected[:, 0]
+    return torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_batches(dtype, chunks):
     """A row's bits are the same in another batch and in another place of it."""
     chunks(16)
     hidden, weight, target = problem(dtype)
     whole, order = forward(hidden, weight, target), torch.randperm(ROWS)
-    assert torch.equal(forward(hidden[order], weight, target[order]), whole[order])
+    assert same(forward(hidden[order], weight, target[order]), whole[order])
     for rows in (slice(0, 16), slice(5, 30), slice(50, 75)):
-        assert torch.equal(forward(hidden[rows], weight, target[rows]), whole[rows])
+        assert same(forward(hidden[rows], weight, target[rows]), whole[rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -106,7 +125,7 @@ def test_few_rows_of_any_batch(dtype, batch_invariant):
     whole = forward(hidden, weight, target)
     for count in (1, 2, 7, 30):
         some = slice(3, 3 + count)
-        assert torch.equal(forward(hidden[some], weight, target[some]), whole[some])
+        assert same(forward(hidden[some], weight, target[some]), whole[some])
 
 
 def of_cross_entropy(hidden, weight, target):
