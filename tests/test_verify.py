@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import pytest
@@ -101,6 +102,79 @@ def test_gradients_are_compared():
 
     (site,) = report_of(weighted, pair(), change=change).losses
     assert "verification" in site.reason
+
+
+SATURATED = [
+    ("cross_entropy", lambda x, t: F.cross_entropy(x, t, reduction="none")),
+    ("nll_loss", lambda x, t: F.nll_loss(x.log_softmax(1), t)),
+    ("logsumexp", lambda x, t: (x.logsumexp(1, keepdim=True) - x.gather(1, t[:, None])).mean()),
+    ("temperature", lambda x, t: F.cross_entropy(x * 100, t, reduction="sum")),
+]
+
+
+@pytest.fixture(params=[1e-6, 3e-10, 1e-12])
+def saturated(request, monkeypatch):
+    """Numbers of which the first of each row has a softmax that lies so far below one."""
+    module = sys.modules["compile_losses.recognize.verify"]
+
+    def draw(shape, generator):
+        numbers = torch.rand(shape, generator=generator, dtype=torch.float64)
+        numbers[..., 0] = 30 * numbers[..., 0] + 1
+        numbers[..., 1:] += numbers[..., :1] + math.log(request.param)
+        return numbers / scale
+
+    def zeros(self, node, shape):
+        return torch.zeros(shape, dtype=torch.int64)
+
+    scale = 1.0
+    monkeypatch.setattr(module, "_draws", lambda nodes: [("saturated softmaxes", draw)])
+    monkeypatch.setattr(module._Comparison, "_classes", zeros)
+
+    def report(function, **options):
+        nonlocal scale
+        scale = 100.0 if function is SATURATED[-1][1] else 1.0
+        return report_of(function, classes(), **options).sites[0].reason
+
+    return report
+
+
+def another_gradient(result):
+    return result * 1.01 - result.detach() * 0.01
+
+
+def another_value(result):
+    return result + result.detach() * 0.01
+
+
+def infinite(result):
+    return result / torch.zeros_like(result)
+
+
+def not_a_number(result):
+    return result + torch.zeros_like(result).log() * 0
+
+
+@pytest.mark.parametrize(("name", "function"), SATURATED, ids=[name for name, _ in SATURATED])
+def test_what_rounding_leaves_of_large_numbers_is_no_difference(name, function, saturated):
+    """The original has 1 - p where the rewritten loss has log(1 + q), or the other way round."""
+    assert saturated(function) == ""
+
+
+@pytest.mark.parametrize("step", [another_gradient, another_value, infinite, not_a_number])
+def test_small_numbers_are_compared(step, saturated):
+    """One per cent of a gradient of 1e-10 is more than rounding."""
+    reason = saturated(SATURATED[0][1], change=lambda match: match.steps.append((step, ())))
+    assert "differ from torch's on saturated softmaxes" in reason
+
+
+def test_nan_and_infinity_are_not_compared():
+    """Torch's own are no numbers to compare with; other draws are."""
+
+    def logarithms(x, t):
+        return F.nll_loss(x.softmax(1).log(), t)
+
+    (site,) = report_of(logarithms, classes()).sites
+    assert (site.status, site.reason) == ("rewritten", "")
 
 
 def test_large_and_symbolic_sizes():
