@@ -10,10 +10,6 @@
 
 namespace fused::cpu {
 
-inline bool is_out_of_bounds(const CrossEntropyArgs& args, int64_t target) {
-  return target != args.ignore_index && (target < 0 || target >= args.classes);
-}
-
 inline void check_targets(const char* op, const CrossEntropyArgs& args) {
   bool wrong = false;
   for (int64_t row = 0; row < args.rows; ++row) wrong |= is_out_of_bounds(args, args.target[row]);
@@ -42,12 +38,6 @@ struct RowTarget {
     if (index >= args.cols || index < 0) index = -1;
   }
 };
-
-// The weights of the row's classes, if there are any.
-template <typename acc_t>
-const acc_t* class_weights(const CrossEntropyArgs& args) {
-  return args.weight ? static_cast<const acc_t*>(args.weight) + args.first_class : nullptr;
-}
 
 // The common factor of all rows' gradients: grad_output, if it is one number, and for the mean the
 // inverse of the total weight.

@@ -13,12 +13,6 @@ namespace fused::cpu {
 constexpr int64_t kTile = 1024;
 constexpr int64_t kLanes = 64;  // rows of a block in the column path
 
-template <typename acc_t>
-acc_t weight_sum(const CrossEntropyArgs& args) {
-  return args.weight_sum ? *static_cast<const acc_t*>(args.weight_sum)
-                         : static_cast<acc_t>(args.classes);
-}
-
 // The weights of the row's classes with label smoothing; otherwise null, since 0 times an infinite
 // weight would be nan.
 template <typename acc_t>

@@ -101,12 +101,6 @@ void add_tile(const RowPairArgs& args, const Loss<acc_t>& loss, RowState<Loss>& 
 }
 
 template <typename acc_t>
-RowPairStatistics<acc_t> read_statistics(const RowPairArgs& args, int64_t row) {
-  const acc_t* stats = static_cast<const acc_t*>(args.stats) + row * kRowPairStats;
-  return {stats[0], stats[1], stats[2], stats[3], stats[4], stats[5]};
-}
-
-template <typename acc_t>
 acc_t gradient_scale(const RowPairArgs& args, int64_t row) {
   acc_t scale = 1;
   if (args.grad_output)
@@ -123,13 +117,7 @@ typename Loss::Gradient row_gradient(const RowPairArgs& args, const Loss& loss, 
 template <template <typename> class Loss, typename acc_t>
 double finish_row(const RowPairArgs& args, const Loss<acc_t>& loss, int64_t row,
                   const RowPairStatistics<acc_t>& done) {
-  acc_t* stats = static_cast<acc_t*>(args.stats) + row * kRowPairStats;
-  stats[0] = done.largest_input;
-  stats[1] = done.exponentials;
-  stats[2] = done.largest_target;
-  stats[3] = done.mass;
-  stats[4] = done.pivot;
-  stats[5] = done.cross;
+  done.write(args, row);
   const double value = args.cols > 0 ? loss.value(done) : 0;
   if (args.losses) store(args.losses, args.loss_dtype, row, 1, 1, &value);
   return value;

@@ -16,11 +16,6 @@ __device__ __forceinline__ void report_target(const CrossEntropyArgs& args, int6
   report_target(args.target[row], row, args.classes);
 }
 
-__device__ __forceinline__ bool is_out_of_bounds(const CrossEntropyArgs& args, int64_t row) {
-  const int64_t target = args.target[row];
-  return target != args.ignore_index && (target < 0 || target >= args.classes);
-}
-
 // A row's target and its weight. A target out of bounds counts as ignored here, so that nothing is
 // read or written out of bounds. It is reported by the sums over the rows in the forward, and by
 // the gradient kernels in the backward.
@@ -40,19 +35,6 @@ struct RowTarget {
                            : acc_t(1);
   }
 };
-
-// The weights of the row's classes, if there are any.
-template <typename acc_t>
-__device__ __forceinline__ const acc_t* class_weights(const CrossEntropyArgs& args) {
-  return args.weight ? static_cast<const acc_t*>(args.weight) + args.first_class : nullptr;
-}
-
-// The sum of the class weights. Used with smoothing only.
-template <typename acc_t>
-__device__ __forceinline__ acc_t weight_sum(const CrossEntropyArgs& args) {
-  return args.weight_sum ? *static_cast<const acc_t*>(args.weight_sum)
-                         : static_cast<acc_t>(args.classes);
-}
 
 // The online softmax of the logits seen so far: the largest logit, and the sum of
 // exp(logit - reference). The reference is the largest logit, or 0 while all logits are -inf

@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kColumnRows* kColumnLanes)
        row += gridDim.x * int64_t(kColumnRows)) {
     const scalar_t* x =
         static_cast<const scalar_t*>(args.input) + row_offset(args.input_layout, row);
-    if (threadIdx.y == 0 && is_out_of_bounds(args, row)) report_target(args, row);
+    if (threadIdx.y == 0 && is_out_of_bounds(args, args.target[row])) report_target(args, row);
     write_gradient(args, row, x,
                    RowGradient<acc_t, kCapped>::template of<kSquares>(args, row, common));
   }

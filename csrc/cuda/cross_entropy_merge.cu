@@ -13,24 +13,9 @@ constexpr int kMergeThreads = 256;
 template <typename acc_t>
 __global__ void __launch_bounds__(kMergeThreads)
     cross_entropy_merge_kernel(const __grid_constant__ CrossEntropyArgs args) {
-  const bool smoothing = args.label_smoothing > 0;
-  const int64_t columns = smoothing ? kSmoothingPartColumns : kPartColumns;
   for (int64_t row = blockIdx.x * int64_t(kMergeThreads) + threadIdx.x; row < args.rows;
-       row += gridDim.x * int64_t(kMergeThreads)) {
-    const MergedParts<acc_t> merged(
-        static_cast<const acc_t*>(args.parts) + row * columns, args.rows * columns, args.shards,
-        smoothing ? static_cast<const acc_t*>(args.shard_weights) : nullptr);
-    const CrossEntropyRow<acc_t> summary{merged.largest, math::log(merged.sum)};
-    const RowTarget<acc_t> target(args, row);
-    static_cast<acc_t*>(args.stats)[2 * row] = summary.largest;
-    static_cast<acc_t*>(args.stats)[2 * row + 1] = summary.log_sum;
-    static_cast<acc_t*>(args.row_losses)[row] =
-        target.ignored
-            ? acc_t(0)
-            : summary.loss(merged.target_logit, target.weight,
-                           static_cast<acc_t>(args.label_smoothing), weight_sum<acc_t>(args),
-                           merged.weighted_sum, static_cast<acc_t>(args.classes));
-  }
+       row += gridDim.x * int64_t(kMergeThreads))
+    merge_row<acc_t, RowTarget<acc_t>>(args, row);
 }
 
 template <typename acc_t>

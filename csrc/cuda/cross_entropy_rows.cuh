@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kGradientThreads)
     scalar_t* out = static_cast<scalar_t*>(args.grad_input) + row_offset(args.grad_layout, row);
     const RowSpan<scalar_t> span(x, args.cols);
     const bool aligned = is_aligned(out + span.head);
-    if (thread == 0 && is_out_of_bounds(args, row)) report_target(args, row);
+    if (thread == 0 && is_out_of_bounds(args, args.target[row])) report_target(args, row);
     const auto gradient = RowGradient<acc_t, kCapped>::template of<kSquares>(args, row, common);
     write_gradient(x, out, span, aligned, thread, stride, gradient);
   });

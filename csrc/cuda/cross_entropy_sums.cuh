@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kSumThreads)
   int64_t wrong = -1;
 #pragma unroll 8
   for (int64_t row = begin + threadIdx.x; row < end; row += kSumThreads) {
-    if (is_out_of_bounds(args, row)) wrong = row;
+    if (is_out_of_bounds(args, args.target[row])) wrong = row;
     weights += static_cast<double>(RowTarget<acc_t>(args, row).weight);
   }
   if (wrong >= 0) report_target(args, wrong);

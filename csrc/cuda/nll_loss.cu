@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kNllThreads)
   using acc_t = acc_type<scalar_t>;
   for (int64_t row = blockIdx.x * int64_t(kNllThreads) + threadIdx.x; row < args.rows;
        row += gridDim.x * int64_t(kNllThreads)) {
-    if (is_out_of_bounds(args, row)) report_target(args, row);
+    if (is_out_of_bounds(args, args.target[row])) report_target(args, row);
     const RowTarget<acc_t> target(args, row);
     if (target.index < 0) continue;
     acc_t scale = 1;

@@ -187,24 +187,11 @@ __device__ __forceinline__ void combine_block(const Loss& loss, State& state, St
   combine_warp(loss, state);
 }
 
-template <typename acc_t>
-__device__ __forceinline__ RowPairStatistics<acc_t> read_statistics(const RowPairArgs& args,
-                                                                    int64_t row) {
-  const acc_t* stats = static_cast<const acc_t*>(args.stats) + row * kRowPairStats;
-  return {stats[0], stats[1], stats[2], stats[3], stats[4], stats[5]};
-}
-
 // Writes a row's statistics and its loss. One thread calls it.
 template <typename Loss, typename acc_t>
 __device__ __forceinline__ void write_row(const RowPairArgs& args, const Loss& loss, int64_t row,
                                           const RowPairStatistics<acc_t>& done) {
-  acc_t* stats = static_cast<acc_t*>(args.stats) + row * kRowPairStats;
-  stats[0] = done.largest_input;
-  stats[1] = done.exponentials;
-  stats[2] = done.largest_target;
-  stats[3] = done.mass;
-  stats[4] = done.pivot;
-  stats[5] = done.cross;
+  done.write(args, row);
   if (args.losses)
     store_as(args.losses, args.loss_dtype, row, args.cols > 0 ? loss.value(done) : 0.);
 }

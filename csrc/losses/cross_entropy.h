@@ -10,6 +10,7 @@
 // to dx[c].
 #pragma once
 
+#include "../arguments.h"
 #include "math.h"
 
 namespace fused {
@@ -45,6 +46,23 @@ FUSED_HOST_DEVICE double cross_entropy_mean(double losses, double weights, doubl
   return smoothing > 0 && weights == 0 ? math::kNan<double> : losses / weights;
 }
 
+FUSED_HOST_DEVICE bool is_out_of_bounds(const CrossEntropyArgs& args, int64_t target) {
+  return target != args.ignore_index && (target < 0 || target >= args.classes);
+}
+
+// The weights of the row's classes, if there are any.
+template <typename acc_t>
+FUSED_HOST_DEVICE const acc_t* class_weights(const CrossEntropyArgs& args) {
+  return args.weight ? static_cast<const acc_t*>(args.weight) + args.first_class : nullptr;
+}
+
+// The sum of the class weights. Used with smoothing only.
+template <typename acc_t>
+FUSED_HOST_DEVICE acc_t weight_sum(const CrossEntropyArgs& args) {
+  return args.weight_sum ? *static_cast<const acc_t*>(args.weight_sum)
+                         : static_cast<acc_t>(args.classes);
+}
+
 // The part of a row that a shard of the classes computes: the largest logit; the sum of the
 // exponentials relative to it; the target's logit, or 0 if the target is in another shard; with
 // smoothing also sum_c w[c] (largest - x[c]). The sum is kept, not its logarithm, since sums merge
@@ -76,6 +94,27 @@ struct MergedParts {
     }
   }
 };
+
+// Writes the loss and the statistics of a row whose parts all shards have computed. Target: the
+// device's RowTarget.
+template <typename acc_t, typename Target>
+FUSED_HOST_DEVICE void merge_row(const CrossEntropyArgs& args, int64_t row) {
+  const bool smoothing = args.label_smoothing > 0;
+  const int64_t columns = smoothing ? kSmoothingPartColumns : kPartColumns;
+  const MergedParts<acc_t> merged(
+      static_cast<const acc_t*>(args.parts) + row * columns, args.rows * columns, args.shards,
+      smoothing ? static_cast<const acc_t*>(args.shard_weights) : nullptr);
+  const CrossEntropyRow<acc_t> summary{merged.largest, math::log(merged.sum)};
+  const Target target(args, row);
+  static_cast<acc_t*>(args.stats)[2 * row] = summary.largest;
+  static_cast<acc_t*>(args.stats)[2 * row + 1] = summary.log_sum;
+  static_cast<acc_t*>(args.row_losses)[row] =
+      target.ignored
+          ? acc_t(0)
+          : summary.loss(merged.target_logit, target.weight,
+                         static_cast<acc_t>(args.label_smoothing), weight_sum<acc_t>(args),
+                         merged.weighted_sum, static_cast<acc_t>(args.classes));
+}
 
 // The coefficients of a row's gradient: dx[c] = probability * p[c] - uniform * w[c] - [c == t]
 // target.

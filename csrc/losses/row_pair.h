@@ -14,6 +14,7 @@
 // nan, as in torch.
 #pragma once
 
+#include "../arguments.h"
 #include "math.h"
 
 namespace fused {
@@ -30,7 +31,23 @@ struct RowPairTerm {
 template <typename acc_t>
 struct RowPairStatistics {
   acc_t largest_input, exponentials, largest_target, mass, pivot, cross;
+
+  FUSED_HOST_DEVICE void write(const RowPairArgs& args, int64_t row) const {
+    acc_t* stats = static_cast<acc_t*>(args.stats) + row * kRowPairStats;
+    stats[0] = largest_input;
+    stats[1] = exponentials;
+    stats[2] = largest_target;
+    stats[3] = mass;
+    stats[4] = pivot;
+    stats[5] = cross;
+  }
 };
+
+template <typename acc_t>
+FUSED_HOST_DEVICE RowPairStatistics<acc_t> read_statistics(const RowPairArgs& args, int64_t row) {
+  const acc_t* stats = static_cast<const acc_t*>(args.stats) + row * kRowPairStats;
+  return {stats[0], stats[1], stats[2], stats[3], stats[4], stats[5]};
+}
 
 // If the terms of a loss need the sums of both rows, the loss has a type SecondPass, constructed
 // from a row's statistics. It gives two numbers for each class, and the loss's `finish` stores
