@@ -124,6 +124,16 @@ def implement(op: OpOverload[..., Any], kernel: Callable[..., Any], key: str) ->
     LIBRARY.impl(op.name(), kernel, key)
 
 
+def compose(
+    op: OpOverload[..., Any], kernel: Callable[..., Any], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Registers an op that a function of other ops computes, for calls that record no gradient.
+    Returns what :func:`register_not_differentiable` does."""
+    implement(op, kernel, "CompositeExplicitAutograd")
+    register_fake(op, fake)
+    return register_not_differentiable(op)
+
+
 def implement_public(op: OpOverload[..., Any], kernel: Callable[..., Any]) -> None:
     """Registers the kernel of a public op, which is composed of other ops.
 

@@ -39,11 +39,8 @@ def compilation(gm: GraphModule) -> Iterator[None]:
         return
     ends = [collector(gm) for collector in collectors]
     decisions: list[Decision] = []
-    token = _decisions.set(decisions)
-    try:
+    with switches.holding(_decisions, decisions):
         yield
-    finally:
-        _decisions.reset(token)
     for end in ends:
         end(decisions)
     if is_first and not _told:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from compile_losses.lower.decision import Decision
 from compile_losses.sites import Site, line_in
@@ -23,18 +24,18 @@ def _planned(site: Site, decisions: Sequence[Decision]) -> Site:
     # An op that was decomposed and then moved has two decisions; the last one counts.
     compared = [d for d in compared if d.loss == "elementwise"] or compared
     if len(compared) == 1:
-        cost, stock = compared[0].cost, compared[0].stock
-        assert cost is not None
-        assert stock is not None
-        site = replace(
-            site,
-            bytes_moved=cost.moved,
-            bytes_held=cost.held,
-            stock_bytes_moved=stock.moved,
-            stock_bytes_held=stock.held,
-        )
+        site = replace(site, **_costs(compared[0]))
     details = [f"{d.choice}: {d.reason}" for d in own if d.reason]
     return replace(site, plan=tuple(d.choice for d in own), details=tuple(details))
+
+
+def _costs(decision: Decision) -> dict[str, Any]:
+    """The fields of a site for what a decision has compared."""
+    cost, stock = decision.cost, decision.stock
+    assert cost is not None
+    assert stock is not None
+    ours = {"bytes_moved": cost.moved, "bytes_held": cost.held}
+    return {**ours, "stock_bytes_moved": stock.moved, "stock_bytes_held": stock.held}
 
 
 def _with_elementwise(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[Site]:
@@ -67,9 +68,6 @@ def _with_elementwise(sites: Sequence[Site], decisions: Sequence[Decision]) -> l
             status="rewritten",
             reason="",
             plan=(f"elementwise, {decision.choice}",),
-            bytes_moved=decision.cost.moved,
-            bytes_held=decision.cost.held,
-            stock_bytes_moved=decision.stock.moved,
-            stock_bytes_held=decision.stock.held,
+            **_costs(decision),
         )
     return result

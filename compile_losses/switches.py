@@ -10,12 +10,14 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 from compile_losses import library
 from compile_losses.passes import PASSES, STAGES
+
+T = TypeVar("T")
 
 #: The name for losses that have no op, whose gradients are computed together with them.
 ELEMENTWISE = "elementwise"
@@ -119,13 +121,18 @@ def be_batch_invariant(value: bool) -> None:
 
 
 @contextmanager
-def through(door: str) -> Iterator[None]:
-    """Hints that are written inside of the block have the form of this door."""
-    token = _door.set(door)
+def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """A variable has a value inside of the block."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _door.reset(token)
+        variable.reset(token)
+
+
+def through(door: str) -> AbstractContextManager[None]:
+    """Hints that are written inside of the block have the form of this door."""
+    return holding(_door, door)
 
 
 def how_to_set(flag: str, value: bool = True) -> str:
@@ -140,17 +147,12 @@ def how_to_set(flag: str, value: bool = True) -> str:
     }[_door.get()]
 
 
-@contextmanager
-def leaving_out(places: frozenset[str]) -> Iterator[None]:
+def leaving_out(places: frozenset[str]) -> AbstractContextManager[None]:
     """Recognition inside of the block leaves the losses of these places alone.
 
     A place names a line, and the end of the file's path, by whole folders.
     """
-    token = _left_out.set(places)
-    try:
-        yield
-    finally:
-        _left_out.reset(token)
+    return holding(_left_out, places)
 
 
 def left_out() -> frozenset[str]:

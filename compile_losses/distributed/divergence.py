@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from compile_losses.distributed.layout import (
     Elements,
@@ -17,8 +17,8 @@ from compile_losses.distributed.layout import (
     dim_of,
     is_shard,
     local,
-    moved,
     summed,
+    without,
 )
 from compile_losses.distributed.linear_layer import LinearLayer
 from compile_losses.distributed.vocabulary import Vocabulary, each_once_differentiable
@@ -146,19 +146,11 @@ def kl_div_of_sharded_classes(
     last = [elements.local(t).movedim(dim, -1).contiguous() for t in (input, target)]
     vocabulary.first_class(last[0].shape[-1])  # checks how they are dealt out
     loss = _OfLogits.apply(*map(as_rows, last), vocabulary, reduction, temperature)
-    placements = tuple(
-        Replicate() if i in along else _less(p, dim) for i, p in enumerate(elements.placements)
-    )
+    kept = (Replicate() if i in along else p for i, p in enumerate(elements.placements))
+    placements = without(tuple(kept), dim)
     rows = torch.Size([*input.shape[:dim], *input.shape[dim + 1 :]])
     own_rows = last[0].shape[:-1]
     return _assembled(loss, own_rows, mesh, placements, rows, reduction, divisor, dtype)
-
-
-def _less(placement: Placement, dim: int) -> Placement:
-    """The placement without a dimension before its own."""
-    if not is_shard(placement):
-        return placement
-    return moved(placement, dim_of(placement) - (dim_of(placement) > dim))
 
 
 def linear_divergence(

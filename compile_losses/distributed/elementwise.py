@@ -12,13 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from compile_losses.distributed.collectives import totals
 from compile_losses.distributed.layout import (
     Elements,
-    Placements,
     assemble,
-    dim_of,
-    is_shard,
-    moved,
     replicated,
     summed,
+    without,
 )
 from compile_losses.ops import checks
 
@@ -60,7 +57,8 @@ def elementwise(
     if reduction == NONE:
         placements, result = elements.placements, shape
         if classes is not None:
-            placements, result = _without(elements, classes)
+            placements = without(placements, classes)
+            result = torch.Size([*shape[:classes], *shape[classes + 1 :]])
         return assemble(loss(*parts, NONE, dtype), mesh, placements, result, like)
     # In float32 at least: sums of float16 overflow where their quotient does not.
     total = loss(*parts, SUM, checks.accumulation_type(dtype))
@@ -73,12 +71,3 @@ def elementwise(
     if divisor is not None:
         total = total / divisor
     return assemble(total.to(dtype), mesh, summed(mesh, elements.mesh_dims), torch.Size())
-
-
-def _without(elements: Elements, dim: int) -> tuple[Placements, torch.Size]:
-    placements = tuple(
-        moved(p, dim_of(p) - (dim_of(p) > dim)) if is_shard(p) else p for p in elements.placements
-    )
-    shape = list(elements.shape)
-    del shape[dim]
-    return placements, torch.Size(shape)

@@ -54,6 +54,11 @@ def moved(placement: Placement, dim: int) -> Placement:
     return Shard(dim)
 
 
+def without(placements: Placements, dim: int) -> Placements:
+    """Those of a tensor that has one dimension less, which they do not shard."""
+    return tuple(moved(p, dim_of(p) - (dim_of(p) > dim)) if is_shard(p) else p for p in placements)
+
+
 def replicated(mesh: DeviceMesh) -> Placements:
     return (Replicate(),) * mesh.ndim
 

@@ -13,7 +13,7 @@ they would be cut in two, and the forward would write a difference for the backw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -84,13 +84,18 @@ def _overwrite_buffers(graph: LoneGraph) -> None:
         if node.target is fused.scale.default:
             decisions.append(_scale(node, donated))
         elif part == "with_grad" and has_part(loss, "with_grad_"):
-            decisions.append(_gradient_over_input(node, loss))
+            choices = "in place", "not in place"
+            decisions.append(_over_input(node, loss, choices, (), _write_with_loss))
         elif part == "backward" and has_part(loss, "with_grad_") and is_elementwise(loss):
             decompose_backward(node)
         elif node.target is fused.cross_entropy_backward.default:
-            decisions.append(_over_saved_input(node, donated, _write_cross_entropy))
+            decisions.append(_over_input(node, *_IN_BACKWARD, donated, _write_cross_entropy))
         elif node.target is fused.row_statistics_backward.default:
-            decisions.append(_over_saved_input(node, donated, _write_statistics))
+            decisions.append(_over_input(node, *_IN_BACKWARD, donated, _write_statistics))
+
+
+#: What is decided of gradients in the backward. Torch's own ops, fused, overwrite the logits, too.
+_IN_BACKWARD = "gradient", ("gradient in place", "gradient in a new buffer")
 
 
 _PIPELINE: Pipeline[LoneGraph] = Pipeline(
@@ -98,49 +103,42 @@ _PIPELINE: Pipeline[LoneGraph] = Pipeline(
 )
 
 
-def _gradient_over_input(node: Node, name: str) -> Decision:
-    input = node.args[0]
-    assert isinstance(input, Node)
-    site = site_of(node)
-    reason = overwritable(input, {node}, earlier=can_go_before(node))
-    if reason is not None:
-        return Decision(site, name, "not in place", reason)
-    _put_readers_before(node, input)
-    loss = emit(
-        node,
-        fused_op(name, "with_grad_"),
-        node.args,
-        node.kwargs,
-        value=node.meta["val"][0],
-        given_as=node.meta.get(GIVEN_AS),
-    )
-    replace(node, (loss, input))
-    return Decision(site, name, "in place")
-
-
-def _over_saved_input(
-    node: Node, donated: Collection[int], write: Callable[[Node, dict[str, Any]], None]
+def _over_input(
+    node: Node,
+    loss: str,
+    choices: tuple[str, str],
+    donated: Collection[int],
+    write: Callable[[Node, dict[str, Any]], Node | Sequence[Node]],
 ) -> Decision:
-    """A gradient over the logits, where it is computed in the backward.
-
-    Torch's own ops, fused, write it there, too.
+    """A gradient over the input of a loss, which nothing reads any more.
 
     Args:
-        write: emits the call that writes it, of the node and its arguments by name.
+        loss, choices: what is decided of which loss: that it is written there, or not.
+        write: emits the call that writes it, of the node and its arguments by name; returns what
+            takes the node's place.
     """
     named = named_arguments(node)
     input: Node = named["input"]
-    site = site_of(node)
+    written, left = choices
     reason = overwritable(input, {node}, donated, earlier=can_go_before(node))
-    if reason is not None:
-        return Decision(site, "gradient", "gradient in a new buffer", reason)
-    _put_readers_before(node, input)
-    write(node, named)
-    replace(node, input)
-    return Decision(site, "gradient", "gradient in place")
+    if reason is None:
+        _put_readers_before(node, input)
+        replace(node, write(node, named))
+    return Decision(site_of(node), loss, left if reason else written, reason or "")
 
 
-def _write_cross_entropy(node: Node, named: dict[str, Any]) -> None:
+def _write_with_loss(node: Node, named: dict[str, Any]) -> Sequence[Node]:
+    name, _ = fused_call(node) or ("", "")
+    target, value, given = (
+        fused_op(name, "with_grad_"),
+        node.meta["val"][0],
+        node.meta.get(GIVEN_AS),
+    )
+    loss = emit(node, target, node.args, node.kwargs, value=value, given_as=given)
+    return loss, named["input"]
+
+
+def _write_cross_entropy(node: Node, named: dict[str, Any]) -> Node:
     input: Node = named["input"]
     value = input.meta["val"]
     dim = min(1, value.dim() - 1)
@@ -154,10 +152,13 @@ def _write_cross_entropy(node: Node, named: dict[str, Any]) -> None:
     named = {**named, "first_class": 0, "classes": classes, "grad_squares": None}
     args = [named[argument.name] for argument in schema_of(target).arguments]
     emit(node, target, args, value=None)
+    return input
 
 
-def _write_statistics(node: Node, _: dict[str, Any]) -> None:
+def _write_statistics(node: Node, named: dict[str, Any]) -> Node:
     emit(node, fused.row_statistics_backward_.default, node.args, value=None)
+    input: Node = named["input"]
+    return input
 
 
 def _put_readers_before(node: Node, input: Node) -> None:

@@ -64,6 +64,11 @@ def check_softcap(op: str, softcap: float | None, name: str = "softcap") -> None
         raise RuntimeError(f"{op}: expected {name} to be positive, got {softcap}")
 
 
+def check_label_smoothing(op: str, label_smoothing: float) -> None:
+    if label_smoothing > 1:
+        raise RuntimeError(f"{op}: expected label_smoothing to be at most 1, got {label_smoothing}")
+
+
 def check_grad_output(op: str, input: Tensor, grad_output: Tensor | None) -> None:
     """For the gradient that comes with a loss: one number, or None for 1."""
     if grad_output is None:
@@ -80,8 +85,13 @@ def class_indices(input: Tensor, target: Tensor) -> Tensor:
     return target.squeeze(0) if input.dim() == 1 and target.shape == (1,) else target
 
 
-def check_class_indices(op: str, input: Tensor, target: Tensor, weight: Tensor | None) -> None:
+def check_class_indices(
+    op: str, input: Tensor, target: Tensor, weight: Tensor | None, reduction: int
+) -> None:
     """Target [], [N] or [N, d1, ...] for input [C], [N, C] or [N, C, d1, ...]; weight [C]."""
+    check_reduction(op, reduction)
+    check_floating(op, input=input)
+    check_same_device(op, input, target=target, weight=weight)
     class_dim = 0 if input.dim() == 1 else 1
     if class_dim == 1 and (target.dim() == 0 or input.shape[0] != target.shape[0]):
         raise ValueError(
@@ -106,10 +116,14 @@ def check_class_indices(op: str, input: Tensor, target: Tensor, weight: Tensor |
     if weight is not None:
         check_floating(op, weight=weight)
         check_class_weight(op, weight, input.shape[class_dim])
-        if weight.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{op}: expected weight not to require grad with class indices as target"
-            )
+        check_no_gradient(op, weight)
+
+
+def check_no_gradient(op: str, weight: Tensor) -> None:
+    if weight.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{op}: expected weight not to require grad with class indices as target"
+        )
 
 
 def fits_classes(input: Tensor, target: Tensor) -> bool:

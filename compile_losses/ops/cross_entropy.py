@@ -78,16 +78,10 @@ def check(
     label_smoothing: float,
     softcap: float | None = None,
 ) -> None:
-    checks.check_reduction(NAME, reduction)
-    checks.check_floating(NAME, input=input)
-    checks.check_same_device(NAME, input, target=target, weight=weight)
     if input.dim() == 0:
         raise RuntimeError(f"{NAME}: expected input to have at least 1 dimension, got 0")
-    checks.check_class_indices(NAME, input, target, weight)
-    if label_smoothing > 1:
-        raise RuntimeError(
-            f"{NAME}: expected label_smoothing to be at most 1, got {label_smoothing}"
-        )
+    checks.check_class_indices(NAME, input, target, weight, reduction)
+    checks.check_label_smoothing(NAME, label_smoothing)
     checks.check_softcap(NAME, softcap)
 
 

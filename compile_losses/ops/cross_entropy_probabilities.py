@@ -69,10 +69,7 @@ def check(
     if weight is not None:
         checks.check_floating(name, weight=weight)
         checks.check_class_weight(name, weight, input.shape[min(1, input.dim() - 1)])
-    if label_smoothing > 1:
-        raise RuntimeError(
-            f"{name}: expected label_smoothing to be at most 1, got {label_smoothing}"
-        )
+    checks.check_label_smoothing(name, label_smoothing)
 
 
 def loss(

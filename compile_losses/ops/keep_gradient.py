@@ -6,19 +6,12 @@ returns its other result. The last pass puts its arguments back in its place.
 """
 
 import torch
-from torch import Tensor
 
 from compile_losses import library
 
 keep_gradient = library.define("keep_gradient(Tensor loss, Tensor gradient) -> (Tensor, Tensor)")
-
-
-def copies(loss: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    return loss.clone(), gradient.clone()
-
-
-library.implement(keep_gradient, copies, "CompositeExplicitAutograd")
-library.register_fake(
-    keep_gradient, lambda loss, gradient: (torch.empty_like(loss), torch.empty_like(gradient))
+library.compose(
+    keep_gradient,
+    lambda loss, gradient: (loss.clone(), gradient.clone()),
+    lambda loss, gradient: (torch.empty_like(loss), torch.empty_like(gradient)),
 )
-library.register_not_differentiable(keep_gradient)

@@ -60,12 +60,9 @@ def reference(
 def check(
     input: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> None:
-    checks.check_reduction(NAME, reduction)
-    checks.check_floating(NAME, input=input)
-    checks.check_same_device(NAME, input, target=target, weight=weight)
     if input.dim() == 0:
         raise ValueError(f"{NAME}: expected input to have at least 1 dimension, got 0")
-    checks.check_class_indices(NAME, input, target, weight)
+    checks.check_class_indices(NAME, input, target, weight, reduction)
 
 
 def public_kernel(

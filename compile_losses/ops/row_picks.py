@@ -207,10 +207,5 @@ def _backward_fake(grad_log_probs: Tensor, *rest: Any) -> Tensor:
     return input.new_empty(input.shape)
 
 
-for _op, _kernel, _fake in (
-    (forward, _forward, _forward_fake),
-    (backward, _backward, _backward_fake),
-):
-    library.implement(_op, _kernel, "CompositeExplicitAutograd")
-    library.register_fake(_op, _fake)
-    library.register_not_differentiable(_op)
+library.compose(forward, _forward, _forward_fake)
+library.compose(backward, _backward, _backward_fake)

@@ -21,10 +21,6 @@ scale = library.define("scale(Tensor grad, Tensor factor) -> Tensor")
 scale_ = library.define("scale_(Tensor(a!) grad, Tensor factor) -> ()")
 scale_saved = library.define("scale_saved(Tensor(a!) grad, Tensor factor) -> Tensor")
 
-library.implement(
-    scale, lambda grad, factor: grad * factor.to(grad.dtype), "CompositeExplicitAutograd"
-)
-
 
 def scale_saved_kernel(grad: Tensor, factor: Tensor) -> Tensor:
     if retains_graph():
@@ -35,9 +31,6 @@ def scale_saved_kernel(grad: Tensor, factor: Tensor) -> Tensor:
     return result
 
 
-library.implement(scale_saved, scale_saved_kernel, "CompositeExplicitAutograd")
-
-
 def scale_fake(grad: Tensor, factor: Tensor) -> None:
     if factor.numel() != 1:
         raise RuntimeError(
@@ -45,8 +38,11 @@ def scale_fake(grad: Tensor, factor: Tensor) -> None:
         )
 
 
-for op in (scale, scale_saved):
-    library.register_fake(op, lambda grad, factor: torch.empty_like(grad))
+def _new(grad: Tensor, factor: Tensor) -> Tensor:
+    return torch.empty_like(grad)
+
+
+library.compose(scale, lambda grad, factor: grad * factor.to(grad.dtype), _new)
+library.compose(scale_saved, scale_saved_kernel, _new)
 library.register_fake(scale_, scale_fake)
-for op in (scale, scale_saved, scale_):
-    library.register_not_differentiable(op)
+library.register_not_differentiable(scale_)

@@ -77,6 +77,4 @@ def _factors(largest: Tensor, of_all: Tensor, temperature: float) -> Tensor:
     return torch.where(largest == -torch.inf, 0, factors)
 
 
-library.implement(divergence, divergence_kernel, "CompositeExplicitAutograd")
-library.register_fake(divergence, divergence_fake)
-library.register_not_differentiable(divergence)
+library.compose(divergence, divergence_kernel, divergence_fake)

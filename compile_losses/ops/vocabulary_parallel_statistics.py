@@ -198,13 +198,8 @@ def gradient_fake(*arguments: Tensor) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-for _op, _kernel, _fake in (
-    (statistics, statistics_kernel, statistics_fake),
-    (gradient, gradient_kernel, gradient_fake),
-):
-    library.implement(_op, _kernel, "CompositeExplicitAutograd")
-    library.register_fake(_op, _fake)
-    library.register_not_differentiable(_op)
+library.compose(statistics, statistics_kernel, statistics_fake)
+library.compose(gradient, gradient_kernel, gradient_fake)
 
 
 class Merged:

@@ -58,17 +58,10 @@ def check(
             f"[classes, hidden], got {list(input.shape)} and {list(linear_weight.shape)}"
         )
     _check_target(input, linear_weight, target, ignore_index, leaf)
-    classes = linear_weight.shape[0]
     if weight is not None:
-        if tuple(weight.shape) != (classes,):
-            raise RuntimeError(
-                f"{NAME}: expected weight of shape {[classes]}, got {list(weight.shape)}"
-            )
+        checks.check_class_weight(NAME, weight, linear_weight.shape[0])
         _check_weight_of_classes(weight, dtype, has_probabilities(input, linear_weight, target))
-    if label_smoothing > 1:
-        raise RuntimeError(
-            f"{NAME}: expected label_smoothing to be at most 1, got {label_smoothing}"
-        )
+    checks.check_label_smoothing(NAME, label_smoothing)
     checks.check_softcap(NAME, softcap)
 
 
@@ -82,10 +75,7 @@ def _check_weight_of_classes(weight: Tensor, dtype: torch.dtype, probabilities: 
         raise RuntimeError(
             f"{NAME}: expected weight to have the loss's dtype {dtype}, got {weight.dtype}"
         )
-    if weight.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{NAME}: expected weight not to require grad with class indices as target"
-        )
+    checks.check_no_gradient(NAME, weight)
 
 
 def _check_linear(input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None) -> None:

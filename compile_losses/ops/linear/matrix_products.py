@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -167,7 +167,7 @@ class Gradients:
         self,
         linear_weight: Tensor,
         rows: int,
-        needs: tuple[bool, bool, bool],
+        needs: Sequence[bool],
         dtype: torch.dtype,
         *,
         wide: bool,

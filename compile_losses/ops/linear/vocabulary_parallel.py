@@ -13,7 +13,8 @@ gradient is this shard's part of it. grad_output is one number (reduction sum) o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from compile_losses import library
 from compile_losses.ops import checks, vocabulary_parallel
 from compile_losses.ops.linear.chunk_size import chunk_rows, part_rows, sums_in_float32
+from compile_losses.ops.linear.leaf_ops import NEEDS, gradients_fake
 from compile_losses.ops.linear.matrix_products import Chunk, Gradients, add_chunks, chunks_of_logits
 from compile_losses.ops.linear.reference import autocast_off
 
@@ -33,8 +35,8 @@ parts = library.define(
 )
 gradient = library.define(
     f"vocabulary_parallel_linear_gradient(Tensor grad_output, Tensor? grad_squares, {ARGUMENTS}, "
-    f"Tensor stats, {vocabulary_parallel.SHARD}, int reduction, {OPTIONS}, bool needs_grad_input, "
-    "bool needs_grad_linear_weight, bool needs_grad_linear_bias) -> (Tensor, Tensor, Tensor)"
+    f"Tensor stats, {vocabulary_parallel.SHARD}, int reduction, {OPTIONS}, {NEEDS}) "
+    "-> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -63,7 +65,7 @@ def gradients_of_shard(
     input: Tensor,
     linear_weight: Tensor,
     linear_bias: Tensor | None,
-    needs: tuple[bool, bool, bool],
+    needs: Sequence[bool],
     write_gradient: Callable[[slice, Tensor], None],
     beside: float = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,28 +93,13 @@ def parts_kernel(
     target: Tensor,
     linear_bias: Tensor | None,
     weight: Tensor | None,
-    first_class: int,
-    classes: int,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
+    *options: Any,
 ) -> Tensor:
     with autocast_off(input):
         _, chunks = chunks_of_shard(input, linear_weight, linear_bias)
-        found = [input.new_empty((0, 4 if label_smoothing > 0 else 3), dtype=_wide(input))]
+        found = [parts_fake(input[:0], linear_weight, target, linear_bias, weight, *options)]
         for rows, _, logits in chunks:
-            found.append(
-                vocabulary_parallel.parts(
-                    logits,
-                    target[rows],
-                    weight,
-                    first_class,
-                    classes,
-                    ignore_index,
-                    label_smoothing,
-                    softcap,
-                )
-            )
+            found.append(vocabulary_parallel.parts(logits, target[rows], weight, *options))
         return torch.cat(found)
 
 
@@ -125,17 +112,10 @@ def gradient_kernel(
     linear_bias: Tensor | None,
     weight: Tensor | None,
     stats: Tensor,
-    first_class: int,
-    classes: int,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float | None,
-    needs_grad_input: bool,
-    needs_grad_linear_weight: bool,
-    needs_grad_linear_bias: bool,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    by_row = reduction == checks.REDUCTIONS["none"]
+    options, needs = rest[:-3], rest[-3:]
+    by_row = options[2] == checks.REDUCTIONS["none"]
 
     def write_gradient(rows: slice, logits: Tensor) -> None:
         of_squares = grad_squares
@@ -143,10 +123,9 @@ def gradient_kernel(
             of_squares = grad_squares[rows]
         vocabulary_parallel.gradient_(
             grad_output[rows] if by_row else grad_output, logits, target[rows], weight, stats[rows],
-            first_class, classes, reduction, ignore_index, label_smoothing, softcap, of_squares,
+            *options, of_squares,
         )  # fmt: skip
 
-    needs = (needs_grad_input, needs_grad_linear_weight, needs_grad_linear_bias)
     return gradients_of_shard(input, linear_weight, linear_bias, needs, write_gradient)
 
 
@@ -154,28 +133,10 @@ def _wide(input: Tensor) -> torch.dtype:
     return checks.accumulation_type(input.dtype)
 
 
-def parts_fake(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *rest: int | float | Tensor | None
-) -> Tensor:
-    label_smoothing = rest[5]
-    assert isinstance(label_smoothing, float)
+def parts_fake(input: Tensor, *rest: Any) -> Tensor:
+    label_smoothing: float = rest[-2]
     return input.new_empty((len(input), 4 if label_smoothing > 0 else 3), dtype=_wide(input))
 
 
-def gradient_fake(
-    grad_output: Tensor, grad_squares: Tensor | None, input: Tensor, *rest: Tensor
-) -> tuple[Tensor, ...]:
-    linear_weight = rest[0]
-    shapes = (input.shape, linear_weight.shape, linear_weight.shape[:1])
-    return tuple(
-        input.new_empty(shape if needed else 0)
-        for shape, needed in zip(shapes, rest[-3:], strict=True)
-    )
-
-
-library.implement(parts, parts_kernel, "CompositeExplicitAutograd")
-library.implement(gradient, gradient_kernel, "CompositeExplicitAutograd")
-library.register_fake(parts, parts_fake)
-library.register_fake(gradient, gradient_fake)
-library.register_not_differentiable(parts)
-library.register_not_differentiable(gradient)
+library.compose(parts, parts_kernel, parts_fake)
+library.compose(gradient, gradient_kernel, lambda *rest: gradients_fake(rest[2:], rest[-3:]))

@@ -88,9 +88,7 @@ def gradient_kernel(
     target_bias: Tensor | None,
     reverse: bool,
     temperature: float,
-    needs_input: bool,
-    needs_weight: bool,
-    needs_bias: bool,
+    *needs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     teacher = TeacherLogits(target, target_weight, target_bias)
     pair = Pair("softmax_kl_div", reverse, (temperature,))
@@ -100,7 +98,6 @@ def gradient_kernel(
         if logits.shape[1] > 0:
             pair.write_gradient(grad_output[rows], logits, teacher(rows), stats[rows])
 
-    needs = (needs_input, needs_weight, needs_bias)
     return gradients_of_shard(input, linear_weight, linear_bias, needs, write_gradient, beside)
 
 
@@ -108,14 +105,5 @@ def divergence_fake(input: Tensor, _: Any, target: Tensor, *rest: Any) -> Tensor
     return statistics(input, target, input.shape[:1])
 
 
-def gradient_fake(grad_output: Tensor, stats: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return gradients_fake(rest, rest[-3:])
-
-
-for _op, _kernel, _fake in (
-    (divergence, divergence_kernel, divergence_fake),
-    (gradient, gradient_kernel, gradient_fake),
-):
-    library.implement(_op, _kernel, "CompositeExplicitAutograd")
-    library.register_fake(_op, _fake)
-    library.register_not_differentiable(_op)
+library.compose(divergence, divergence_kernel, divergence_fake)
+library.compose(gradient, gradient_kernel, lambda *rest: gradients_fake(rest[2:], rest[-3:]))

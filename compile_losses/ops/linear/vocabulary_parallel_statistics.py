@@ -74,9 +74,7 @@ def gradient_kernel(
     classes: int,
     ignore_index: int,
     softcap: float | None,
-    needs_input: bool,
-    needs_weight: bool,
-    needs_bias: bool,
+    *needs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     own = OwnClasses(first_class, len(linear_weight), classes)
 
@@ -87,7 +85,6 @@ def gradient_kernel(
             overwrites=True,
         )  # fmt: skip
 
-    needs = (needs_input, needs_weight, needs_bias)
     return gradients_of_shard(input, linear_weight, linear_bias, needs, write_gradient)
 
 
@@ -95,17 +92,5 @@ def statistics_fake(input: Tensor, *_: Tensor | int | float | None) -> Tensor:
     return input.new_empty((NUMBERS, len(input)), dtype=accumulation_type(input.dtype))
 
 
-def gradient_fake(
-    grad_nll: Tensor | None, grad_entropy: Tensor | None, *rest: Tensor
-) -> tuple[Tensor, ...]:
-    needs = tuple(map(bool, rest[-3:]))
-    return gradients_fake(rest, needs)
-
-
-for _op, _kernel, _fake in (
-    (statistics, statistics_kernel, statistics_fake),
-    (gradient, gradient_kernel, gradient_fake),
-):
-    library.implement(_op, _kernel, "CompositeExplicitAutograd")
-    library.register_fake(_op, _fake)
-    library.register_not_differentiable(_op)
+library.compose(statistics, statistics_kernel, statistics_fake)
+library.compose(gradient, gradient_kernel, lambda *rest: gradients_fake(rest[2:], rest[-3:]))
