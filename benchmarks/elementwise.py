@@ -142,7 +142,7 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], str]] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(report.Clocked):
     """A cell's figures: medians, and the median ratios of neighbouring samples to stock's.
 
     ``floor_ms`` is the inputs' and gradients' bytes over a copy's bandwidth, and ``of_floor`` is
@@ -162,11 +162,6 @@ class Row:
     stock_peak_mib: str
     ours_peak_mib: str
     reason: str
-    device: str
-    torch: str
-    commit: str
-    clock_mhz: str = ""
-    power_w: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ SWEEPS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(report.Clocked):
     """A contender's figures; if it was wrong or failed, empty with a reason. Memory is in MiB.
 
     ``ratio`` is the median ratio to the sample of Inductor in the same turn, and ``range`` the
@@ -69,12 +69,7 @@ class Row:
     range: str = ""
     peak_mib: str = ""
     reason: str = ""
-    device: str
-    torch: str
     contender_version: str
-    commit: str
-    clock_mhz: str = ""
-    power_w: str = ""
 
     @property
     def problem(self) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ SLACK_MIB = 1 / 16
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(report.Clocked):
     """A cell's figures: medians, also of the ratios of ours to stock's in neighbouring samples.
 
     ``ratio`` is the median of these ratios, and ``range`` the range of most of them.
@@ -53,12 +53,7 @@ class Row:
     stock_peak_mib: str
     ours_peak_mib: str
     plan: str
-    device: str
-    torch: str
-    commit: str
     range: str = ""
-    clock_mhz: str = ""
-    power_w: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ SAMPLE_S, WARM_UP = 2e-3, 3
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(report.Provenance):
     """Microseconds a call. Ratios are to torch. functional is empty if it has no such loss."""
 
     loss: str
@@ -56,9 +56,6 @@ class Row:
     functional_us: str
     fused_ratio: str
     functional_ratio: str
-    device: str
-    torch: str
-    commit: str
 
 
 def make_inputs(loss: str, elements: int, device: torch.device) -> tuple[Tensor, Tensor]:

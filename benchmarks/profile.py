@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -38,7 +38,7 @@ LEAST_PART = 0.1
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(report.Provenance):
     """A kernel of a pass.
 
     ``us``: its duration. In percent of the device's maximum: ``dram``, the memory's bandwidth;
@@ -57,9 +57,6 @@ class Row:
     xu: str
     warps: str
     registers: str
-    device: str
-    torch: str
-    commit: str
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -100,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
                             **shared,
                         )
                     )
-                    print(*asdict(rows[-1]).values(), sep="  ")
+                    print(*(getattr(rows[-1], name) for name in report.names_of(Row)), sep="  ")
                 report.write(output, Row, rows)
     print(f"wrote {output}")
     return 0

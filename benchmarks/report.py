@@ -8,7 +8,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,8 +22,29 @@ ROOT = Path(__file__).parent.parent
 AnyRow = TypeVar("AnyRow", bound=Any)
 
 
+#: The last columns of a file, in this order, as far as it has them.
+_LAST = ("device", "torch", "library", "contender_version", "commit", "clock_mhz", "power_w")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """Where a row's figures come from; see :func:`benchmarks.options.provenance`."""
+
+    device: str
+    torch: str
+    commit: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clocked(Provenance):
+    """With the device's clock and power, where they are known."""
+
+    clock_mhz: str = ""
+    power_w: str = ""
+
+
 @dataclass(frozen=True)
-class Row:
+class Row(Provenance):
     """A line of the CSV file. Figures are empty for a contender that was refused.
 
     ``tbps`` is the fewest bytes that the pass can move, over ``ms``. ``floor_ms`` is those bytes
@@ -39,10 +60,7 @@ class Row:
     tbps: str
     floor_ms: str
     peak_mib: str
-    device: str
-    torch: str
     contender_version: str
-    commit: str
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -79,9 +97,15 @@ def make_row(
     )
 
 
+def names_of(kind: type[Any]) -> list[str]:
+    """The fields of a kind of rows, where they come from at the end."""
+    own = [field.name for field in fields(kind)]
+    return [n for n in own if n not in _LAST] + [n for n in _LAST if n in own]
+
+
 def columns_of(kind: type[Any]) -> list[str]:
     """The columns of a file with rows of this dataclass: its fields."""
-    return ["pass" if field.name == "which" else field.name for field in fields(kind)]
+    return ["pass" if name == "which" else name for name in names_of(kind)]
 
 
 def read(path: Path, kind: Callable[..., AnyRow]) -> list[AnyRow]:
@@ -101,7 +125,8 @@ def write(path: Path, kind: type[Any], rows: Iterable[Any]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns_of(kind))
-        writer.writerows(asdict(row).values() for row in rows)
+        names = names_of(kind)
+        writer.writerows([getattr(row, name) for name in names] for row in rows)
 
 
 def table(problem: Problem, which: Pass, rows: list[Row], results: list[Measurement]) -> str:

@@ -37,7 +37,7 @@ LEARNING_RATE = 3e-4
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(report.Clocked):
     """A contender's figures; empty if it failed. ``ratio`` is its time over stock's.
 
     ``curve_difference`` is the largest of all steps, relative to stock's loss.
@@ -57,13 +57,8 @@ class Row:
     curve_difference: str
     noise: str
     reason: str
-    device: str
-    torch: str
     library: str
     contender_version: str
-    commit: str
-    clock_mhz: str = ""
-    power_w: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:

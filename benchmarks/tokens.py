@@ -135,7 +135,7 @@ LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(report.Clocked):
     """A contender's figures in a cell; if it was wrong or failed, empty with a reason.
 
     ``ratio`` is the median ratio to stock's sample of the same turn, and ``range`` the range of
@@ -153,12 +153,7 @@ class Row:
     peak_mib: str
     plan: str
     reason: str
-    device: str
-    torch: str
     contender_version: str
-    commit: str
-    clock_mhz: str = ""
-    power_w: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
