@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 from compile_losses.known_heads import HEADS, KnownHead
 from compile_losses.known_heads.doors import take_refused
 from compile_losses.sites import Site, functions_of, mark, source_of
-from compile_losses.torch_internals.ops import OpOverload
+from compile_losses.torch_internals.ops import OpOverload, OpOverloadPacket
 
 _FUNCTIONS = {(h.compute.__code__.co_filename, h.compute.__name__): h for h in HEADS}
 
@@ -28,7 +28,7 @@ def known_heads(graph: Graph) -> list[Site]:
         if head is not None:
             file, line = source_of(node)
             number = mark(node, without_logits=True)
-            op = node.target.__name__.split(".")[0].removesuffix("_forward")
+            op = str(node.target).split(".")[1].removesuffix("_forward")
             sites.append(Site(op, "rewritten", str(head), file, line, mark=number))
     return sites + refused_heads()
 
@@ -39,8 +39,12 @@ def refused_heads() -> list[Site]:
 
 
 def _head_of(node: Node) -> KnownHead | None:
-    """The head of whose call a node is the op."""
-    if not isinstance(node.target, OpOverload) or node.target.namespace != "fused":
+    """The head of whose call a node is the op; None if it is another call.
+
+    The op may be one overload, or as in most programs the name that stands for all.
+    """
+    is_op = isinstance(node.target, OpOverload | OpOverloadPacket)
+    if not is_op or not str(node.target).startswith("fused."):
         return None
     heads = (_FUNCTIONS.get(function) for function in functions_of(node))
     return next((head for head in heads if head is not None), None)
