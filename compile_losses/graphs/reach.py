@@ -62,6 +62,7 @@ def _reached(
     until: Container[Node],
     past: Callable[[Node], bool] | None,
 ) -> Iterator[Node]:
+    """Some nodes and those that a step leads to, each once; as :func:`ancestors`."""
     waiting = list(nodes)
     seen = set(waiting)
     while waiting:

@@ -116,6 +116,7 @@ def behind_views(node: Any) -> Any:
 
 
 def feed_of(argument: Node, ops: OpTypes) -> Feed:
+    """Where an argument of a loss comes from, and what it takes to read it there."""
     producer = behind_views(argument)
     nbytes = nbytes_of(argument.meta["val"])
     kind = _kind(producer, ops)
@@ -132,6 +133,7 @@ def feed_of(argument: Node, ops: OpTypes) -> Feed:
 
 
 def _kind(producer: Node, ops: OpTypes) -> str:
+    """In words, what makes a tensor."""
     target: Any = producer.target
     if producer.op == "placeholder":
         return "graph input"

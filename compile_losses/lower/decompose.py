@@ -121,7 +121,8 @@ def _only_saved_for(loss: Loss) -> bool:
 
 
 def _trace(node: Node, reference: Callable[..., Tensor]) -> Graph | None:
-    """A call in functional ATen. The graph's placeholders stand for ``node.all_input_nodes``.
+    """A call in functional ATen. The graph's placeholders stand for ``node.all_input_nodes``; None
+    if the trace has constants of its own.
 
     Torch's own gradient formulas write in place (``grad.div_(n)``). Inductor expects no writes in a
     joint graph, and may move a read of a buffer past a write to it.
@@ -190,6 +191,8 @@ def _backward(
     *,
     of_elements: bool,
 ) -> Any:
+    """The gradients that a call of ``X_backward`` asks for, as torch's formulas compute them; where
+    it has no flags, that of input alone."""
     grad_output = named["grad_output"]
     needs = {k.removeprefix("needs_grad_"): v for k, v in named.items() if k.startswith("needs_")}
     given = {k: v for k, v in needs.items() if named[k] is not None} or {"input": True}

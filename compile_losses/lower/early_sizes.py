@@ -62,6 +62,7 @@ def _is_symbolic(node: Node) -> bool:
 
 
 def _size_of_an_input(inputs: list[Node], symbol: Expression) -> tuple[Node, int] | None:
+    """The first input with a size that is a symbol, and which size; None if no input has it."""
     for node in inputs:
         value: Any = node.meta.get("val")
         for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):

@@ -128,6 +128,7 @@ def _over_input(
 
 
 def _write_with_loss(node: Node, named: dict[str, Any]) -> Sequence[Node]:
+    """The loss, with the gradient over its input; returns both."""
     name, _ = fused_call(node) or ("", "")
     target, value, given = (
         fused_op(name, "with_grad_"),
@@ -139,6 +140,7 @@ def _write_with_loss(node: Node, named: dict[str, Any]) -> Sequence[Node]:
 
 
 def _write_cross_entropy(node: Node, named: dict[str, Any]) -> Node:
+    """The gradient from statistics, over the logits; returns these."""
     input: Node = named["input"]
     value = input.meta["val"]
     dim = min(1, value.dim() - 1)
@@ -169,6 +171,7 @@ def _put_readers_before(node: Node, input: Node) -> None:
 
 
 def _scale(node: Node, donated: Collection[int]) -> Decision:
+    """Says how a gradient is scaled, and replaces the marker by that."""
     gradient, factor = node.args
     assert isinstance(gradient, Node)
     placeholders = node.graph.find_nodes(op="placeholder")

@@ -82,6 +82,8 @@ def has_one_element(value: Tensor) -> bool:
 
 
 def _peel(factor: Factor, node: Node, backward: set[Node]) -> bool:
+    """Takes a factor off the tangent; False if the node is no product with what the forward
+    knows."""
     left, right = node.args
     divides = node.target in QUOTIENTS
     if not divides and right in backward:

@@ -110,6 +110,7 @@ def _plan_kernels(graph: AtenGraph) -> None:
 
 
 def _plan(loss: Loss, graph: AtenGraph, ops: OpTypes, overwrites: bool) -> LossPlan:
+    """What becomes of a loss; nothing is changed."""
     in_backward = refusal(loss, overwrites)
     in_forward = bool(loss.backwards) and in_backward is None
     decision = _choose(loss, graph, ops, in_forward=in_forward)

@@ -61,6 +61,7 @@ def _arguments(loss: Loss) -> tuple[Tensor, list[Tensor]]:
 
 def _slow_on_a_cpu(loss: Loss, input: Tensor, others: Sequence[Tensor]) -> SlowPath | None:
     # Inductor goes through both in tiles.
+    """The slow path of a kernel for a CPU; None if it has none."""
     if not all(laid_out_alike(input, t) for t in others if t.dim() == input.dim()):
         return SlowPath("its arguments are laid out in different orders", 2.5)
     if loss.backwards:
@@ -86,7 +87,7 @@ def _has_classes_apart(loss: Loss, input: Tensor, *pairs: Tensor) -> bool:
 
 
 def _slow_rows(loss: Loss, input: Tensor, others: Sequence[Tensor]) -> SlowPath | None:
-    """Of a kernel for a GPU that goes through rows of logits."""
+    """Of a kernel for a GPU that goes through rows of logits; None if it has no slow path."""
     pairs = [t for t in others if t.dim() == input.dim() and t.is_floating_point()]
     if _has_classes_apart(loss, input, *pairs):
         return SlowPath("its classes are not neighbours in memory", 4.5)

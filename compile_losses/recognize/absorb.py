@@ -56,6 +56,7 @@ def _absorb_log(match: Match) -> None:
 
 
 def _is_log(node: Any) -> bool:
+    """Whether an argument is a call of torch's logarithm."""
     if not isinstance(node, Node):
         return False
     if node.op == "call_method":
@@ -89,7 +90,8 @@ def _absorb_cast(match: Match, index: int) -> None:
 
 
 def _without_cast(match: Match, argument: Any) -> tuple[Any, Node | None] | None:
-    """The source of a cast, and the cast's node if it has one; views in between stay."""
+    """The source of a cast, and the cast's node if it has one; views in between stay. None if there
+    is no cast that the op can take over."""
     if isinstance(argument, Node):
         source = _cast_source(argument)
         if source is None or not _absorbable(match, argument, source):
@@ -112,7 +114,7 @@ def _without_cast(match: Match, argument: Any) -> tuple[Any, Node | None] | None
 
 
 def _cast_source(node: Any) -> Node | None:
-    """The argument of x.float(), x.to(dtype), x.type(dtype) and nothing else."""
+    """The argument of x.float(), x.to(dtype), x.type(dtype) and nothing else; else None."""
     if not isinstance(node, Node) or not node.args or not isinstance(node.args[0], Node):
         return None
     if node.op == "call_method" and node.target in ("float", "to", "type"):

@@ -138,6 +138,8 @@ class AtenReplay:
         return self._keys[value]
 
     def _key(self, value: Value, depth: int) -> Hashable:
+        """A node, an op with the keys of its arguments, or of an op that is not known the Value
+        itself."""
         if value.op is None:
             return value.node
         if depth == _DEEPEST or packet_of(value.op) not in _REPEATABLE:
@@ -149,6 +151,7 @@ class AtenReplay:
         return self._first.setdefault((value.op, _hashable(parts), differentiable), value)
 
     def _replay(self, node: Node) -> Value:
+        """The Value that a node holds, by a run on fakes; without an op if it can't be replayed."""
         leaf = whole(node)
         if (source := expanded_source(node)) is not None:
             if same_sizes(example(source).shape, leaf.fake.shape):
@@ -189,7 +192,8 @@ def _over_all_dimensions(op: OpOverload[..., Any], args: tuple[Any, ...]) -> tup
 
 
 def expanded_source(node: Node) -> Node | None:
-    """The tensor that a node is an expansion of, if it is one of ``broadcast_tensors``."""
+    """The tensor that a node is an expansion of, if it is one of ``broadcast_tensors``; else
+    None."""
     if node.target is not operator.getitem or not isinstance(node.args[0], Node):
         return None
     tensors, index = node.args[0], node.args[1]
@@ -233,6 +237,7 @@ def _is_replayable(tensor: Tensor) -> bool:
 
 
 def _hashable(argument: Any) -> Hashable:
+    """An argument of an op in a form that compares by value; what can't be hashed by identity."""
     if isinstance(argument, list | tuple):
         return tuple(map(_hashable, argument))
     if isinstance(argument, dict):

@@ -33,7 +33,8 @@ _SOURCES = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 
 
 def constant(argument: Any, dtype: torch.dtype, replay: AtenReplay) -> float | None:
-    """The number of an argument, also of a tensor without dimensions that certainly holds one.
+    """The number of an argument, also of a tensor without dimensions that certainly holds one; None
+    if it is not known.
 
     Args:
         dtype: of the tensor that it is combined with.
@@ -66,7 +67,8 @@ def constant(argument: Any, dtype: torch.dtype, replay: AtenReplay) -> float | N
 
 
 def _source(value: Value) -> float | None:
-    """The number that a tensor is made of. A tensor with gradients is a parameter."""
+    """The number that a tensor is made of. A tensor with gradients is a parameter, whose number is
+    None, as one that is not known."""
     node = value.node
     if node.op != "call_function" or node.target not in _SOURCES or len(node.args) != 1:
         return None

@@ -109,6 +109,11 @@ def find_difference(body: Value, replay: AtenReplay) -> list[Found]:
 
 
 def _classify(body: Value, pair: tuple[Value, Value], replay: AtenReplay) -> list[Found]:
+    """The families that a body belongs to as a function of one difference.
+
+    Raises:
+        NotPiecewiseError: it is no function of this difference alone.
+    """
     with torch.enable_grad():
         probe = Evaluation(pair, replay, torch.ones(1, dtype=torch.float64))
         probe.of(body)

@@ -49,6 +49,7 @@ def inside_functorch(match: Match) -> str | None:
 
 
 def tensor_subclass(match: Match) -> str | None:
+    """The op would lose what a class of its own does with a tensor."""
     for tensor in _tensors(match):
         if type(tensor) not in (FakeTensor, Tensor, torch.nn.Parameter) and not (
             are_dtensors(tensor)
@@ -72,6 +73,8 @@ def not_strided(match: Match) -> str | None:
 
 
 def no_kernels(match: Match) -> str | None:
+    """There are none for the device of an argument; if they could be built, the user is told
+    how."""
     for tensor in _tensors(match):
         reason = library.no_kernels(tensor.device)
         if reason is not None:
@@ -187,6 +190,7 @@ def different_result(match: Match) -> str | None:
 
 
 def _evaluate(match: Match) -> Tensor:
+    """The fake that the op and the steps after it return."""
     args, kwargs = examples((match.args, match.kwargs))
     modes = map(fake_mode, (*args, *kwargs.values()))
     with next(mode for mode in modes if mode is not None), torch.no_grad():
@@ -196,6 +200,7 @@ def _evaluate(match: Match) -> Tensor:
     return result
 
 
+#: Each says why a match may not be rewritten; None if it knows no reason.
 GUARDS: list[Callable[[Match], str | None]] = [
     unknown_values,
     symbols,

@@ -46,7 +46,8 @@ class Head:
 
 
 def find_head(node: Node) -> Head | None:
-    """The linear layer whose output a node holds, its arguments in the output's dtype.
+    """The linear layer whose output a node holds, its arguments in the output's dtype; None if it
+    is no layer's.
 
     Raises:
         NotAbsorbedError: torch refuses the arguments' dtypes when it runs the layer, as its fakes
@@ -72,6 +73,7 @@ def _check_dtypes(node: Node, dtypes: list[torch.dtype]) -> None:
 
 
 def _operands(node: Node) -> tuple[Value, Value, Value | None] | None:
+    """Input, weight as [classes, hidden] and bias of a layer; None if a node is no layer."""
     target: Any = node.target
     if target in _LINEAR:
         return _linear(node)
@@ -93,6 +95,11 @@ def _operands(node: Node) -> tuple[Value, Value, Value | None] | None:
 
 
 def _linear(node: Node) -> tuple[Value, Value, Value | None]:
+    """The same of a call of ``linear``.
+
+    Raises:
+        NotAbsorbedError: its arguments are not those of a layer.
+    """
     names = ("input", "weight", "bias")
     given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     input, weight, bias = (given.get(name) for name in names)
@@ -104,7 +111,8 @@ def _linear(node: Node) -> tuple[Value, Value, Value | None]:
 
 
 def _einsum(node: Node) -> tuple[Value, Value, Value | None] | None:
-    """``bth,vh->btv``, and ``...h,vh->...v``: the last dimension becomes the classes."""
+    """``bth,vh->btv``, and ``...h,vh->...v``: the last dimension becomes the classes. None of
+    another equation."""
     equation, *given = node.args
     if len(given) == 1 and isinstance(given[0], list | tuple):
         given = list(given[0])

@@ -25,7 +25,8 @@ from compile_losses.recognize.unrolled import join
 
 
 def joined_calls(node: Node, replay: AtenReplay) -> Match | None:
-    """The match of a concatenation, or a stack, of the cross entropies of all rows."""
+    """The match of a concatenation, or a stack, of the cross entropies of all rows; None if a node
+    is no such thing."""
     pieces = _pieces(node)
     if pieces is None:
         return None
@@ -55,7 +56,7 @@ def joined_calls(node: Node, replay: AtenReplay) -> Match | None:
 
 
 def _pieces(node: Node) -> list[Node] | None:
-    """What a node puts together along the first dimension."""
+    """What a node puts together along the first dimension; None if it does something else."""
     if not is_join(node) or not isinstance(example(node), Tensor):
         return None
     arguments = dict(zip(("tensors", "dim"), node.args, strict=False)) | node.kwargs
@@ -67,7 +68,7 @@ def _pieces(node: Node) -> list[Node] | None:
 
 
 def _call(node: Node) -> tuple[Any, ...] | None:
-    """The op's arguments for a cross entropy of class indices, of each row."""
+    """The op's arguments for a cross entropy of class indices, of each row; else None."""
     call = bind(node)
     if not isinstance(call, tuple) or call[0].name != "cross_entropy":
         return None

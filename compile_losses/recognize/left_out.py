@@ -80,7 +80,7 @@ def finite_divergences(found: LeftOut, algebra: SoftmaxAlgebra) -> Iterator[Writ
 
 
 def without_nan(value: Value, replay: AtenReplay) -> NormalForm | None:
-    """The form of a ``nansum`` or ``nanmean`` of all elements, nan included."""
+    """The form of a ``nansum`` or ``nanmean`` of all elements, nan included; else None."""
     node = value.node
     if len(node.args) != 1 or node.kwargs or not node.all_input_nodes:
         return None
@@ -107,6 +107,7 @@ def _kept(value: Value, replay: AtenReplay, masks: list[Value | None], depth: in
 
 
 def _tests_infinity(mask: Value, replay: AtenReplay, depth: int) -> bool:
+    """Whether a mask is made of tests for infinities or nan, at least in part."""
     mask = replay.resolve(mask)
     if mask.op is None or depth > _DEEPEST:
         return False
@@ -146,6 +147,7 @@ def _untransformed(value: Value, replay: AtenReplay) -> Hashable:
 
 
 def _keeps_infinities(value: Value, inner: Value) -> bool:
+    """Whether an op's result is infinite where its argument is, and nowhere else."""
     packet = packet_of(value.op)
     if packet in _COPIES:
         return True

@@ -135,6 +135,7 @@ class _Body:
         self.reason: str | None = None
 
     def matches(self, body: Value, parts: list[Value]) -> Logistic | None:
+        """The loss that a body is of this logit; None if it is none."""
         try:
             exact = self.of(body)
             for whole in dict.fromkeys((exact, _merged(exact))):
@@ -151,7 +152,8 @@ class _Body:
     def _target(
         self, polynomial: Polynomial, parts: list[Value]
     ) -> tuple[float, Value, None] | None:
-        """The scale and the target: a part of the body, made of tensors taken as they are."""
+        """The scale and the target: a part of the body, made of tensors taken as they are; None if
+        no part is."""
         for part in parts:
             value = self.of(part)
             if value.atoms() and all(found[0] == "leaf" for found in value.atoms()):
@@ -161,7 +163,7 @@ class _Body:
         return None
 
     def _pos_weight(self, polynomial: Polynomial) -> tuple[float, Value, Value | None] | None:
-        """With a weight of the positive class: a tensor, or a number."""
+        """With a weight of the positive class: a tensor, or a number. None if there is none."""
         scale = polynomial.get(frozenset({(("softplus",), 1)}))
         if not scale:
             return None
@@ -190,6 +192,8 @@ class _Body:
         weights: tuple[Value, ...],
         reason: str | None,
     ) -> Logistic | None:
+        """The loss with its target and weights as the op takes them; None if one can't be cast or
+        expanded."""
         shape, given = self.logit.fake.shape, (target, pos_weight, *weights)
         dtype = self.logit.fake.dtype
         cast = []
@@ -211,6 +215,7 @@ class _Body:
         return Logistic(self.logit, first, scale, factors, second, reason)
 
     def of(self, value: Value) -> Polynomial:
+        """The polynomial of a Value; of one that is not understood, an atom that stands for it."""
         value = self.replay.resolve(value)
         if value not in self.done:
             key = self.replay.key(value)
@@ -225,6 +230,11 @@ class _Body:
         return self.done[value]
 
     def _of(self, value: Value) -> Polynomial:
+        """The polynomial of a Value.
+
+        Raises:
+            OpaqueError: its op is not known, or not with these arguments; as all methods below.
+        """
         fake, op, args = value.fake, value.op, value.args
         if op is None or len(self.done) > _LARGEST_BODY:
             raise OpaqueError
@@ -256,6 +266,7 @@ class _Body:
         raise OpaqueError
 
     def _arithmetic(self, packet: Any, value: Value) -> Polynomial:
+        """A sum, difference, product, or quotient by a number."""
         if value.kwargs or not (value.fake.is_floating_point() or value.fake.dtype in _SIGNED):
             raise OpaqueError
         left, right = (self._operand(argument, value) for argument in value.args[:2])
@@ -270,6 +281,7 @@ class _Body:
         return left * (1 / divisor)
 
     def _operand(self, argument: Any, value: Value) -> Polynomial:
+        """The polynomial of an argument: a number, a tensor of zeros or another tensor."""
         known = constant(argument, value.fake.dtype, self.replay)
         if known is not None:
             return number(known)
@@ -278,6 +290,8 @@ class _Body:
         return number(0) if self._is_zero(argument) else self.of(argument)
 
     def _softplus(self, x: Any, beta: Any = 1, threshold: Any = 20) -> Polynomial:
+        """That of ``softplus`` of the logit or its negative; notes what makes it another in this
+        dtype."""
         sign = self._sign(x)
         if beta != 1 or not isinstance(threshold, int | float) or threshold <= 0:
             raise OpaqueError
@@ -306,6 +320,7 @@ class _Body:
         raise OpaqueError
 
     def _exponent(self, term: Any) -> Polynomial:
+        """a, of a term exp(a), where 1 stands for exp(0)."""
         if not isinstance(term, Value):
             if term == 1:
                 return number(0)
@@ -333,6 +348,8 @@ class _Body:
         raise OpaqueError
 
     def _bound(self, packet: Any, value: Value, which: int) -> Any:
+        """The lower or upper bound of a call: a number, 0 for a tensor of zeros; None if it has
+        none."""
         given: Any
         if packet is aten.clamp:
             given = (*value.args[1:], None, None)[which]
@@ -363,6 +380,7 @@ class _Body:
         return below + (ONE if packet is aten.ge else ZERO) * slope
 
     def _is_zero(self, value: Value) -> bool:
+        """Whether a tensor holds zeros, and no parameter."""
         value = self.replay.resolve(value)
         if value.whole and getattr(example(value.node), "requires_grad", False):
             return False
@@ -376,7 +394,7 @@ class _Body:
 
 
 def _merged(polynomial: Polynomial) -> Polynomial:
-    """As if all positive parts were one."""
+    """A polynomial in which all positive parts, which differ for a logit of 0 alone, are one."""
     result = Polynomial({})
     for monomial, coefficient in polynomial.items():
         term = number(coefficient)

@@ -226,6 +226,7 @@ def _written_by(node: Node) -> list[Any]:
 
 
 def _written_arguments(node: Node) -> Iterator[Any]:
+    """The arguments that a node may write to, None among them."""
     if node.target in _SWAPS:
         yield from _before_swap(node)
     if node.op == "call_method":

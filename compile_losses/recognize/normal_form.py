@@ -68,7 +68,8 @@ class NormalForm:
     selection: Selection | None = None
 
     def scale(self, counts: dict[str, Any], sized: list[Node]) -> tuple[str, Steps] | None:
-        """The op's reduction that gives the scale, and the steps that remain after it.
+        """The op's reduction that gives the scale, and the steps that remain after it; None if the
+        graph has no sizes that give it.
 
         Args:
             counts: the divisor of each reduction of the op.
@@ -147,6 +148,7 @@ def added_forms(form: NormalForm, replay: AtenReplay) -> Iterator[tuple[NormalFo
 
 
 def _forms(form: NormalForm, replay: AtenReplay) -> Iterator[NormalForm]:
+    """A form and all that it can be peeled to, depth first."""
     waiting = [form]
     while waiting:
         form = waiting.pop()
@@ -166,6 +168,7 @@ def sums_classes(form: NormalForm) -> tuple[int, ...] | None:
 
 
 def _peel(form: NormalForm, replay: AtenReplay) -> list[NormalForm]:
+    """The forms that are left once the op of the body is taken off; none if it can't be."""
     value = form.body
     if value.op is None or value.kwargs.get("dtype") is not None:
         return []
@@ -194,6 +197,7 @@ def _peel(form: NormalForm, replay: AtenReplay) -> list[NormalForm]:
 
 
 def _reduction(form: NormalForm, replay: AtenReplay) -> list[NormalForm]:
+    """The form under a sum or a mean, with its weights aligned; none if they can't be."""
     value = form.body
     inner = value.args[0]
     shape = inner.fake.shape
@@ -320,6 +324,7 @@ def _number(factor: Any, value: Value, replay: AtenReplay) -> Any:
 def _weights(
     form: NormalForm, left: Value, right: Value, multiplies: bool, replay: AtenReplay
 ) -> list[NormalForm]:
+    """The forms of either factor as the body, with the other one as a weight."""
     if not form.reduced or form.root.fake.dim() > 0 or "rounding_mode" in form.body.kwargs:
         return []
     forms = []
@@ -357,7 +362,8 @@ def _is_two_norm(value: Value) -> bool:
 
 
 def _as_sizes(numerator: Any, denominator: Any, sized: list[Node]) -> list[Size] | None:
-    """The sizes of one tensor whose product is the reciprocal of a symbolic quotient."""
+    """The sizes of one tensor whose product is the reciprocal of a symbolic quotient; None if there
+    are none."""
     for node in sized:
         shape = example(node).shape
         for many in range(1, len(shape) + 1):

@@ -57,7 +57,7 @@ OPS = {
 
 
 def subtraction(value: Value, replay: AtenReplay) -> tuple[Value, Value] | None:
-    """``(a, b)`` if a Value is ``a - b``, or an unreduced loss of it."""
+    """``(a, b)`` if a Value is ``a - b``, or an unreduced loss of it; else None."""
     if value.op in _LOSSES:
         if len(value.args) > 2 and value.args[2] == 0:
             return value.args[0], value.args[1]
@@ -98,7 +98,7 @@ class Evaluation:
         self.done: dict[Value, tuple[Any, _Line | None]] = {}
 
     def of(self, argument: Any) -> tuple[Any, _Line | None]:
-        """The values of an argument at the points, and its line if it is one."""
+        """The values of an argument at the points, and its line if it is one, else None."""
         if isinstance(argument, bool):
             raise NotPiecewiseError
         if isinstance(argument, int | float):
@@ -111,6 +111,11 @@ class Evaluation:
         return self.done[value]
 
     def _value(self, value: Value) -> tuple[Tensor, _Line | None]:
+        """The values of a Value, and its line if it is one.
+
+        Raises:
+            NotPiecewiseError: it is made of other tensors, or by an op that is not known.
+        """
         pair = subtraction(value, self.replay)
         keys = pair and tuple(map(self.replay.key, pair))
         sign = 1.0 if keys == self.pair else -1.0 if keys and keys[::-1] == self.pair else None
@@ -129,6 +134,7 @@ class Evaluation:
         return self._op(value)
 
     def _op(self, value: Value) -> tuple[Tensor, _Line | None]:
+        """Likewise of the result of an op."""
         packet = packet_of(value.op)
         if packet is aten._to_copy:
             return self._cast(value)
@@ -153,13 +159,19 @@ class Evaluation:
         return result, self._line(packet, lines, value)
 
     def _cast(self, value: Value) -> tuple[Tensor, _Line | None]:
-        """A cast of a comparison's result. Any other cast would round the body."""
+        """A cast of a comparison's result. Any other cast would round the body. It is a line, or
+        None, as what is cast."""
         values, line = self.of(value.args[0])
         if values.dtype != torch.bool or not value.fake.is_floating_point():
             raise NotPiecewiseError
         return values.to(self.points.dtype), line
 
     def _line(self, packet: Any, lines: list[_Line | None], value: Value) -> _Line | None:
+        """The line that an op's result is, None if it is none; notes where pieces of it meet.
+
+        Raises:
+            NotPiecewiseError: they meet at points that are not known.
+        """
         if packet in _COMPARISONS or packet in _EXTREMES:
             self._crossing(lines[0], lines[1])
         elif packet in _BOUNDS:
@@ -202,6 +214,7 @@ class Evaluation:
 
 
 def _combined(packet: Any, left: _Line, right: _Line) -> _Line | None:
+    """The sum, difference or product of two lines; None if that is no line."""
     if packet is aten.mul:
         for line, number in ((left, right), (right, left)):
             if number.absolute is None:

@@ -76,7 +76,7 @@ class Polynomial(Mapping[Monomial, float]):
         return {atom for monomial in self for atom, _ in monomial}
 
     def ratio(self, other: Polynomial) -> float | None:
-        """c if this is c times the other."""
+        """c if this is c times the other; None if it is no multiple."""
         if not self or self.keys() != other.keys():
             return None
         monomial = next(iter(self))
@@ -193,7 +193,8 @@ def log_mixture(argument: Polynomial) -> Polynomial:
 
 
 def softmax_of(factor: tuple[Atom, int]) -> tuple[Hashable, int] | None:
-    """The logits and the dimension of the classes, if a power of an atom is a softmax."""
+    """The logits and the dimension of the classes, if a power of an atom is a softmax; else
+    None."""
     found, power = factor
     if found[0] != "exp" or power != 1:
         return None
@@ -219,7 +220,7 @@ def softmax_pairs(polynomial: Polynomial) -> Iterator[tuple[Hashable, Hashable, 
 
 
 def row_dim(found: Atom) -> int | None:
-    """The class dimension of an atom that is one number for each row."""
+    """The class dimension of an atom that is one number for each row; None of another."""
     if found[0] in ("lse", "sumexp"):
         return int(found[2])
     if found[0] == "pick":
@@ -247,6 +248,11 @@ def picked(polynomial: Polynomial, target: Hashable, dim: int) -> Polynomial:
 
 
 def _picked_atom(found: Atom, target: Hashable, dim: int) -> Polynomial:
+    """What an atom's entry at an index of each row is.
+
+    Raises:
+        OpaqueError: it is not known.
+    """
     if found[0] == "leaf":
         return atom(("pick", found[1], target, dim))
     if found[0] == "exp":
@@ -255,7 +261,8 @@ def _picked_atom(found: Atom, target: Hashable, dim: int) -> Polynomial:
 
 
 def selected(polynomial: Polynomial, dim: int) -> Polynomial | None:
-    """The sum over classes of a one-hot target times a polynomial, as picked entries."""
+    """The sum over classes of a one-hot target times a polynomial, as picked entries; None if it is
+    no such product."""
     hot = [found for found in polynomial.atoms() if found[0] == "one_hot" and found[2] == dim]
     if len(hot) != 1 or not all((hot[0], 1) in monomial for monomial in polynomial):
         return None

@@ -116,6 +116,7 @@ def _cross_entropy_of_one_hot(
 def _class_indices(
     form: NormalForm, scale: float, x: Value, target: Value, dim: int, replay: AtenReplay
 ) -> Written | None:
+    """The cross entropy of these logits and targets; None if their shapes don't go together."""
     rows = list(x.fake.shape)
     del rows[dim]
     moved = _classes_second(x, dim, replay)
@@ -223,6 +224,7 @@ def _guarded(p: Value) -> bool:
 def _divergences(
     p: Value, q: Value, algebra: SoftmaxAlgebra
 ) -> Iterator[tuple[dict[str, Any], Polynomial]]:
+    """The op's options for two tensors, and what the divergence with these options is."""
     log_input: dict[str, Any] = {"log_input": False}
     as_written = algebra.of(p), algebra.of(q)
     for options, logarithm in (({}, lambda: as_written[0]), (log_input, lambda: algebra.log_of(p))):
@@ -258,6 +260,7 @@ def _classes_second(x: Value, dim: int, replay: AtenReplay) -> Value | None:
 
 
 def _move(x: Value, dim: int, to: int, replay: AtenReplay) -> Value | None:
+    """A view of a tensor with one dimension in another place; None if torch refuses it."""
     rank = x.fake.dim()
     if dim == to % rank:
         return x

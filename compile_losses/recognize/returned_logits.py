@@ -136,7 +136,7 @@ def add_logits_without_loss(graph: Graph, replay: AtenReplay, lazily: Lazily) ->
 
 
 def _head_behind(node: Node, replay: AtenReplay) -> Head | None:
-    """The linear layer whose output alone a node is made of."""
+    """The linear layer whose output alone a node is made of; None if there is none."""
     while True:
         head = find_head(node)
         if head is not None:
@@ -152,6 +152,7 @@ def _head_behind(node: Node, replay: AtenReplay) -> Head | None:
 
 
 def _is_large(head: Head) -> bool:
+    """Whether a layer looks like a head of enough rows for chunks to pay."""
     classes, hidden = example(head.node).shape[-1], head.input.fake.shape[-1]
     rows = math.prod(map(_hint, head.input.fake.shape[:-1]))
     if not isinstance(classes, int) or not isinstance(hidden, int) or classes < 2 * hidden:
@@ -161,6 +162,11 @@ def _is_large(head: Head) -> bool:
 
 
 def _lazy_output(head: Head, node: Node, replay: AtenReplay) -> LazyOutput:
+    """How an output that is made of a head's output becomes lazy.
+
+    Raises:
+        NotAbsorbedError: it has to be computed; the message says why.
+    """
     steps, path = _steps(head.node, node, replay)
     (input, _), (weight, is_transposed) = _made_of(head.input), _made_of(head.weight)
     bias = None if head.bias is None else _made_of(head.bias)[0]

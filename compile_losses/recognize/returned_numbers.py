@@ -98,6 +98,8 @@ class _Scan:
                     self.below[node].update(dict.fromkeys(m for m in inner if m is not None))
 
     def returned(self) -> list[Returned]:
+        """The numbers that the graph returns or differentiates, without those that are made of
+        nothing."""
         (output,) = self.graph.find_nodes(op="output")
         roots = dict.fromkeys(n for n in tree_leaves(output.args[0]) if isinstance(n, Node))
         for node in self.graph.nodes:
@@ -140,6 +142,7 @@ class _Scan:
         return mark if mark in self.marks else None
 
     def _needs(self, node: Node) -> bool:
+        """Whether a node holds a floating-point tensor that needs a gradient."""
         return any(
             isinstance(value, Tensor)
             and value.is_floating_point()

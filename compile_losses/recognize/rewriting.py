@@ -230,7 +230,8 @@ class Rewriting:
     def _loss(
         self, node: Node, recognizer: Recognizer, indexed: DynamoGraph
     ) -> tuple[Site, list[Node]] | None:
-        """The site of a node's loss, if the node holds one, and the nodes that the loss takes."""
+        """The site of a node's loss, if the node holds one, and the nodes that the loss takes; None
+        if it holds none."""
         refused: tuple[Site, list[Node]] | None = None
         inside, request = indexed.inside, indexed.request
         for candidate in recognizer.candidates(node):
@@ -276,6 +277,7 @@ _PIPELINE: Pipeline[DynamoGraph] = Pipeline(
 
 
 def _site(found: Match | Decline, reason: str | None, mark: int) -> Site:
+    """The site of a loss; declined if there is a reason."""
     file, line = source_of(found.root)
     if reason is not None:
         name = found.op if isinstance(found, Match) else found.name

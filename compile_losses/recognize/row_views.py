@@ -136,7 +136,7 @@ def _is_arange(position: Value, dim: int, rows: list[Any], replay: AtenReplay) -
 
 
 def as_one_hot(value: Value, replay: AtenReplay) -> Value | None:
-    """The classes, if a Value is ``F.one_hot(classes, C)``."""
+    """The classes, if a Value is ``F.one_hot(classes, C)``; else None."""
     node = value.node
     if not value.whole or getattr(node.target, "__name__", "") != "one_hot":
         return None
@@ -147,7 +147,8 @@ def as_one_hot(value: Value, replay: AtenReplay) -> Value | None:
 
 
 def pushed_under_softmax(value: Value, replay: AtenReplay) -> Value | None:
-    """A view of a softmax as the softmax of a view, if the view leaves the classes together."""
+    """A view of a softmax as the softmax of a view, if the view leaves the classes together; else
+    None."""
     inner = replay.resolve(value.args[0])
     if inner.op not in _SOFTMAXES:
         deeper = pushed_under_softmax(inner, replay) if inner.op in VIEWS else None

@@ -55,6 +55,7 @@ class SoftmaxAlgebra:
         self._done: dict[Value, Polynomial] = {}
 
     def leaf(self, value: Value) -> Hashable:
+        """The key of a tensor that is taken as it is; :meth:`value` finds the tensor by it."""
         key = self.replay.key(value)
         known, resolved = self._values.setdefault(key, []), self.replay.resolve(value)
         if resolved not in known:
@@ -62,14 +63,15 @@ class SoftmaxAlgebra:
         return key
 
     def value(self, key: Hashable, root: Node) -> Value | None:
-        """A tensor with this key that the graph computes before root. Others may come later, or
-        may have been erased with another match."""
+        """A tensor with this key that the graph computes before root. Others may come later, or may
+        have been erased with another match; None if there is no other."""
         for value in self._values[key]:
             if not is_erased(value.node) and value.node < root:
                 return value
         return None
 
     def of(self, value: Value, depth: int = 0) -> Polynomial:
+        """The polynomial of a Value; of one that is not understood, an atom that stands for it."""
         value = self.replay.resolve(value)
         if value not in self._done:
             try:
@@ -81,7 +83,7 @@ class SoftmaxAlgebra:
         return self._done[value]
 
     def logits(self, value: Value, root: Node) -> tuple[Value, int] | None:
-        """The logits and the dimension of the classes, if a Value is a log_softmax."""
+        """The logits and the dimension of the classes, if a Value is a log_softmax; else None."""
         polynomial = self.of(value)
         for found in polynomial.atoms():
             if found[0] == "lse" and polynomial == log_softmax(*found[1:]):
@@ -90,6 +92,11 @@ class SoftmaxAlgebra:
         return None
 
     def _of(self, value: Value, depth: int) -> Polynomial:
+        """The polynomial of a Value.
+
+        Raises:
+            OpaqueError, RowIndexError: its op is not known, or not with these arguments.
+        """
         packet = packet_of(value.op)
         args = value.args
         if packet in (aten.add, aten.sub, aten.mul, aten.div, aten.rsub, aten.xlogy):
@@ -150,6 +157,11 @@ class SoftmaxAlgebra:
         return log(sum_of([exp(self.of(tensor, depth)) for tensor in stack.args[0]]))
 
     def log_of(self, value: Value, depth: int = 0) -> Polynomial:
+        """The polynomial of a Value's logarithm.
+
+        Raises:
+            OpaqueError: it is not known.
+        """
         resolved = self.replay.resolve(value)
         if resolved.op is aten.div.Tensor and not resolved.kwargs:
             try:  # no monomial divides by a mixture, but its logarithm is known
@@ -170,6 +182,7 @@ class SoftmaxAlgebra:
         return inner if {a[0] for a in inner.atoms()} & rows else atom(("leaf", self.leaf(value)))
 
     def _arithmetic(self, packet: Any, value: Value, depth: int) -> Polynomial:
+        """That of a sum, difference, product or quotient."""
         if set(value.kwargs) - {"alpha"} or value.kwargs.get("alpha", 1) != 1:
             raise OpaqueError
         if len(value.args) > 2:  # a multiple
@@ -224,6 +237,7 @@ class SoftmaxAlgebra:
             raise OpaqueError
 
     def _softmax(self, value: Value) -> Polynomial:
+        """That of a softmax or its logarithm, in the dtype of its argument."""
         x, dim, half_to_float = value.args
         if half_to_float or not x.fake.dim():
             raise OpaqueError
@@ -258,7 +272,8 @@ class SoftmaxAlgebra:
         return self._under_softmax(value) if of_rows is None else of_rows
 
     def _logsumexp_of_rows(self, value: Value) -> Polynomial | None:
-        """A view of the logsumexp of a view, as the logsumexp of the tensor before both views."""
+        """A view of the logsumexp of a view, as the logsumexp of the tensor before both views; None
+        of other views."""
         inner = self.replay.resolve(value.args[0])
         if inner.op is not aten.logsumexp.default or value.op not in RESHAPES:
             return None

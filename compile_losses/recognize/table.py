@@ -60,6 +60,7 @@ class Loss:
 
 
 def _signature(schema: Any) -> inspect.Signature:
+    """The signature of an op, whose first argument is called input as in torch.nn.functional."""
     kinds = {False: inspect.Parameter.POSITIONAL_OR_KEYWORD, True: inspect.Parameter.KEYWORD_ONLY}
     return inspect.Signature(
         [
@@ -118,6 +119,7 @@ def _smooth_l1_loss(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _huber_loss(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The op's arguments, if both tensors have one dtype."""
     dtypes = {getattr(example(a[name]), "dtype", None) for name in ("input", "target")}
     if len(dtypes) > 1:  # torch's kernel keeps input's, its fake promotes
         raise UnsupportedError("input and target have different dtypes")
@@ -171,7 +173,7 @@ Call = tuple[Loss, Arguments]
 
 
 def bind(node: Node) -> Call | Decline | None:
-    """The row that a node is a call of, and its arguments by name."""
+    """The row that a node is a call of, and its arguments by name; None if it is another call."""
     if node.op != "call_function" or node.target not in _ROWS:
         return None
     loss, signature = _ROWS[node.target]
@@ -184,7 +186,8 @@ def bind(node: Node) -> Call | Decline | None:
 
 
 def recognize_call(node: Node) -> Match | Decline | None:
-    """A loss that is one call of torch's, after absorption of casts and logarithms before it."""
+    """A loss that is one call of torch's, after absorption of casts and logarithms before it; None
+    if a node is none."""
     bound = bind(node)
     if bound is None or isinstance(bound, Decline):
         return bound

@@ -142,7 +142,8 @@ def _source(values: list[Value], stacks: bool, resolve: Resolve) -> Value | None
 
 
 def _piece(value: Value, stacks: bool, resolve: Resolve) -> _Piece | None:
-    """The piece that a value is: a row without its dimension, for a stack, or some rows."""
+    """The piece that a value is: a row without its dimension, for a stack, or some rows; else
+    None."""
     node = value.node
     if value.whole and node.target is operator.getitem and isinstance(node.args[0], Node):
         parts, index = node.args
@@ -168,7 +169,8 @@ def _piece(value: Value, stacks: bool, resolve: Resolve) -> _Piece | None:
 
 
 def _part(parts: Node, index: int, stacks: bool) -> _Piece | None:
-    """The piece at an index of a node that takes a tensor apart."""
+    """The piece at an index of a node that takes a tensor apart; None if that is not along
+    dimension 0."""
     if parts.target not in (_UNBINDS if stacks else _SPLITS) or not parts.args:
         return None
     tensor, place = parts.args[0], 1 if stacks else 2

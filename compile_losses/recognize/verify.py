@@ -61,6 +61,11 @@ class _Comparison:
         self.generator = torch.Generator().manual_seed(0)
 
     def run(self) -> str | None:
+        """A reason to decline the match; None if the results agree on all numbers that were drawn.
+
+        Raises:
+            _NotVerifiableError: there were none on which torch's result is finite.
+        """
         compared = 0
         for name, draw in _draws(self.nodes):
             with _as_outside(), warnings.catch_warnings():
@@ -100,6 +105,7 @@ class _Comparison:
         return all(map(_close, actual, expected, errors))
 
     def _original(self, values: dict[Node, Any]) -> Tensor:
+        """The result of the nodes that are replaced. The Value of each is added to ``values``."""
         for node in self.nodes:
             args, kwargs = self._arguments((node.args, node.kwargs), values)
             if node.op == "call_method":
@@ -114,6 +120,7 @@ class _Comparison:
         return result
 
     def _rewritten(self, values: dict[Node, Any]) -> Tensor:
+        """The result of the op and the steps after it."""
         args, kwargs = self._arguments((self.match.args, self.match.kwargs), values)
         result: Tensor = self.match.overload(*args, **kwargs)
         for function, rest in self.match.steps:
@@ -150,6 +157,7 @@ class _Comparison:
         return tree_map(element, _plain(arguments))
 
     def _leaf(self, node: Node, draw: Callable[..., Tensor]) -> Any:
+        """What a node holds from which both start: drawn numbers, a size, or classes."""
         traced = example(node)
         if not isinstance(traced, Tensor):
             return self.sizes.of(traced)
@@ -256,6 +264,7 @@ def _draws(nodes: list[Node]) -> Iterator[tuple[str, Callable[..., Tensor]]]:
 
 
 def _with_gradients(result: Tensor, wanted: list[Tensor]) -> list[Tensor]:
+    """A result and its gradients, zeros where it has none."""
     if not wanted or not result.requires_grad:
         return [result.detach(), *(torch.zeros_like(leaf) for leaf in wanted)]
     # Another factor for each element, so that gradients do not cancel.

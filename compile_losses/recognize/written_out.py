@@ -69,6 +69,7 @@ _DIVERGENCES = ("softmax_kl_div", "softmax_js_div")
 
 
 def _name(node: Node) -> str:
+    """The name of what a node calls; empty if it calls nothing."""
     if node.op == "call_method":
         return str(node.target)
     if node.op != "call_function":
@@ -107,6 +108,8 @@ class Recognizer:
             yield found
 
     def _written(self, node: Node, call: Call | Decline | None) -> Iterator[Match | Decline]:
+        """The losses written out that a node may hold, of which calls of torch's losses are
+        parts."""
         if isinstance(call, tuple) and call[0].name != "kl_div":
             if call[0].name == "nll_loss":
                 yield from self._likelihood(node, *call)
@@ -132,6 +135,7 @@ class Recognizer:
                 yield match
 
     def _matches(self, node: Node, form: NormalForm) -> Iterator[Match | Decline]:
+        """The losses of all families that one form of a node may be."""
         whole = form.root.fake.dim() == 0 and form.reduced and form.selection is None
         if whole:
             yield from self._differences(node, form)
@@ -161,6 +165,7 @@ class Recognizer:
             yield Decline(node, written.op, INFINITE)
 
     def _without_nan(self, node: Node) -> Iterator[Decline]:
+        """Why a sum or mean without nan of what may be a loss stays torch's."""
         value = example(node)
         if not isinstance(value, torch.Tensor) or value.dim() > 0:
             return
@@ -172,6 +177,7 @@ class Recognizer:
             yield Decline(node, getattr(found[0], "op", _BINARY), NAN)
 
     def _differences(self, node: Node, form: NormalForm) -> Iterator[Match]:
+        """The losses of a difference that a form may be, those with the fewest steps first."""
         found = find_difference(form.body, self.replay)
         matches = []
         for one in found:
@@ -199,6 +205,7 @@ class Recognizer:
             yield match
 
     def _logistic(self, node: Node, form: NormalForm) -> Iterator[Match | Decline]:
+        """The binary cross entropies of logits that a form may be, or why they stay torch's."""
         for one in find_logistic(form.body, self.replay):
             if one.reason is not None:
                 yield Decline(node, _BINARY, one.reason)
@@ -226,6 +233,7 @@ class Recognizer:
             yield match
 
     def _probabilities(self, node: Node, written: Written) -> Iterator[Match]:
+        """The match of a loss of probabilities; none if its scale is not known."""
         counts = {"none": 1} if written.each else written.counts
         scaled = written.form.scale(counts, list(sources(written.args)))
         if scaled is None:
@@ -276,6 +284,7 @@ class Recognizer:
     def _match(  # type: ignore[no-untyped-def]
         self, node, op, args, kwargs, steps, *, weighted=False
     ) -> Match:
+        """A match of a node, with a dtype in which its steps do not overflow."""
         kwargs = dict(kwargs)
         result = example(node).dtype
         if result == torch.float16 and (steps or weighted or "weight" in kwargs):
@@ -319,6 +328,7 @@ def _scaled(form: NormalForm, scale: float) -> NormalForm:
 
 
 def _product(weights: tuple[Value, ...]) -> Value | None:
+    """The product of weights; None if torch refuses it."""
     product: Value | None = weights[0]
     for weight in weights[1:]:
         if product and product.fake.dtype == torch.float16:  # which may not hold it

@@ -88,6 +88,7 @@ def linear_part(tangent: Node, backward: set[Node], *, of_rows: bool = False) ->
 
 
 def _part(tangent: Node, backward: set[Node]) -> Part:
+    """The part of a tangent; without gradients if there is none of more than one number."""
     linear = dict.fromkeys(linear_part(tangent, backward))
     read_elsewhere = (n for n in linear if any(user not in linear for user in n.users))
     gradients = dict.fromkeys(map(behind_views, read_elsewhere))
@@ -153,6 +154,7 @@ def _depends(argument: Any, backward: set[Node]) -> bool:
 
 
 def _is_zero(argument: Any) -> bool:
+    """Whether an argument is certainly 0, or a tensor of zeros."""
     if not isinstance(argument, Node):
         return isinstance(argument, int | float) and argument == 0
     target: Any = argument.target

@@ -90,7 +90,7 @@ def _trace(nodes: Iterable[Node]) -> str:
 def _loss_of(part: Part, graph: AtenGraph) -> Node | None:
     """The number that the forward returns and that shares sources with the part's operands. Of
     several numbers it is the one with most of the operands among its sources, and then the first
-    without a gradient in the forward."""
+    without a gradient in the forward; None if there is none."""
     tangent: Tensor = part.tangent.meta["val"]
     operands = set(part.operands)
     inputs = {node for node in ancestors(operands) if node.op == "placeholder"}

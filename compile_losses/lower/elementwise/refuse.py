@@ -75,7 +75,8 @@ def refusal(graph: AtenGraph, part: Part, losses: Iterable[Node], overwrites: bo
 
 
 def refusal_to_share(graph: AtenGraph, moved: Part, whole: Part) -> str | None:
-    """Why moving some gradients of a part would take more reads or memory than torch does."""
+    """Why moving some gradients of a part would take more reads or memory than torch does; None if
+    it would not."""
     ops = get_default_op_list()
     read = buffers_read(moved.nodes, ops)
     written = sum(nbytes_of(gradient.meta["val"]) for gradient in moved.gradients)
@@ -106,7 +107,8 @@ def _is_written(graph: Graph, cone: set[Node]) -> bool:
 
 def _reduction_before(part: Part) -> Node | None:
     """An op that is no function of elements and that Inductor computes together with a part's
-    operands. For such an op the operands are read before, or are in the cache."""
+    operands. For such an op the operands are read before, or are in the cache. None if there is
+    none."""
     ops = get_default_op_list()
 
     def is_computed(node: Node) -> bool:

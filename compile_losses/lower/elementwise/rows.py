@@ -95,6 +95,7 @@ def _summed(node: Node) -> int:
 
 
 def _row_of(node: Node, like: Tensor) -> Sum | None:
+    """A sum, with the dimensions of a row of it; None if no row of it is of a good length."""
     value: Tensor = node.all_input_nodes[0].meta["val"]
     dims: Any = node.args[1] if len(node.args) > 1 else None
     dims = {d % value.dim() for d in dims} if dims else set(range(value.dim()))
@@ -188,6 +189,8 @@ def sum_in_rows(sums: Iterable[Sum], loss: Node) -> Node:
 
 
 def _sum_rows_first(found: Sum) -> Node:
+    """Replaces a sum by one of each row, and one of these; returns the node that holds the
+    number."""
     node, target = found.node, found.node.target
     source = node.all_input_nodes[0]
     value: Tensor = source.meta["val"]
