@@ -312,3 +312,16 @@ def patterns(call: Call) -> Iterator[tuple[str, ...]]:
     names = call.differentiable
     for size in range(len(names) + 1):
         yield from itertools.combinations(names, size)
+
+
+def always_the_same(number: int) -> Any:
+    """Settings of hypothesis: so many examples, the same in each run, without a limit of time."""
+    from hypothesis import HealthCheck, settings
+
+    return settings(
+        max_examples=number,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )

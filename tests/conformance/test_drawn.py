@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conformance.compare import DTYPES, Call, compare, losses
+from tests.conformance.compare import DTYPES, Call, always_the_same, compare, losses
 
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is an optional test dependency")
-from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -135,13 +135,7 @@ def calls(loss: str, device: str):
 
 
 def examples(loss: str, device: str, number: int, *, second: bool) -> None:
-    @settings(
-        max_examples=number,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @always_the_same(number)
     @given(calls(loss, device))
     def run(call: Call) -> None:
         compare(call, call.differentiable, second=second, mode="drawn")

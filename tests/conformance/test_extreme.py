@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from tests.accuracy import RATIO, SIMILAR, ULPS, similar
-from tests.conformance.compare import Call, exactly, losses
+from tests.conformance.compare import Call, always_the_same, exactly, losses
 
 hypothesis = pytest.importorskip("hypothesis", reason="hypothesis is an optional test dependency")
-from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -266,13 +266,7 @@ def check(extreme: Extreme) -> None:
 
 
 def examples(loss: str, number: int) -> None:
-    @settings(
-        max_examples=number,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @always_the_same(number)
     @given(extreme_calls(loss))
     def run(extreme: Extreme) -> None:
         check(extreme)

@@ -12,7 +12,13 @@ from compile_losses import linear_log_probs
 from compile_losses.ops.selective_log_softmax import reference
 from tests.constants import set_constants
 from tests.distributed.test_communication import GATHER, SCATTER, collectives, dtensor
-from tests.distributed.test_exact import LINEAR_LAYOUTS, check, labels, rand
+from tests.distributed.test_exact import (
+    LINEAR_LAYOUTS,
+    check,
+    labels,
+    logits_of_impossible_classes,
+    rand,
+)
 from tests.distributed.world import WORLD, compare, difference, distribute, mesh_for
 
 fused = torch.ops.fused
@@ -146,13 +152,7 @@ def test_likeliest_classes(layouts):
 @pytest.mark.parametrize("function", ["selective", "several", "entropy"])
 @pytest.mark.parametrize("layouts", ["1 R", "01 0R"])
 def test_impossible_classes(layouts, function):
-    """Shards of logits of -inf alone, a nan, an infinity."""
-    logits = rand(6, 8)
-    logits[0, :4] = -torch.inf
-    logits[1, 4:] = -torch.inf
-    logits[2, :] = -torch.inf
-    logits[3, 5] = torch.nan
-    logits[4, 2] = torch.inf
+    logits = logits_of_impossible_classes()
     index = torch.tensor([5, 1, 0, 2, 3, 4])
     tensors = [logits, index]
     loss = exact = F.selective_log_softmax
