@@ -110,6 +110,12 @@ class _Arguments:
 Layer: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 
 
+def _in_order(student: Any, teacher: Any) -> tuple[Any, ...]:
+    """Input, weight and bias of both, in the order of the leaf ops' arguments."""
+    (input, linear_weight, linear_bias), (target, *others) = student, teacher
+    return input, linear_weight, target, linear_bias, *others
+
+
 def check_layers(
     name: str,
     student: Layer,
@@ -262,23 +268,19 @@ def declare(
         dtype: torch.dtype | None = None,
         **own: Any,
     ) -> Tensor:
-        student, teacher = [input, linear_weight, linear_bias], [target, target_weight, target_bias]
-        given = zip(_STUDENT + _TEACHER, student + teacher, strict=True)
-        mesh = mesh_of(name, **dict(given))
+        student: Any = (input, linear_weight, linear_bias)
+        teacher: Any = (target, target_weight, target_bias)
+        mesh = mesh_of(name, **dict(zip(_STUDENT + _TEACHER, student + teacher, strict=True)))
         checks.check_reduction(name, reduction, batchmean=True)
         result = checks.loss_dtype(dtype, input, target)
         if dtype is None and under_autocast(input):
             student = autocast_layer(*student)
             teacher = teacher if target_weight is None else autocast_layer(*teacher)
-        input, linear_weight, linear_bias = student  # type: ignore[assignment]
-        target, target_weight, target_bias = teacher  # type: ignore[assignment]
         value = own.get(parameter.name, default)
         each = NONE if reduction == NONE else SUM
-        tensors = (linear_weight, linear_bias, target_weight, target_bias)
-        _Arguments(
-            input, linear_weight, target, linear_bias, target_weight, target_bias, each, value,
-            temperature, softcap, target_softcap, 1, result,
-        ).check(name)  # fmt: skip
+        options: Any = (each, value, temperature, softcap, target_softcap)
+        given: Any = (*_in_order(student, teacher), *options, 1, result)
+        _Arguments(*given).check(name)
         check(name, value)
         if torch.is_grad_enabled():
             for key, tensor in zip(_TEACHER, teacher, strict=True):
@@ -286,47 +288,38 @@ def declare(
                     raise RuntimeError(
                         f"{name}: expected {key} not to require grad: the teacher has no gradient"
                     )
-        leading = input.shape[:-1]
-        classes = linear_weight.shape[0]
-        divisor = 1
-        if reduction == REDUCTIONS["mean"]:
-            divisor = math.prod(leading) * classes
-        elif reduction == REDUCTIONS["batchmean"]:
-            divisor = leading[0] if leading else classes
+        leading, classes = input.shape[:-1], linear_weight.shape[0]
+        divisors = {
+            REDUCTIONS["mean"]: math.prod(leading) * classes,
+            REDUCTIONS["batchmean"]: leading[0] if leading else classes,
+        }
+        divisor = divisors.get(reduction, 1)
         if mesh is not None:
             from compile_losses.distributed.divergence import linear_divergence
 
             def whole(student: Any, teacher: Any, reduction: int, dtype: torch.dtype) -> Tensor:
-                input, linear_weight, linear_bias = student
-                target, target_weight, target_bias = teacher
+                (input, linear_weight, linear_bias), (target, *layer) = student, teacher
                 return public_kernel(
                     input, linear_weight, target, reduction, linear_bias=linear_bias,
-                    target_weight=target_weight, target_bias=target_bias, temperature=temperature,
+                    target_weight=layer[0], target_bias=layer[1], temperature=temperature,
                     softcap=softcap, target_softcap=target_softcap, dtype=dtype, **own,
                 )  # fmt: skip
 
-            of_student = (input, linear_weight, linear_bias)
-            of_teacher = (target, target_weight, target_bias)
             # The mixture of Jensen-Shannon's needs statistics of whole rows: a second read. The op
             # of a shard of the classes has no soft-caps.
             is_capped = softcap is not None or target_softcap is not None
             has_form = divergence == "softmax_kl_div" and not is_capped
             reverse = pair(value)[0] if has_form else None
             return linear_divergence(
-                name, whole, reverse, mesh, of_student, of_teacher, each, temperature, divisor,
-                result,
-            )  # fmt: skip
-        options = (each, value, temperature, softcap, target_softcap, divisor, result)
-        if needs_torch(input, target, *tensors):
+                name, whole, reverse, mesh, student, teacher, each, temperature, divisor, result
+            )
+        options = (*options, divisor, result)
+        if needs_torch(*student, *teacher):
             with autocast_off(input):
-                return in_torch(
-                    input, linear_weight, target, linear_bias, target_weight, target_bias, *options
-                )
-        arguments = (
-            as_rows(input), linear_weight, as_rows(target), linear_bias, target_weight, target_bias,
-            *options,
-        )  # fmt: skip
-        loss = leaves(arguments, by_row=each == NONE)
+                return in_torch(*_in_order(student, teacher), *options)
+        (rows, *layer), (of_teacher, *others) = student, teacher
+        tensors = _in_order((as_rows(rows), *layer), (as_rows(of_teacher), *others))
+        loss = leaves((*tensors, *options), by_row=each == NONE)
         return loss.reshape(leading) if each == NONE else loss
 
     library.implement_public(public, public_kernel)
