@@ -155,6 +155,92 @@ FAULTS = [
         "        scaling = factor.tangent\n",
         "        pass\n",
     ),
+    Fault(
+        "recognize/absorb.py",
+        "set(node.users) <= {match.root, *match.interior}",
+        "match.root in node.users",
+    ),
+    Fault(
+        "recognize/difference.py",
+        "points += [far * factor for factor in (1.1, 1.5, 2, 4, 5, 8, 11, 16, 50, 1e3, 1e5)]",
+        "points += [far * factor for factor in (1.1, 1.5)]",
+    ),
+    Fault(
+        "recognize/divergence.py",
+        "x, z, beta = z, x, parts[0][2]",
+        "x, z = z, x",
+    ),
+    Fault(
+        "recognize/known_heads.py",
+        "isinstance(node.target, OpOverload | OpOverloadPacket)",
+        "isinstance(node.target, OpOverload)",
+    ),
+    Fault("recognize/left_out.py", "return abs(factor) >= 1", "return abs(factor) > 0"),
+    Fault(
+        "recognize/logistic.py",
+        "return below + (ONE if packet is aten.ge else ZERO) * slope",
+        "return below + (ZERO if packet is aten.ge else ONE) * slope",
+    ),
+    Fault("recognize/piecewise.py", "sign = 1.0 if keys == self.pair else -1.0", "sign = 1.0"),
+    Fault(
+        "recognize/probabilities.py",
+        "        if scale is None or (pick[1], pick[3]) != (key, dim):",
+        "        if scale is None or pick[1] != key:",
+    ),
+    Fault(
+        "recognize/rounding.py",
+        'return [scale * error if error < float("inf") else 0.0 for error in errors]',
+        "return [scale * error for error in errors]",
+    ),
+    Fault(
+        "recognize/steps.py",
+        "            if self._changes:\n                raise _AgainError",
+        "            if not self._changes:\n                raise _AgainError",
+    ),
+    Fault(
+        "recognize/table.py",
+        "    if size_average is not None or reduce is not None:\n        if value",
+        "    if size_average is not None:\n        if value",
+    ),
+    Fault(
+        "recognize/unrolled.py",
+        "if piece is None or not computed_alike(piece.start, place):",
+        "if piece is None:",
+    ),
+    Fault("lazy/path.py", "if path._is_touched or (", "if ("),
+    Fault("lazy/rows.py", "    if chunk >= len(input):", "    if chunk < len(input):"),
+    Fault(
+        "lazy/source.py",
+        "            if before != now:\n",
+        "            if before != now and before is None:\n",
+    ),
+    Fault(
+        "known_heads/liger.py",
+        "loss = loss / (target != ignore_index).sum().clamp(min=1)",
+        "loss = loss / target.numel()",
+    ),
+    Fault("known_heads/rows.py", "factor = scale / temperature", "factor = scale * temperature"),
+    Fault(
+        "ops/row_picks.py",
+        "own - nll * (picks == target.unsqueeze(1))",
+        "own + nll * (picks == target.unsqueeze(1))",
+    ),
+    Fault("ops/row_loss.py", "if needs_input or needs_target:", "if needs_input:"),
+    Fault(
+        "ops/linear/row_losses.py",
+        "self.factor, self.z_factor = one / self.total_weight, one / self.count",
+        "self.factor = self.z_factor = one / self.total_weight",
+    ),
+    Fault(
+        "ops/linear/class_blocks.py",
+        "gradients.bias_sum[classes] += logits.sum(0)",
+        "gradients.bias_sum[classes] = logits.sum(0) * 2",
+    ),
+    Fault(
+        "distributed/layout.py",
+        "moved(p, dim_of(p) - (dim_of(p) > dim))",
+        "moved(p, dim_of(p) - (dim_of(p) >= dim))",
+    ),
 ]
 
 

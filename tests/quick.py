@@ -95,8 +95,9 @@ def choose(changed: list[str]) -> tuple[Choice, str]:
             for found in sorted((ROOT / "tests").rglob(f"test_*{stem}*.py")):
                 _add_file(choice, found.relative_to(ROOT).as_posix(), SECONDS)
     passes = [name for name in tests if name.startswith(PASSES) and not name.startswith(PROGRAMS)]
+    budget = min(SECONDS, choice.seconds + OF_ALL_PASSES)
     for name in sorted(passes, key=lambda n: tests[n].seconds * tests[n].cases):
-        choice.add(name, CASES * 2, choice.seconds + OF_ALL_PASSES)
+        choice.add(name, CASES * 2, budget)
     fitting = [name for source in sources for name in modules.get(source, ())]
     for name in sorted(set(fitting), key=lambda n: (tests[n].modules, tests[n].seconds)):
         choice.add(name, OF_PROGRAMS if name.startswith(PROGRAMS) else CASES, SECONDS)
