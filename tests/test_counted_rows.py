@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import compile_losses
 from compile_losses.ops.counted_rows import CountedRows
+from tests.constants import set_constants
 from tests.corpus.masks import COUNTED, WHOLE, drawn, masked_problem
 from tests.corpus.rows import CLASSES, masked_mean
 from tests.heads import IN_THE_FORWARD, SCALED
@@ -21,8 +22,9 @@ LEFT_OUT = "of those with"
 
 
 @pytest.fixture
-def small_heads(no_code, chunks, kernels_for_small_losses):
-    """Small heads are taken, and Inductor's code adds nothing."""
+def small_heads(no_code, chunks, kernels_for_small_losses, monkeypatch):
+    """Small heads are taken, a GPU's host waits for them, and Inductor's code adds nothing."""
+    set_constants(monkeypatch, operations_worth_waiting=0)
 
 
 @pytest.fixture
@@ -60,11 +62,9 @@ def test_left_out(name, frozen, kept, device):
 
 
 @pytest.mark.usefixtures("small_heads")
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", COUNTED)
-def test_accuracy(name, dtype, device):
-    check(COUNTED[name][0], masked_problem(dtype, device=device))
+def test_accuracy(name, device):
+    check(COUNTED[name][0], masked_problem(torch.bfloat16, device=device))
 
 
 @pytest.mark.usefixtures("small_heads")
