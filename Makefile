@@ -67,8 +67,12 @@ ifeq ($(HOST_PACKAGES),)
 $(STAMP) $(VENV)/.installed-for-the-demo: $(BUILT_FROM)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) -c constraints.txt torch setuptools wheel ninja
-	PATH="$(abspath $(BIN)):$$PATH" COMPILE_LOSSES_CPU=$(INSTRUCTION_SETS) \
-		$(PIP_INSTALL) -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
+	$(BIN)/python -m build_tools.extras $(EXTRAS) > $(VENV)/extras.txt
+	@# Other packages are installed while the kernels compile.
+	$(PIP_INSTALL) -c constraints.txt -r $(VENV)/extras.txt & others=$$!; \
+		PATH="$(abspath $(BIN)):$$PATH" COMPILE_LOSSES_CPU=$(INSTRUCTION_SETS) \
+		$(PIP_INSTALL) --no-build-isolation --no-deps -e . ; kernels=$$?; \
+		wait $$others && exit $$kernels
 	touch $@
 else
 # PYTHON may itself be in a virtual environment, whose packages --system-site-packages would not find:

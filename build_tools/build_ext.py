@@ -13,8 +13,7 @@ from pathlib import Path
 
 from setuptools.command.build_ext import build_ext
 
-from build_tools import cuda
-from build_tools.libraries import cuda_library
+from build_tools.libraries import asked_for, cuda_library
 from build_tools.ninja_file import BuildFile
 
 
@@ -31,6 +30,7 @@ class BuildKernels(build_ext):
     def run(self) -> None:
         if self.editable_mode:  # setuptools would delete its folder; `make wheel` links the objects
             self.build_temp = "build/kernels"
+        self.extensions = asked_for(self.extensions)
         super().run()
         folder = Path(self.build_lib, "compile_losses")
         if self.inplace:
@@ -62,6 +62,8 @@ class BuildKernels(build_ext):
 
     def _cuda(self) -> dict[str, object]:
         """Adds the CUDA library if it can be built; returns the entry for kernels.json."""
+        from build_tools import cuda  # it imports torch
+
         required = os.environ.get("COMPILE_LOSSES_CUDA") == "1"
         try:
             toolkit = cuda.find()

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from setuptools import Extension
-from torch.utils import cpp_extension
 
-from build_tools.cuda import Toolkit
+if TYPE_CHECKING:
+    from build_tools.cuda import Toolkit
+
+
+def folder_of_torch() -> Path:
+    """Of the package, without its import, which takes seconds. Pip starts setup.py three times."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("compile_losses is built beside torch: pip install torch")
+    return Path(found.origin).parent
+
 
 ROOT = Path(__file__).parent.parent
 COMPILER = (os.environ.get("CXX") or "c++").split()
-INCLUDES = [flag for folder in cpp_extension.include_paths() for flag in ("-isystem", folder)]
+TORCH = folder_of_torch()
+HEADERS = [str(TORCH / "include"), str(TORCH / "include/torch/csrc/api/include")]
+INCLUDES = [flag for folder in HEADERS for flag in ("-isystem", folder)]
 # torch's headers put their paths into messages; no binary may hold a path of this machine.
-INCLUDES += [f"-ffile-prefix-map={folder}=torch" for folder in cpp_extension.include_paths()]
+INCLUDES += [f"-ffile-prefix-map={folder}=torch" for folder in HEADERS]
 CXX_FLAGS = [
     "-DTORCH_TARGET_VERSION=0x020b000000000000ULL",  # libtorch's stable ABI as of torch 2.11
     *["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-g0", "-Wall", "-DNDEBUG"],
 ]
-LINK_FLAGS = [f"-L{folder}" for folder in cpp_extension.library_paths()]
+LINK_FLAGS = [f"-L{TORCH / 'lib'}"]
 if sys.platform == "linux":
     LINK_FLAGS += ["-Wl,--version-script=csrc/binding/exports.map"]
 elif sys.platform == "darwin":
@@ -45,6 +57,9 @@ NVCC_FLAGS = ["-std=c++20", "-O3", "-DNDEBUG", "-Xcompiler=-fPIC,-fvisibility=hi
 ELEMENTWISE = ROOT / "csrc" / "losses" / "elementwise"
 #: Sources of this name are compiled once for each elementwise loss, see csrc/this_loss.h.
 PER_LOSS = "elementwise"
+#: Sources in this folder hold no loops over elements. With few optimizations they compile in three
+#: quarters of the time, and calls take as long.
+BINDING = ROOT / "csrc" / "binding"
 
 
 @dataclass(frozen=True)
@@ -61,7 +76,8 @@ class Unit:
 
     @property
     def flags(self) -> list[str]:
-        return [f"-DFUSED_LOSS={self.loss}"] if self.loss else []
+        flags = ["-O1"] if (ROOT / self.source).parent == BINDING else []
+        return [*flags, f"-DFUSED_LOSS={self.loss}"] if self.loss else flags
 
 
 class Library(Extension):
@@ -104,17 +120,10 @@ def sources(*patterns: str) -> list[str]:
 
 
 def instruction_sets() -> dict[str, list[str]]:
-    """Those that torch distinguishes, with their flags; of COMPILE_LOSSES_CPU=native, only this
-    machine's."""
+    """Those that torch distinguishes, with their flags."""
     found: dict[str, list[str]] = {"default": []}
     if platform.machine().lower() in ("x86_64", "amd64"):
         found |= {"avx2": AVX2, "avx512": AVX2 + AVX512}
-    wanted = os.environ.get("COMPILE_LOSSES_CPU") or "all"
-    if wanted not in ("all", "native"):
-        raise SystemExit(f"compile_losses: expected COMPILE_LOSSES_CPU=all or native, got {wanted}")
-    if wanted == "native":
-        native = torch.backends.cpu.get_cpu_capability().lower()
-        found = {name: found[name] for name in [native if native in found else "default"]}
     return found
 
 
@@ -129,6 +138,22 @@ def cpu_libraries() -> list[Library]:
         )
         for name, flags in instruction_sets().items()
     ]
+
+
+def asked_for(libraries: list[Library]) -> list[Library]:
+    """Those of all instruction sets; of COMPILE_LOSSES_CPU=native, only of this machine's."""
+    wanted = os.environ.get("COMPILE_LOSSES_CPU") or "all"
+    if wanted not in ("all", "native"):
+        raise SystemExit(f"compile_losses: expected COMPILE_LOSSES_CPU=all or native, got {wanted}")
+    if wanted == "all":
+        return libraries
+    import torch
+
+    native = torch.backends.cpu.get_cpu_capability().lower()
+    name = f"_cpu_{native if native in instruction_sets() else 'default'}"
+    others = {f"compile_losses._cpu_{each}" for each in instruction_sets()}
+    others.discard(f"compile_losses.{name}")
+    return [library for library in libraries if library.name not in others]
 
 
 def cuda_library(toolkit: Toolkit, optional: bool) -> Library:

@@ -33,8 +33,8 @@ class BuildFile:
         for unit in library.units:
             objects.append(self.object_of(library, unit))
             self._build(objects[-1], f"{stem}{unit.source.suffix}", [unit.source])
-            if unit.flags:
-                self.lines.append(f"  flags = {_shell(unit.flags)}")
+            if flags := self.flags_of(unit):
+                self.lines.append(f"  flags = {_shell(flags)}")
         self.lines += [
             f"rule {stem}.so",
             f"  command = {_shell(library.linker)} $in -o $out {_shell(library.link_flags)}",
@@ -44,6 +44,9 @@ class BuildFile:
 
     def object_of(self, library: Library, unit: Unit) -> Path:
         return self.path.parent / library.name.rpartition(".")[2] / unit.object
+
+    def flags_of(self, unit: Unit) -> list[str]:
+        return unit.flags
 
     def _build(self, output: Path, rule: str, inputs: list[Path]) -> None:
         self.lines.append(f"build {_path(output)}: {rule} {' '.join(map(_path, inputs))}")

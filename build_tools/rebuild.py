@@ -28,6 +28,13 @@ class Linking(BuildFile):
         return own if unit.loss == self.loss else self.built / own.relative_to(self.path.parent)
 
 
+class Quickly(BuildFile):
+    """Without optimizations."""
+
+    def flags_of(self, unit: Unit) -> list[str]:
+        return [*super().flags_of(unit), "-O0"]
+
+
 def rebuild(loss: str, built: Path) -> None:
     """Builds the library in the package of this copy."""
     libraries = {each.name.rpartition(".")[2]: each for each in cpu_libraries()}
@@ -51,9 +58,7 @@ def rebuild(loss: str, built: Path) -> None:
     if (built / name).exists():
         file, commands = written(Linking)
     if commands != 3:  # two sources, and the linker
-        for command in library.compilers.values():
-            command.append("-O0")
-        file, _ = written(BuildFile)
+        file, _ = written(Quickly)
     file.run([library], verbose=False)
     print(f"{loss} is in {name}.so")
 

@@ -15,7 +15,7 @@ import torch
 import compile_losses
 from build_tools import cuda
 from build_tools.build_ext import BuildKernels
-from build_tools.libraries import ROOT, Library, cpu_libraries, elementwise_losses
+from build_tools.libraries import ROOT, Library, asked_for, cpu_libraries, elementwise_losses
 from build_tools.ninja_file import BuildFile
 
 KNOWN = "sm_75\nsm_80\nsm_86\nsm_89\nsm_90\nsm_100\nsm_120"
@@ -204,15 +204,49 @@ def test_instruction_sets(monkeypatch):
     names = ["_cpu_default", "_cpu_avx2", "_cpu_avx512"]
     for wanted in ("", "all"):
         monkeypatch.setenv("COMPILE_LOSSES_CPU", wanted)
-        assert [library.name.split(".")[1] for library in cpu_libraries()] == names
+        assert [each.name.split(".")[1] for each in asked_for(cpu_libraries())] == names
     monkeypatch.setenv("COMPILE_LOSSES_CPU", "native")
     for capability, name in (("AVX2", "_cpu_avx2"), ("ZVECTOR", "_cpu_default")):
         monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda told=capability: told)
-        (library,) = cpu_libraries()
+        (library,) = asked_for(cpu_libraries())
         assert library.name == f"compile_losses.{name}"
     monkeypatch.setenv("COMPILE_LOSSES_CPU", "avx9")
     with pytest.raises(SystemExit, match="COMPILE_LOSSES_CPU=all or native, got avx9"):
-        cpu_libraries()
+        asked_for(cpu_libraries())
+
+
+def test_setup_asks_torch_only_where_it_builds():
+    """Pip starts setup.py three times; an import of torch takes seconds."""
+    code = (
+        "import sys; sys.argv[1:] = ['--version']; import setup; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def test_packages_of_extras():
+    from build_tools import extras
+
+    assert extras.packages(["demo"]) == ["matplotlib", "numpy", "rich"]
+    for line in (ROOT / "Makefile").read_text().splitlines():
+        if ": EXTRAS := " in line:
+            assert extras.packages(line.rpartition(" ")[2].split(","))
+
+
+def test_kernels_keep_their_optimizations():
+    for library in cpu_libraries():
+        assert "-O3" in library.compilers[".cpp"]
+        folders = {unit.source.parent.name: unit.flags[:1] == ["-O1"] for unit in library.units}
+        assert folders == {"binding": True, "cpu": False}
+
+
+def test_folders_of_torch():
+    """As torch names them. They are told without its import."""
+    from torch.utils import cpp_extension
+
+    from build_tools import libraries
+
+    assert cpp_extension.include_paths() == libraries.HEADERS
+    assert [f"-L{folder}" for folder in cpp_extension.library_paths()] == libraries.LINK_FLAGS[:1]
 
 
 def test_the_command_runs_twice(tmp_path, monkeypatch):
