@@ -98,7 +98,15 @@ def interpret(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -
     view_to_reshape(gm)  # as Inductor does first: its views take tensors of any strides
     with V.set_fake_mode(detect_fake_mode(inputs)):
         compile_fx._recursive_post_grad_passes(gm, options.get("is_inference", False))
-    return make_boxed_func(gm.forward)
+    return make_boxed_func(lambda *args: [_no_view(result) for result in gm.forward(*args)])
+
+
+def _no_view(result: Any) -> Any:
+    """A result as Inductor's code returns it. Autograd refuses some writes to its views."""
+    if not isinstance(result, torch.Tensor) or not result._is_view():
+        return result
+    sizes, strides = tuple(result.size()), tuple(result.stride())
+    return torch._C._dynamo.guards._reinterpret_tensor(result, sizes, strides)
 
 
 @contextmanager
