@@ -61,6 +61,8 @@ def record(info: dict[str, str], tests: list[str], outcome: Path) -> None:
     ran, skipped, failed, errors = (
         int(suite.get(name, 0)) for name in ("tests", "skipped", "failures", "errors")
     )
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
     row = {
         "torch": info["torch"],
         "python": info["python"],
@@ -68,6 +70,7 @@ def record(info: dict[str, str], tests: list[str], outcome: Path) -> None:
         "passed": str(ran - skipped - failed - errors),
         "skipped": str(skipped),
         "failed": str(failed + errors),
+        "commit": commit.strip(),
     }
     rows = []
     if RECORD.exists():

@@ -384,6 +384,8 @@ def test_runs_are_recorded(tmp_path, monkeypatch):
     from build_tools import test_wheel
 
     monkeypatch.setattr(test_wheel, "RECORD", tmp_path / "versions.csv")
+    told = subprocess.CompletedProcess([], 0, stdout="abc1234\n")
+    monkeypatch.setattr(test_wheel.subprocess, "run", lambda *_, **__: told)
     outcome = tmp_path / "outcome.xml"
     suite = '<testsuites><testsuite tests="{}" skipped="2" failures="1" errors="1"/></testsuites>'
     for torch_version, ran in (("2.14.1", 10), ("2.12.1", 20), ("2.14.1", 30)):
@@ -391,9 +393,9 @@ def test_runs_are_recorded(tmp_path, monkeypatch):
         info = {"torch": torch_version, "python": "3.11.7"}
         test_wheel.record(info, ["-m", "not slow"], outcome)
     assert (tmp_path / "versions.csv").read_text() == (
-        "torch,python,tests,passed,skipped,failed\n"
-        "2.12.1,3.11.7,-m 'not slow',16,2,2\n"
-        "2.14.1,3.11.7,-m 'not slow',26,2,2\n"
+        "torch,python,tests,passed,skipped,failed,commit\n"
+        "2.12.1,3.11.7,-m 'not slow',16,2,2,abc1234\n"
+        "2.14.1,3.11.7,-m 'not slow',26,2,2,abc1234\n"
     )
 
 

@@ -138,12 +138,12 @@ def versions() -> str:
         "different with that torch or machine, or passed when they ran again. No cause was found",
         "for the one of torch 2.13.",
         "",
-        "| torch | Python | tests | passed | skipped | failed |",
-        "| --- | --- | --- | ---: | ---: | ---: |",
+        "| torch | Python | tests | passed | skipped | failed | commit |",
+        "| --- | --- | --- | ---: | ---: | ---: | --- |",
     ]
     for row in rows:
         counts = (f"{int(row[name]):,}" for name in ("passed", "skipped", "failed"))
-        told = (row["torch"], row["python"], f"`{row['tests']}`", *counts)
+        told = (row["torch"], row["python"], f"`{row['tests']}`", *counts, row["commit"])
         lines.append("| " + " | ".join(told) + " |")
     return "\n".join(lines) + "\n"
 
