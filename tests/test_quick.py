@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from tests import ROOT, coverage_map, quick
+from compile_losses.library import PACKAGE
+from tests import coverage_map, quick
 from tests.corpus import _MODULES, PROGRAMS
 from tests.coverage_map import Recorded, spread
 from tests.coverage_map import test_of as name_of_test  # no test of this file
@@ -74,8 +75,8 @@ def test_without_a_map(monkeypatch):
 
 def test_every_change_fits():
     """Whatever module has changed, the recorded seconds of what is chosen fit."""
-    for path in sorted((ROOT / "compile_losses").rglob("*.py")):
-        choice, _ = quick.choose([path.relative_to(ROOT).as_posix()])
+    for path in sorted(PACKAGE.rglob("*.py")):
+        choice, _ = quick.choose([path.relative_to(PACKAGE.parent).as_posix()])
         assert choice.seconds <= quick.SECONDS
         assert choice.cases
 
@@ -98,7 +99,7 @@ def test_names_of_tests():
 def test_faults_can_be_planted():
     """Each text is in its module, once; twenty modules have one."""
     for fault in FAULTS:
-        text = (ROOT / "compile_losses" / fault.module).read_text()
+        text = (PACKAGE / fault.module).read_text()
         assert text.count(fault.old) == 1, fault
     assert len({fault.module for fault in FAULTS}) >= 20
 
