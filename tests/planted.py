@@ -162,8 +162,8 @@ FAULTS = [
     ),
     Fault(
         "recognize/difference.py",
-        "points += [far * factor for factor in (1.1, 1.5, 2, 4, 5, 8, 11, 16, 50, 1e3, 1e5)]",
-        "points += [far * factor for factor in (1.1, 1.5)]",
+        "for a, e in zip(actual, expected, strict=True)",
+        "for a, e in zip(actual[:1], expected[:1], strict=True)",
     ),
     Fault(
         "recognize/divergence.py",
@@ -238,8 +238,8 @@ FAULTS = [
     ),
     Fault(
         "distributed/layout.py",
-        "moved(p, dim_of(p) - (dim_of(p) > dim))",
-        "moved(p, dim_of(p) - (dim_of(p) >= dim))",
+        "tuple(Partial() if i in mesh_dims else Replicate() for i in range(mesh.ndim))",
+        "tuple(Replicate() for i in range(mesh.ndim))",
     ),
 ]
 

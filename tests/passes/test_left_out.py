@@ -51,6 +51,9 @@ MASKS = {
     "of what may overflow": (
         lambda x, y: cross_entropy(x, y).masked_fill((x * 2).isinf(), 0).sum(), [],
     ),
+    "of a quotient that may overflow": (
+        lambda x, y: cross_entropy(x, y).masked_fill((x / 0.5).isinf(), 0).sum(), [],
+    ),
     "of one sign": (lambda x, y: cross_entropy(x, y).masked_fill(x.isneginf(), 0).sum(), []),
 }  # fmt: skip
 OTHERS = {

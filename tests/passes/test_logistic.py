@@ -36,6 +36,15 @@ BODIES = {
     ),
     "clamped": (lambda x, t, w: x.clamp(min=0) - x * t + (1 + (-x.abs()).exp()).log(), AT_ZERO),
     "relu": (lambda x, t, w: x.relu() - x * t + (1 + (-x.abs()).exp()).log(), AT_ZERO),
+    "a clamp that cancels": (
+        lambda x, t, w: x.clamp(min=0) - torch.where(x >= 0, x, 0.0) + F.softplus(x) - x * t, LOSS,
+    ),
+    "a relu that cancels": (
+        lambda x, t, w: x.relu() - torch.where(x > 0, x, 0.0) + F.softplus(x) - x * t, LOSS,
+    ),
+    "what differs at 0": (
+        lambda x, t, w: x.relu() - torch.where(x >= 0, x, 0.0) + F.softplus(x) - x * t, AT_ZERO,
+    ),
     "twice": (lambda x, t, w: 2 * (F.softplus(x) - x * t), [("l_x_", "l_t_", 2.0, [], None, False)]),
     "weighted": (
         lambda x, t, w: w * (F.softplus(x) - x * t),

@@ -53,6 +53,10 @@ LOSSES = {
     ),
     "an entropy": (lambda x, t: -(x.softmax(1) * x.log_softmax(1)).sum(), rows, []),
     "of another dimension": (lambda x, t: -x.log_softmax(0).gather(1, t[:, None]).sum(), classes, []),
+    "two dimensions": (
+        lambda x, t: x.logsumexp(0) - x.gather(1, t[:, None]).squeeze(1),
+        lambda: (torch.randn(4, 4), torch.randint(4, (4,))), [],
+    ),
     "less than a logit": (lambda x, t: (x.logsumexp(1) - x[:, 0] * 2).sum(), classes, []),
     "a sum of logits": (lambda x, t: x.sum(), rows, []),
 }  # fmt: skip
