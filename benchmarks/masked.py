@@ -6,8 +6,7 @@ others is a tensor, as of completions in reinforcement learning. A step is compi
 masks. Ways:
 
 - ``stock``: torch.compile;
-- ``ours``: with this package;
-- ``all_rows``: the same without the pass that counts the rows. A mean's head counts them then.
+- ``ours``: with this package.
 
 The ways and the masks take turns in a random order, and each has a step of its own first. ``bound``
 is the time that the share of rows that count would take, of that without a mask, and 0.3 ms.
@@ -16,11 +15,9 @@ is the time that the share of rows that count would take, of that without a mask
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,11 +29,10 @@ from benchmarks import report, tokens
 from benchmarks.clock import Call, make_clock, peak_mib, time_in_turns
 from benchmarks.linear_steps import Shape
 from benchmarks.options import DTYPES
-from compile_losses.passes import PASSES
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9)
 LOSSES = ("mean", "masked_mean", "grpo_cross_entropy", "ppo_entropy")
-WAYS = ("stock", "ours", "all_rows")
+WAYS = ("stock", "ours")
 
 
 @dataclass(frozen=True)
@@ -57,24 +53,6 @@ class Row:
     commit: str
 
 
-@contextlib.contextmanager
-def passes(way: str) -> Iterator[None]:
-    """The passes that run."""
-    if way != "all_rows":
-        yield
-        return
-    name = "COMPILE_LOSSES_PASSES"
-    before = os.environ.get(name)
-    names = (each.name for each in PASSES if each.short != "counted_rows")
-    os.environ[name] = ",".join(names)
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
-
-
 class Problem:
     """A head and a loss, with batches that have the same mask in every way."""
 
@@ -92,15 +70,9 @@ class Problem:
             self.batches[share] = replace(batch, mask=mask, target=target)
 
     def compiled(self, way: str) -> Callable[..., Tensor]:
-        if way == "stock":
-            step = torch.compile(self.given.eager, dynamic=False)
-        else:  # with options the two ways have backends of their own
-            options = {"verify": False}
-            step = torch.compile(
-                self.given.eager, backend="compile_losses", options=options, dynamic=False
-            )
-        with passes(way):
-            self.call(step, 0.5)()
+        backend = "inductor" if way == "stock" else "compile_losses"
+        step = torch.compile(self.given.eager, backend=backend, dynamic=False)
+        self.call(step, 0.5)()
         return step
 
     def call(self, step: Callable[..., Tensor], share: float) -> Call:
@@ -145,7 +117,7 @@ def draw(rows: list[Row], path: Path) -> None:
     for (shape, head), axes_row in zip(panels, grid, strict=True):
         for loss, axes in zip(losses, axes_row, strict=True):
             own = [r for r in rows if (r.shape, r.head, r.loss) == (shape, head, loss)]
-            for way, style in zip(WAYS, ("s-", "o-", "^:"), strict=True):
+            for way, style in zip(WAYS, ("s-", "o-"), strict=True):
                 found = [row for row in own if row.way == way]
                 axes.plot([r.masked for r in found], [r.ms for r in found], style, label=way)
             bound = [row for row in own if row.way == "ours"]

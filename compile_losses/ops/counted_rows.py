@@ -115,3 +115,4 @@ def _fake(mask: Tensor) -> Tensor:
 
 library.implement(counted_rows, _counted, "CompositeExplicitAutograd")
 library.register_fake(counted_rows, _fake)
+library.register_not_differentiable(counted_rows)
