@@ -46,7 +46,16 @@ from compile_losses.lower.held_logits import grad_outputs_of
 from compile_losses.lower.known_factors import has_one_element
 from compile_losses.lower.linear_losses import COUNTS, differentiated
 from compile_losses.lower.row_gradients import size_node, values_of
-from compile_losses.op_traits import CASTS, IN_ORDER, PRODUCTS, QUOTIENTS, SUMS, is_pointwise
+from compile_losses.op_traits import (
+    CASTS,
+    IN_ORDER,
+    PARTS,
+    PRODUCTS,
+    QUOTIENTS,
+    SCATTERS,
+    SUMS,
+    is_pointwise,
+)
 from compile_losses.ops.linear.row_function import SUM
 from compile_losses.ops.linear.row_statistics import NLL
 from compile_losses.sites import shorten, source_of
@@ -58,6 +67,8 @@ aten = torch.ops.aten
 fused = torch.ops.fused
 
 _CONJUNCTIONS = (*PRODUCTS, aten.bitwise_and.Tensor, aten.logical_and.default)
+#: If the result has as many numbers, it has the same numbers in the same order.
+_SAME = (*IN_ORDER, *PARTS)
 #: Ops whose result is zero if their only tensor is.
 _OF_ONE = (*CASTS, aten.neg.default)
 #: A mask is computed at the front of the graph if that takes no more ops, and if these read and
@@ -221,7 +232,8 @@ class _Search:
         self.losses, self.backward_call, self.backward = losses, backward_call, backward
         values = values_of(losses)
         self.rows = values[-1].shape[0]
-        self.columns = {1, *(v.shape[1] for v in values if v.dim() == 2)}
+        several = [v.shape[1] for v in values if v.dim() == 2]
+        self.columns = {1, *(columns for columns in several if type(columns) is int)}
         self.late = set(descendants([losses]))
         self.counts: dict[Node, Condition] = {}
         self.nonzero: dict[tuple[Node, Shape], Condition] = {}
@@ -270,7 +282,9 @@ class _Search:
             holds = self._nonzero(chosen, shape) if node is one else False
             fails = self._zero(chosen, shape) if node is other else False
             return _both(beyond, _either(holds, fails))
-        if is_pointwise(target) or target in CASTS or target in IN_ORDER:
+        if target in SCATTERS and self._is_whole(user):
+            return beyond if node is user.args[1] else False
+        if is_pointwise(target) or target in (*CASTS, *_SAME):
             return beyond
         return True
 
@@ -312,11 +326,20 @@ class _Search:
                 _both(self._nonzero(chosen, shape), self._nonzero(one, shape)),
                 _both(self._zero(chosen, shape), self._nonzero(other, shape)),
             )
-        if target in IN_ORDER and isinstance(args[0], Node):
+        if target in SCATTERS and self._is_whole(node):
+            target, args = _SAME[0], args[1:]
+        if target in _SAME and isinstance(args[0], Node):
             before = self._shape(args[0])
             if before is not None and self.columns_of(before) == self.columns_of(shape):
                 return self._nonzero(args[0], before)
         return True
+
+    def _is_whole(self, scatter: Node) -> bool:
+        """Whether what is put into zeros has as many numbers as these, so that none is left."""
+        whole, part = self._shape(scatter), scatter.args[1]
+        own = self._shape(part) if isinstance(part, Node) else None
+        both = whole is not None and own is not None
+        return both and self.columns_of(whole) == self.columns_of(own)  # type: ignore[arg-type]
 
     def _zero(self, chosen: Any, shape: Shape) -> Condition:
         """Where a condition of the graph may not hold."""

@@ -28,6 +28,12 @@ def chosen(h, w, labels, mask, advantages, old):
     return torch.where(mask.bool(), -log_probs(h, w, labels), 0.0).sum() / mask.sum()
 
 
+def column(h, w, labels, mask, advantages, old):
+    """The gradient of a column is put into zeros."""
+    logp = F.linear(h, w).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])
+    return -(logp[..., 0] * mask).sum() / mask.sum()
+
+
 def filled(h, w, labels, mask, advantages, old):
     each = -log_probs(h, w, labels).masked_fill(mask == 0, 0.0)
     return (each.sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
@@ -81,6 +87,7 @@ COUNTED = {
         (clipped, lambda labels, mask, *_: (labels != -100) & mask),
         (truncated, lambda labels, mask, *_: (labels != -100) & mask),
         (chosen, lambda labels, mask, *_: mask),
+        (column, lambda labels, mask, *_: mask),
         (filled, lambda labels, mask, *_: mask),
         (of_sequences, lambda labels, mask, a, _: (labels != -100) & mask & (a > 0)),
         (with_entropy, lambda labels, mask, *_: mask),
