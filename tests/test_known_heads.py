@@ -190,6 +190,8 @@ def test_refused_arguments(library):
     with compile_losses.enable():
         check(module.Head.apply, -1.0)
         assert module.Head.calls == 1
+        refused = switches.counters()["known heads refused"]
+        assert refused[f"{NAME}: its scale is not positive"] == 1
         hidden, weight, target = problem()
         with torch.autocast("cpu", torch.bfloat16):  # the copy of its weight would be larger
             module.Head.apply(hidden, weight, target)
@@ -199,7 +201,6 @@ def test_refused_arguments(library):
     (site,) = report.losses
     assert (site.op, site.status, site.reason) == (NAME, "declined", "its scale is not positive")
     assert site.file == __file__
-    assert switches.counters()["known heads refused"][f"{NAME}: its scale is not positive"] == 1
 
 
 @pytest.mark.planted

@@ -61,7 +61,8 @@ class Replaced(FunctionMeta):
 def _give_back(derived: Any) -> None:
     """Makes a class derived from a known head one that computes what it says itself."""
     if "apply" not in vars(derived):
-        derived.apply = classmethod(vars(torch.autograd.Function)["apply"].__func__)
+        # The descriptor binds to the class that it is read of. Since torch 2.14 it is C++'s.
+        derived.apply = vars(torch.autograd.Function)["apply"]
     derived.__class__ = FunctionMeta
 
 
