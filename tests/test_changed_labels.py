@@ -103,5 +103,6 @@ def losses_dropped(x, t):
 def test_changed_in_place(function, op, way):
     inputs = logits_and_classes()
     assert statuses(function, inputs) == [(op, "rewritten")]
-    expected = outcome(compiled(function, "stock"), inputs)
+    # Not stock's compiled function: of torch 2.15, it reads labels after they were changed.
+    expected = outcome(function, inputs)
     torch.testing.assert_close(outcome(compiled(function, way), inputs), expected)
