@@ -33,6 +33,8 @@ _LIBRARIES = tuple(
 )
 
 _OURS = os.path.join(os.path.realpath(os.path.dirname(__file__)), "")
+#: Its models are as a user's.
+_DEMO = os.path.join(_OURS, "demo", "")
 
 UNRECOGNISED = "unrecognised"
 
@@ -187,7 +189,8 @@ def line_in(trace: str) -> tuple[str, int]:
 
 
 def _is_ours(file: str) -> bool:
-    return os.path.realpath(file).startswith(_OURS)
+    path = os.path.realpath(file)
+    return path.startswith(_OURS) and not path.startswith(_DEMO)
 
 
 def functions_of(node: Node) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,7 +76,9 @@ def test_loss_outside_of_the_model(monkeypatch, capsys):
     )
     report = demo.explain(case, torch.device("cpu"))
     assert report.graphs == 2
-    assert [site.op for site in report.losses] == ["linear_cross_entropy"]
+    (site,) = report.losses
+    assert site.op == "linear_cross_entropy"
+    assert Path(site.file).name == "language_models.py", "its models are as a user's"
     assert demo.left(case, report) == []
     assert "returned logits" in capsys.readouterr().out
 
