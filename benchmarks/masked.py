@@ -46,7 +46,7 @@ class Row:
     way: str
     masked: float
     ms: float
-    mib: float
+    peak_mib: float
     bound_ms: float
     device: str
     torch: str

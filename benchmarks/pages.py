@@ -94,6 +94,8 @@ def front() -> str:
     tokens = rows_of("tokens-nvidia-h100.csv")
     grpo = {"loss": "grpo_float32", "head": "trained"}
     ppo = {"loss": "ppo_entropy", "head": "trained"}
+    masked = rows_of("masked-nvidia-h200.csv")
+    three_quarters = {"loss": "grpo_cross_entropy", "head": "trained", "masked": "0.75"}
     distilled = rows_of("distillation-nvidia-h100.csv")
     mixed = "mixed 8192x2048x128256"
     whole = {"pass_": "fwd_bwd"}
@@ -109,7 +111,12 @@ def front() -> str:
             one(tokens, contender="ours", **grpo),
         ),
         (
-            "PPO's loss with a bonus for entropy, the same",
+            "GRPO of cross entropies, three quarters of the tokens masked",
+            one(masked, way="stock", **three_quarters),
+            one(masked, way="ours", **three_quarters),
+        ),
+        (
+            "PPO's loss with a bonus for entropy, none masked",
             one(tokens, contender="stock", **ppo),
             one(tokens, contender="ours", **ppo),
         ),
