@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks import report, tokens
 from benchmarks.clock import Call, make_clock, peak_mib, time_in_turns
 from benchmarks.linear_steps import Shape
-from benchmarks.options import DTYPES
+from benchmarks.options import DTYPES, provenance
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9)
 LOSSES = ("mean", "masked_mean", "grpo_cross_entropy", "ppo_entropy")
@@ -36,7 +36,7 @@ WAYS = ("stock", "ours")
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(report.Provenance):
     """A way's time and memory for a share of masked rows."""
 
     shape: str
@@ -48,9 +48,6 @@ class Row:
     ms: float
     peak_mib: float
     bound_ms: float
-    device: str
-    torch: str
-    commit: str
 
 
 class Problem:
@@ -149,7 +146,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="a CSV file; a plot beside it")
     given = parser.parse_args()
     rows: list[Row] = []
-    known = (report.device_name(torch.device(given.device)), torch.__version__, given.commit)
+    known = provenance(given, torch.device(given.device))
     for shape, head, loss in itertools.product(given.shape, given.head, given.loss):
         torch._dynamo.reset()
         problem = Problem(loss, head, shape, DTYPES[given.dtype], given.device)
@@ -157,7 +154,7 @@ def main() -> None:
         for (way, share), (ms, mib) in found.items():
             bound = found[way, 0.0][0] * (1 - share) + 0.3
             figures = (round(ms, 3), round(mib), round(bound, 3))
-            row = Row(str(shape), given.dtype, head, loss, way, share, *figures, *known)
+            row = Row(str(shape), given.dtype, head, loss, way, share, *figures, **known)
             rows.append(row)
             print(f"{shape} {head} {loss} {way} {share}: {ms:.2f} ms, {mib:.0f} MiB", flush=True)
         del problem
