@@ -119,6 +119,11 @@ def _class_of(type: str, index: int | None) -> str:
     return "h100" if is_hopper and properties.total_memory <= _MOST_OF_AN_H100 else "gpu"
 
 
+def is_worth_waiting(device: torch.device, operations: int) -> bool:
+    """Whether a head whose products take so many operations may wait for the number of its rows."""
+    return device.type == "cpu" or operations >= constants_of(device).operations_worth_waiting
+
+
 def rows_of_equal_threads(device: torch.device) -> int:
     """How many rows a kernel may have so that each has as many threads as if it were the only one.
 

@@ -57,6 +57,8 @@ PARTS = (aten.slice.Tensor, aten.select.int)
 IN_PLACE = (*ALIASES, *RESHAPES, *ONES)
 #: The same numbers in the same order, or each several times where it is expanded.
 IN_ORDER = (*IN_PLACE, aten.clone.default, aten.expand.default)
+#: The same numbers in the same order, if the result has as many as the argument.
+SAME_IF_AS_MANY = (*IN_ORDER, *PARTS)
 #: Views of the memory of their first argument, without those that autograd has for itself.
 VIEWS = frozenset((*IN_PLACE, *TURNS, *PARTS, aten.expand.default))
 

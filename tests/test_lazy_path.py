@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from compile_losses.lazy.path import HeadFunction, Path, nodes_to_head
+from tests.lazy_programs import Reversed
 
 
 class Head(HeadFunction):
@@ -16,16 +17,6 @@ class Head(HeadFunction):
     @staticmethod
     def backward(ctx, grad):
         return grad * 2
-
-
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -grad
 
 
 def tensors():

@@ -24,11 +24,11 @@ from functools import reduce
 from typing import Any, TypeAlias
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from compile_losses.device_constants import constants_of
+from compile_losses.device_constants import is_worth_waiting
 from compile_losses.graphs import (
     ancestors,
     annotate,
@@ -41,41 +41,38 @@ from compile_losses.graphs import (
 )
 from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import hint_of
+from compile_losses.lower.early_sizes import is_symbolic, key_of
 from compile_losses.lower.fused_calls import fused_call
 from compile_losses.lower.held_logits import grad_outputs_of
 from compile_losses.lower.known_factors import has_one_element
 from compile_losses.lower.linear_losses import COUNTS, differentiated
-from compile_losses.lower.row_gradients import size_node, values_of
+from compile_losses.lower.node_relations import filled_with
+from compile_losses.lower.row_gradients import as_broadcast, as_rows, values_of
 from compile_losses.op_traits import (
     CASTS,
-    IN_ORDER,
-    PARTS,
     PRODUCTS,
     QUOTIENTS,
+    SAME_IF_AS_MANY,
     SCATTERS,
     SUMS,
     is_pointwise,
 )
+from compile_losses.ops.checks import NOTHING_IGNORED
 from compile_losses.ops.linear.row_function import SUM
 from compile_losses.ops.linear.row_statistics import NLL
 from compile_losses.sites import shorten, source_of
 from compile_losses.torch_internals.inductor import config
 from compile_losses.torch_internals.ops import named_arguments
-from compile_losses.torch_internals.symbols import expression_of
 
 aten = torch.ops.aten
 fused = torch.ops.fused
 
 _CONJUNCTIONS = (*PRODUCTS, aten.bitwise_and.Tensor, aten.logical_and.default)
-#: If the result has as many numbers, it has the same numbers in the same order.
-_SAME = (*IN_ORDER, *PARTS)
 #: Ops whose result is zero if their only tensor is.
 _OF_ONE = (*CASTS, aten.neg.default)
 #: A mask is computed at the front of the graph if that takes no more ops, and if these read and
 #: write no tensor of more numbers of each row.
 _MOST_OPS, _MOST_NUMBERS = 64, 16
-#: No class index is so low: such an index stands for none that is ignored.
-_NOTHING_IGNORED = -(2**32)
 
 
 @dataclass(frozen=True)
@@ -91,8 +88,7 @@ class Shape:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Shape:
-        sizes = tuple(tensor.shape)
-        return cls(tuple(expression_of(s) if isinstance(s, SymInt) else s for s in sizes), sizes)
+        return cls(key_of(tensor.shape), tuple(tensor.shape))
 
     def __len__(self) -> int:
         return len(self.key)
@@ -203,7 +199,7 @@ def _target_differs(node: Node) -> Condition:
 
 
 def _differs(target: Any, ignored: Any) -> Condition:
-    if not isinstance(target, Node) or type(ignored) is not int or ignored <= _NOTHING_IGNORED:
+    if not isinstance(target, Node) or type(ignored) is not int or ignored <= NOTHING_IGNORED:
         return True
     return Differs(target, ignored)
 
@@ -216,9 +212,7 @@ def _is_worthwhile(node: Node) -> bool:
     named = named_arguments(node)
     rows = named["input"].meta["val"].shape[0]
     weight: Tensor = named["linear_weight"].meta["val"]
-    operations = 6 * hint_of(weight.numel()) * hint_of(rows)
-    worth = constants_of(weight.device).operations_worth_waiting
-    return weight.device.type == "cpu" or operations >= worth
+    return is_worth_waiting(weight.device, 6 * hint_of(weight.numel()) * hint_of(rows))
 
 
 class _Search:
@@ -284,7 +278,7 @@ class _Search:
             return _both(beyond, _either(holds, fails))
         if target in SCATTERS and self._is_whole(user):
             return beyond if node is user.args[1] else False
-        if is_pointwise(target) or target in (*CASTS, *_SAME):
+        if is_pointwise(target) or target in (*CASTS, *SAME_IF_AS_MANY):
             return beyond
         return True
 
@@ -306,7 +300,7 @@ class _Search:
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             return True
-        constant = _constant(node)
+        constant = filled_with(node)
         if constant is not None:
             return constant != 0
         if node not in self.late and node not in self.backward:
@@ -327,8 +321,8 @@ class _Search:
                 _both(self._zero(chosen, shape), self._nonzero(other, shape)),
             )
         if target in SCATTERS and self._is_whole(node):
-            target, args = _SAME[0], args[1:]
-        if target in _SAME and isinstance(args[0], Node):
+            target, args = SAME_IF_AS_MANY[0], args[1:]
+        if target in SAME_IF_AS_MANY and isinstance(args[0], Node):
             before = self._shape(args[0])
             if before is not None and self.columns_of(before) == self.columns_of(shape):
                 return self._nonzero(args[0], before)
@@ -407,30 +401,17 @@ class _Emission:
             node = self._emit(aten.eq.Scalar, node, 0)
         elif not is_bool:
             node = self._emit(aten.ne.Scalar, node, 0)
-        if Shape.of(node.meta["val"]) != shape:
-            sizes = [s if isinstance(s, int) else size_node(s, self.place) for s in shape.sizes]
-            if None in sizes:
-                return None
-            node = self._emit(aten.expand.default, node, sizes)
-        columns = None if self.search is None else self.search.columns_of(shape)
-        if columns is None or columns == 1:
-            flat = len(shape) == 1
-            return node if flat else self._emit(aten.reshape.default, node, [-1])
-        rows = self._emit(aten.reshape.default, node, [-1, columns])
-        return self._emit(aten.any.dim, rows, 1)
+        assert self.search is not None
+        columns = self.search.columns_of(shape)
+        assert columns is not None
+        whole = as_broadcast(node, shape.sizes, self.place, self.losses)
+        if whole is None:
+            return None
+        rows = as_rows(whole, columns, self.place, self.losses)
+        return rows if columns == 1 else self._emit(aten.any.dim, rows, 1)
 
     def _emit(self, op: Any, *args: Any) -> Node:
         return emit(self.place, op, args, like=self.losses)
-
-
-def _constant(node: Node) -> int | float | None:
-    """The number that a tensor is filled with; None if that is not known."""
-    filled: Any = 0 if node.target is aten.zeros_like.default else None
-    if node.target in (aten.full.default, aten.full_like.default):
-        filled = node.args[1]
-    elif node.target is aten.scalar_tensor.default:
-        filled = node.args[0]
-    return filled if isinstance(filled, int | float) else None
 
 
 def _read(condition: Condition) -> list[Node]:
@@ -450,16 +431,12 @@ def _front(losses: Node, read: Sequence[Node]) -> Node | None:
     first = next(
         node
         for node in losses.graph.nodes
-        if node.op == "call_function" and node not in made and not _is_size(node)
+        if node.op == "call_function" and node not in made and not is_symbolic(node)
     )
     late = later_sources(read, first)
     rows = hint_of(values_of(losses)[-1].shape[0])
     cheap = len(late) <= _MOST_OPS and all(is_movable(n) and _is_cheap(n, rows) for n in late)
     return first if cheap else None
-
-
-def _is_size(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), SymInt)
 
 
 def _is_cheap(node: Node, rows: int) -> bool:

@@ -8,6 +8,7 @@ known before any loss.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,7 @@ def compute_sizes_early(graph: Graph) -> None:
     if not late:
         return
     inputs = graph.find_nodes(op="placeholder")
-    known = {expression_of(n.meta["val"]): n for n in inputs if _is_symbolic(n)}
+    known = {expression_of(n.meta["val"]): n for n in inputs if is_symbolic(n)}
     first: Node = next(node for node in graph.nodes if node.op != "placeholder")
     for symbol in symbols_of(*(node.meta["val"] for node in late)):
         found = None if symbol in known else _size_of_an_input(inputs, symbol)
@@ -54,10 +55,11 @@ def compute_sizes_early(graph: Graph) -> None:
 
 def _is_late(node: Node) -> bool:
     """Whether a node holds a size that it reads from a tensor, or that is made of such sizes."""
-    return node.op == "call_function" and _is_symbolic(node)
+    return node.op == "call_function" and is_symbolic(node)
 
 
-def _is_symbolic(node: Node) -> bool:
+def is_symbolic(node: Node) -> bool:
+    """Whether a node holds a size."""
     return isinstance(node.meta.get("val"), SymInt)
 
 
@@ -69,3 +71,18 @@ def _size_of_an_input(inputs: list[Node], symbol: Expression) -> tuple[Node, int
             if isinstance(size, SymInt) and expression_of(size) == symbol:
                 return node, dim
     return None
+
+
+def size_node(size: SymInt, place: Node) -> Node | None:
+    """A node before another one that holds a size; None if there is none."""
+    for node in place.graph.nodes:
+        if node is place:
+            break
+        if is_symbolic(node) and expression_of(node.meta["val"]) == expression_of(size):
+            return node
+    return None
+
+
+def key_of(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The sizes of a shape, a symbol's as an expression: symbols can't be keys."""
+    return tuple(expression_of(size) if isinstance(size, SymInt) else size for size in shape)

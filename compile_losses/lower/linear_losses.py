@@ -187,8 +187,9 @@ def _with_unit_gradients(
         fresh = tuple(map(torch.empty_like, backward.meta["val"]))
     op = fused_op(name_of(node), "rows_with_grad")
     args = (*leaf_arguments(node), *needs, function, list(known))
-    counted = {name: named[name] for name in ("counted",) if named[name] is not None}
-    both = emit(node, op, args, counted, value=(*values, *fresh))
+    counted = named["counted"]
+    kwargs = {} if counted is None else {"counted": counted}
+    both = emit(node, op, args, kwargs, value=(*values, *fresh))
     items = results_of(both, node)
     losses, units = items[: len(values)], items[len(values) :]
     save(both)

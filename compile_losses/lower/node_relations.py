@@ -36,6 +36,18 @@ def depends_on_tangents(graph: Graph) -> set[Node]:
     return set(descendants(filter(is_tangent, graph.find_nodes(op="placeholder"))))
 
 
+def filled_with(node: Node) -> int | float | None:
+    """The number that a tensor is filled with; None if that is not known."""
+    filled: Any = None
+    if node.target in (aten.zeros.default, aten.zeros_like.default):
+        filled = 0
+    elif node.target is aten.scalar_tensor.default:
+        filled = node.args[0]
+    elif node.target in (aten.full.default, aten.full_like.default):
+        filled = node.args[1]
+    return filled if isinstance(filled, int | float) else None
+
+
 def readers_of(node: Node) -> list[Node]:
     """What reads a value, itself or through views."""
     readers = []

@@ -28,15 +28,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.graphs import ancestors, copy_nodes, descendants, emit, move_before
+from compile_losses.lower.early_sizes import key_of, size_node
 from compile_losses.lower.elementwise.find import linear_part
 from compile_losses.lower.known_factors import has_one_element, is_one_number
-from compile_losses.op_traits import IN_ORDER, PARTS, SCATTERS
-from compile_losses.ops.checks import same_shape
+from compile_losses.op_traits import SAME_IF_AS_MANY, SCATTERS
 from compile_losses.ops.linear.row_function import (
     COLUMN,
     JOIN,
@@ -50,12 +50,9 @@ from compile_losses.ops.linear.row_function import (
     is_of_elements,
 )
 from compile_losses.ops.linear.row_statistics import LOG_PROBS
-from compile_losses.torch_internals.symbols import expression_of
 
 aten = torch.ops.aten
 
-#: If the result has as many numbers, it has the same numbers in the same order.
-_SAME = (*IN_ORDER, *PARTS)
 _SPLIT = aten.split_with_sizes.default
 
 
@@ -172,7 +169,7 @@ class _Writer:
             self.steps.append(node)
             self.same[node] = node
             return None
-        if node.target in _SAME and self._columns(of_losses[0].meta["val"]) == columns:
+        if node.target in SAME_IF_AS_MANY and self._columns(of_losses[0].meta["val"]) == columns:
             self.same[node] = self.same[of_losses[0]]
             return None
         # If the result has as many numbers as the second argument, it is the second argument.
@@ -379,32 +376,36 @@ class _Writer:
         if has_one_element(value):
             is_number = value.dim() == 0
             return node if is_number else emit(self.losses, aten.reshape.default, (node, [1]))
-        if not same_shape(value.shape, torch.Size(shape)):
-            sizes = [
-                size if isinstance(size, int) else size_node(size, self.losses) for size in shape
-            ]
-            node = emit(self.losses, aten.expand.default, (node, sizes))
-        columns = self._columns(node.meta["val"])
-        if len(shape) == (1 if columns == 1 else 2):
-            return node
-        flat = [-1] if columns == 1 else [-1, columns]
-        return emit(self.losses, aten.reshape.default, (node, flat))
+        expanded = as_broadcast(node, shape, self.losses, self.losses)
+        assert expanded is not None, "a size is not known"
+        columns = self._columns(expanded.meta["val"])
+        assert columns is not None
+        return as_rows(expanded, columns, self.losses, self.losses)
 
 
-def size_node(size: SymInt, place: Node) -> Node | None:
-    """A node before another one that holds a size; None if there is none."""
-    for node in place.graph.nodes:
-        if node is place:
-            break
-        value = node.meta.get("val")
-        if isinstance(value, SymInt) and expression_of(value) == expression_of(size):
-            return node
-    return None
+def as_broadcast(node: Node, shape: Sequence[Any], place: Node, like: Node) -> Node | None:
+    """A tensor in the shape that it is broadcast to; None if a size of that is not known there.
+
+    Args:
+        place, like: as for :func:`compile_losses.graphs.emit`.
+    """
+    if key_of(node.meta["val"].shape) == key_of(shape):
+        return node
+    sizes = [size if isinstance(size, int) else size_node(size, place) for size in shape]
+    return None if None in sizes else emit(place, aten.expand.default, (node, sizes), like=like)
+
+
+def as_rows(node: Node, columns: int, place: Node, like: Node) -> Node:
+    """A tensor as [rows] or, with several numbers a row, [rows, columns]."""
+    if node.meta["val"].dim() == (1 if columns == 1 else 2):
+        return node
+    flat = [-1] if columns == 1 else [-1, columns]
+    return emit(place, aten.reshape.default, (node, flat), like=like)
 
 
 def _in_shape(node: Node, shape: Sequence[Any]) -> tuple[Any, ...]:
     """A key for a tensor that is read in a shape, whose symbols can't be keys themselves."""
-    return node, *(expression_of(size) if isinstance(size, SymInt) else size for size in shape)
+    return node, *key_of(shape)
 
 
 def _part(node: Node) -> tuple[Node, int, int]:

@@ -11,6 +11,9 @@ from compile_losses.torch_internals.eager import is_any_autocast_enabled
 #: Values of the ``reduction`` argument, as in ``torch.nn.functional``'s own enumeration.
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2, "batchmean": 3}
 
+#: Stands for no class index: of hand-written losses none is ignored.
+NOTHING_IGNORED = -(2**62)
+
 NARROW = (torch.bfloat16, torch.float16)
 FLOATING = (torch.float64, torch.float32, *NARROW)
 

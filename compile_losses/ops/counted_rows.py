@@ -22,6 +22,11 @@ EIGHTH = 8
 counted_rows = library.define("counted_rows(Tensor mask) -> Tensor")
 
 
+def is_captured(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is captured, which would keep the number of rows that it meets."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class KeptRows:
     """The rows of a mask, bool [rows]; a device counts them while the host goes on."""
 
@@ -54,8 +59,8 @@ class CountedRows:
 
     def indices(self) -> Tensor | None:
         """Waits for the device, if it has not counted yet. None if too few rows do not count, or a
-        CUDA graph is captured, which would keep this number."""
-        if self.counted.is_cuda and torch.cuda.is_current_stream_capturing():
+        CUDA graph is captured."""
+        if is_captured(self.counted):
             return None
         number = _numbers.get(self.counted)
         count = int(self.counted[-1]) if number is None else number.read()
@@ -95,7 +100,7 @@ def _counted(mask: Tensor) -> Tensor:
     places = torch.where(mask, counts - 1, rows)
     result.scatter_(0, places, torch.arange(rows, device=mask.device))
     result[rows:] = counts[-1:] if rows else 0
-    if not (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not is_captured(mask):
         _numbers[result] = _Number(result[-1])
     return result
 
@@ -113,6 +118,4 @@ def _fake(mask: Tensor) -> Tensor:
     return mask.new_empty(mask.shape[0] + 1, dtype=torch.int64)
 
 
-library.implement(counted_rows, _counted, "CompositeExplicitAutograd")
-library.register_fake(counted_rows, _fake)
-library.register_not_differentiable(counted_rows)
+library.compose(counted_rows, _counted, _fake)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from compile_losses.ops.checks import NOTHING_IGNORED
 from compile_losses.recognize.aten_replay import AtenReplay, aten, compute, same_sizes
 from compile_losses.recognize.divergence import softmax_divergences
 from compile_losses.recognize.normal_form import NormalForm, Steps, Written, sums_classes
@@ -49,9 +50,6 @@ BODIES = [
     ),
     ("kl_div", "q (log q - log p), with either argument as it is or as a logarithm"),
 ]
-
-#: Class indices of a hand-written loss have no value that is ignored.
-NOTHING_IGNORED = -(2**62)
 
 
 def written_probabilities(form: NormalForm, algebra: SoftmaxAlgebra) -> Iterator[Written]:

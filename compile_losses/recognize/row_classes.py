@@ -16,9 +16,9 @@ import torch
 from torch.fx import Node
 
 from compile_losses.op_traits import RESHAPES
+from compile_losses.ops.checks import NOTHING_IGNORED
 from compile_losses.recognize.aten_replay import AtenReplay, aten
 from compile_losses.recognize.head import NotAbsorbedError, computed
-from compile_losses.recognize.probabilities import NOTHING_IGNORED
 from compile_losses.recognize.row_statistics import Move, Reading
 from compile_losses.recognize.symbolic_tensors import Value, computed_alike
 

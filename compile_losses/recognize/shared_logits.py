@@ -32,7 +32,7 @@ from compile_losses.graphs import (
 )
 from compile_losses.lazy import LazyOutput
 from compile_losses.op_traits import PARTS, RESHAPES
-from compile_losses.ops.checks import REDUCTIONS
+from compile_losses.ops.checks import NOTHING_IGNORED, REDUCTIONS
 from compile_losses.ops.linear.row_divergences import tensors_beside
 from compile_losses.ops.linear.row_statistics import DIFFERENTIABLE
 from compile_losses.ops.linear_row_statistics import DIVERGENCES, in_order
@@ -43,7 +43,6 @@ from compile_losses.recognize.linear_divergence import check_no_dtensors, withou
 from compile_losses.recognize.logits import Logits, logits_of
 from compile_losses.recognize.match import Match
 from compile_losses.recognize.moved_nodes import move_before
-from compile_losses.recognize.probabilities import NOTHING_IGNORED
 from compile_losses.recognize.returned_logits import lazy_outputs, readers
 from compile_losses.recognize.row_classes import (
     Classes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from compile_losses.recognize.probabilities import NOTHING_IGNORED
+from compile_losses.ops.checks import NOTHING_IGNORED
 from compile_losses.recognize.row_classes import (
     Classes,
     as_rows,

@@ -18,6 +18,7 @@ from compile_losses.graphs import ancestors
 from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import behind_views
 from compile_losses.lower.known_factors import is_one_number
+from compile_losses.lower.node_relations import filled_with
 from compile_losses.op_traits import CASTS, IN_ORDER, PRODUCTS, QUOTIENTS, SCATTERS, SUMS, TURNS
 from compile_losses.torch_internals.graphs import is_tangent
 
@@ -155,13 +156,5 @@ def _depends(argument: Any, backward: set[Node]) -> bool:
 
 def _is_zero(argument: Any) -> bool:
     """Whether an argument is certainly 0, or a tensor of zeros."""
-    if not isinstance(argument, Node):
-        return isinstance(argument, int | float) and argument == 0
-    target: Any = argument.target
-    if target in (aten.zeros.default, aten.zeros_like.default):
-        return True
-    if target is aten.scalar_tensor.default:
-        return bool(argument.args[0] == 0)
-    if target in (aten.full.default, aten.full_like.default):
-        return bool(argument.args[1] == 0)
-    return False
+    number = filled_with(argument) if isinstance(argument, Node) else argument
+    return isinstance(number, int | float) and number == 0

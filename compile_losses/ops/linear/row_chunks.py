@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 
 from compile_losses import switches
-from compile_losses.device_constants import constants_of, rows_of_equal_threads
+from compile_losses.device_constants import is_worth_waiting, rows_of_equal_threads
 from compile_losses.ops.checks import accumulation_type
-from compile_losses.ops.counted_rows import CountedRows, KeptRows
+from compile_losses.ops.counted_rows import CountedRows, KeptRows, is_captured
 from compile_losses.ops.linear.arguments import check
 from compile_losses.ops.linear.chunk_size import (
     Plan,
@@ -82,22 +82,25 @@ class Problem:
     ) -> None:
         self.input, self.linear_weight, self.linear_bias = input, linear_weight, linear_bias
         self.losses, self.counts, self.scale = losses, counts, scale
-        self.counted: KeptRows | CountedRows | None = None
+        self.counted: KeptRows | None = None
         self.kept: Tensor | None = None
         self.rows = self.all_rows = len(input)
 
     def count(self) -> None:
-        """Begins to count the rows that may be left out, if that has not begun."""
-        if self.counted is None and self.counts is not None:
+        """Begins to count the rows that may be left out."""
+        if self.counts is not None:
             self.counted = self.counts()
 
     def leave_out(self) -> bool:
         """Leaves out the rows that do not count if they are many; waits until they are counted."""
-        self.kept = None if self.counted is None else self.counted.indices()
-        if self.kept is None:
+        return self.counted is not None and self.keep(self.counted.indices())
+
+    def keep(self, rows: Tensor | None) -> bool:
+        """Leaves out all rows but these, int64 [kept]; None and False if all rows stay."""
+        if rows is None:
             return False
-        self.losses.keep(self.kept)
-        self.rows = len(self.kept)
+        self.kept, self.rows = rows, len(rows)
+        self.losses.keep(rows)
         return True
 
     def logits(self, chunk: int, start: int = 0) -> Iterator[Chunk]:
@@ -166,7 +169,8 @@ def of_cross_entropy(
     check(*arguments, leaf=True)
     target = target.to(torch.int64)
     counts: Callable[[], KeptRows] | None = None
-    if is_worth_waiting(target, 6 * linear_weight.numel() * len(target)):
+    operations = 6 * linear_weight.numel() * len(target)
+    if is_worth_waiting(target.device, operations) and not is_captured(target):
 
         def counts() -> KeptRows:
             return KeptRows(target != ignore_index)
@@ -176,14 +180,6 @@ def of_cross_entropy(
         accumulation_type(input.dtype), dtype, grad_output,
     )  # fmt: skip
     return Problem(input, linear_weight, linear_bias, losses, counts)
-
-
-def is_worth_waiting(target: Tensor, operations: int) -> bool:
-    """Whether the host may ask how many rows are ignored. See the module's docstring."""
-    if target.device.type == "cpu":
-        return True
-    worth = constants_of(target.device).operations_worth_waiting
-    return operations >= worth and not torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True)
@@ -280,9 +276,10 @@ class RowChunks:
 
 
 def _counting(problem: Problem, counted: Tensor | None = None) -> Problem:
-    """A problem whose rows are counted, if they are."""
+    """A problem without the rows that do not count, if others have counted them."""
     if counted is not None:
-        problem.counted = CountedRows(counted, problem.all_rows)
+        problem.counts = None
+        problem.keep(CountedRows(counted, problem.all_rows).indices())
     return problem
 
 
