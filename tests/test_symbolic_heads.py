@@ -15,6 +15,7 @@ from tests import (
     test_shared_classes,
     test_shared_distillation,
     test_shared_logits,
+    test_shared_numbers,
     test_shared_picks,
 )
 from tests.corpus.rows import problem
@@ -34,6 +35,7 @@ def programs():
         (test_row_gradients.BY_ROW, problem, IN_THE_FORWARD),
         (test_row_gradients.ACROSS_ROWS, problem, LOGITS),
         (test_shared_logits.BY_ROW, problem, IN_THE_FORWARD),
+        (test_shared_numbers.BY_ROW, problem, IN_THE_FORWARD),
         (test_shared_classes.BY_ROW, problem, IN_THE_FORWARD),
         (test_shared_classes.PREFERENCES, problem, LOGITS),
         (test_shared_picks.BY_ROW, test_shared_picks.sparse_problem, IN_THE_FORWARD),

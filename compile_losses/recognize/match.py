@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from compile_losses.graphs import ancestors, emit, erase_unused, replace_uses, undone_if_it_fails
 from compile_losses.lazy import LazyOutput
+from compile_losses.recognize.memory import is_written
 from compile_losses.recognize.symbolic_tensors import (
     Value,
     computed_at,
@@ -22,6 +23,8 @@ from compile_losses.recognize.symbolic_tensors import (
     sources,
 )
 from compile_losses.torch_internals.ops import OpOverload
+
+aten = torch.ops.aten
 
 #: In the place of a refusal: nobody has asked for it.
 UNASKED = "nobody has asked the guards"
@@ -101,6 +104,8 @@ class Match:
         for (function, rest), value in zip(self.steps, values[1:], strict=True):
             more = [put(argument, root) for argument in rest]
             node = emit(root, function, (node, *more), value=value)
+        if self.steps and is_written(root):
+            node = emit(root, aten.clone.default, (node,), value=values[-1])
         return node
 
     def _before_steps(self) -> list[Tensor]:

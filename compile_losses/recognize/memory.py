@@ -145,6 +145,15 @@ def memory_of(graph: Graph) -> Memory:
     return _found[graph]
 
 
+def is_written(node: Node) -> bool:
+    """Whether a node writes to the memory that another one returns.
+
+    What a rewrite puts in its place has to be no view: autograd's gradient of a write to a view
+    goes through the memory of all that it is a view of.
+    """
+    return storage_of(example(node)) in memory_of(node.graph).writers
+
+
 def look_at(graph: Graph, outer: Graph | None = None, at: Node | None = None) -> Memory:
     """Goes through a graph anew, before its losses are looked for; see :class:`Memory`.
 

@@ -33,13 +33,18 @@ from compile_losses.ops.linear.row_statistics import (
 from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.head import NotAbsorbedError
 from compile_losses.recognize.row_views import (
-    VIEWS,
     RowIndexError,
     picks_of_gather,
-    pushed_under_softmax,
     target_of_gather,
     target_of_index,
     unexpanded,
+)
+from compile_losses.recognize.softmax_rows import (
+    multiple_of_softmax,
+    one_hot_classes,
+    softmax_of,
+    unbounded,
+    unscaled,
 )
 from compile_losses.recognize.symbolic_tensors import Value, example, has_gradient, whole
 from compile_losses.torch_internals.ops import OpOverload, named_arguments
@@ -93,6 +98,7 @@ class Reading:
         logits: the tensor that it reads, with the classes in dimension dim.
         dim: as above.
         terms: the factor of each statistic; the node holds the sum of all.
+        exponential: if the node holds the exponential of this sum, what that is multiplied by.
         target: the class that is picked of each row, if one is.
         call: the arguments by name of a cross entropy.
         divergence: the kind and the teacher of a divergence.
@@ -105,6 +111,7 @@ class Reading:
     logits: Value
     dim: int
     terms: dict[int, float] = field(default_factory=dict)
+    exponential: float | None = None
     target: Value | None = None
     call: dict[str, Any] | None = None
     divergence: Divergence | None = None
@@ -180,7 +187,8 @@ def _cross_entropy(node: Node, replay: AtenReplay, logits: Container[Node]) -> R
         return _soft_targets(call, dim, replay) if is_student else None
     if call["weight"] is not None and call["label_smoothing"]:
         return None
-    return Reading(whole(input), dim, {NLL: 1.0}, whole(target), call, what="cross entropy")
+    terms = {NLL: 1.0}
+    return Reading(whole(input), dim, terms, None, whole(target), call, what="cross entropy")
 
 
 def _soft_targets(call: dict[str, Any], dim: int, replay: AtenReplay) -> Reading | None:
@@ -188,7 +196,7 @@ def _soft_targets(call: dict[str, Any], dim: int, replay: AtenReplay) -> Reading
     input, target = whole(call["input"]), whole(call["target"])
     if call["weight"] is not None or call["label_smoothing"] or has_gradient(target):
         return None
-    found = _softmax_of(target, replay, logarithm=False)
+    found = softmax_of(target, replay, logarithm=False)
     if found is None or found[1] != dim:
         return None
     reduction = call["reduction"]
@@ -279,7 +287,7 @@ def _of_value(value: Value, replay: AtenReplay) -> Reading | None:
     if op in (aten.sum.dim_IntList, aten.mean.dim):
         return _sum(value, replay)
     if op in (aten.sum.default, aten.mean.default):
-        return _sum_of_all(value)
+        return _sum(value, replay) or _sum_of_all(value)
     if op is aten.argmax.default and len(args) > 1 and isinstance(args[1], int):
         return _largest(args[0], args[1] % args[0].rank, ARGMAX)
     if op is aten.amax.default and len(args) > 1 and len(args[1]) == 1:
@@ -298,63 +306,112 @@ def _keeps_rows(value: Value) -> bool:
 
 
 def _times(reading: Reading, factor: float) -> Reading:
+    if reading.exponential is not None:
+        return replace(reading, exponential=factor * reading.exponential)
     terms = {place: factor * multiple for place, multiple in reading.terms.items()}
     return replace(reading, terms=terms)
 
 
 def _pick(source: Value, dim: int, target: Value, replay: AtenReplay) -> Reading:
-    logits = _softmax_of(source, replay, logarithm=True)
-    if logits is not None and logits[1] == dim:
-        return Reading(logits[0], dim, {NLL: -1.0}, target, what="log-probability of a class")
-    terms = {LOGSUMEXP: 1.0, NLL: -1.0}
-    return Reading(source, dim, terms, target, what="logit of a class")
+    found, what = _of_classes(source, dim, NLL, -1.0, replay)
+    return replace(found, target=target, what=f"{what} of a class")
 
 
 def _picks(source: Value, picks: Value, replay: AtenReplay) -> Reading:
-    dim = source.rank - 1
-    logits = _softmax_of(source, replay, logarithm=True)
-    if logits is not None and logits[1] == dim:
-        what = "log-probabilities of several classes"
-        return Reading(logits[0], dim, {LOG_PROBS: 1.0}, picks=picks, what=what)
-    terms = {LOG_PROBS: 1.0, LOGSUMEXP: 1.0}
-    return Reading(source, dim, terms, picks=picks, what="logits of several classes")
+    found, what = _of_classes(source, source.rank - 1, LOG_PROBS, 1.0, replay)
+    plural = "probabilities".join(what.rsplit("probability", 1)) if what != "logit" else "logits"
+    return replace(found, picks=picks, what=f"{plural} of several classes")
+
+
+def _of_classes(
+    source: Value, dim: int, place: int, sign: float, replay: AtenReplay
+) -> tuple[Reading, str]:
+    """What is picked of each row, and its name: a log-probability, a probability or a logit.
+
+    Args:
+        place, sign: of the statistic that is, but for its sign, the log-probability.
+    """
+    found = multiple_of_softmax(source, replay, logarithm=True)
+    if found is not None and found.dim == dim:
+        return Reading(found.logits, dim, {place: sign * found.factor}), "log-probability"
+    found = multiple_of_softmax(source, replay, logarithm=False)
+    if found is not None and found.dim == dim:
+        return Reading(found.logits, dim, {place: sign}, found.factor), "probability"
+    return Reading(source, dim, {LOGSUMEXP: 1.0, place: sign}), "logit"
 
 
 def _sum(value: Value, replay: AtenReplay) -> Reading | None:
-    """Over the classes: of log-probabilities, or of these or logits times probabilities."""
-    inner, dims = replay.resolve(value.args[0]), value.args[1]
-    if not isinstance(dims, list) or len(dims) != 1 or value.kwargs.get("dtype") is not None:
+    """Over the classes, or over classes and rows: of log-probabilities, or of these or logits times
+    probabilities, or of what a one-hot target selects."""
+    dims, dtype = _dims_of_sum(value), value.kwargs.get("dtype")
+    if dims is None or (dtype is not None and not dtype.is_floating_point):
         return None
-    dim = dims[0] % value.args[0].rank
-    classes, factor = value.args[0].fake.shape[dim], 1.0
-    if value.op is aten.mean.dim:
-        if not isinstance(classes, int):
+    found = _of_summands(value.args[0], replay)
+    if found is None or found.dim not in dims:
+        return None
+    is_mean = value.op in (aten.mean.dim, aten.mean.default)
+    if is_mean:
+        classes = found.logits.fake.shape[found.dim]
+        if not isinstance(classes, int) or not classes:
             return None
-        factor = 1 / classes
-    if inner.op is aten.neg.default:
-        inner, factor = replay.resolve(inner.args[0]), -factor
-    logits = _softmax_of(inner, replay, logarithm=True)
-    if logits is not None and logits[1] == dim:
+        found = _times(found, 1 / classes)
+    if value.op in (aten.sum.dim_IntList, aten.mean.dim) and len(dims) == 1:
+        return found
+    over_rows = aten.mean.default if is_mean else aten.sum.default
+    return replace(found, over_rows=over_rows, what=f"{found.what} over all rows")
+
+
+def _dims_of_sum(value: Value) -> list[int] | None:
+    """The dimensions of a sum or mean; None unless they are one or all."""
+    rank = value.args[0].rank
+    if value.op in (aten.sum.default, aten.mean.default):
+        return list(range(rank))
+    dims = value.args[1]
+    if not isinstance(dims, list) or len(dims) not in (1, rank):
+        return None
+    return [dim % rank for dim in dims]
+
+
+def _of_summands(summands: Value, replay: AtenReplay) -> Reading | None:
+    """The sum over the classes; None if it is none of the statistics."""
+    inner, factor = unscaled(summands, replay)
+    logits = softmax_of(inner, replay, logarithm=True)
+    if logits is not None:
+        rows, dim = logits
+        classes = rows.fake.shape[dim]
         if not isinstance(classes, int):
             return None
         terms = {TOTAL: factor, LOGSUMEXP: -factor * classes}
-        return Reading(logits[0], dim, terms, what="sum of log-probabilities")
+        return Reading(rows, dim, terms, what="sum of log-probabilities")
     if inner.op is not aten.mul.Tensor or not all(isinstance(a, Value) for a in inner.args[:2]):
         return None
     for one, other in (inner.args, inner.args[::-1]):
         if not same_sizes(one.fake.shape, other.fake.shape):
             return None
-        logits = _softmax_of(one, replay, logarithm=False)
-        if logits is None or logits[1] != dim:
-            continue
-        other = _unbounded(other, replay)
-        logarithms = _softmax_of(other, replay, logarithm=True)
-        if logarithms is not None and logarithms[1] == dim:
-            if replay.same(logits[0], logarithms[0]):
-                return Reading(logits[0], dim, {ENTROPY: -factor}, what="entropy")
-        elif replay.same(logits[0], other):
-            terms = {LOGSUMEXP: factor, ENTROPY: -factor}
-            return Reading(other, dim, terms, what="expected logit")
+        found = _of_product(one, other, replay)
+        if found is not None:
+            return _times(found, factor)
+    return None
+
+
+def _of_product(one: Value, other: Value, replay: AtenReplay) -> Reading | None:
+    """The sum over the classes of a product of probabilities, or of a one-hot target."""
+    classes = one_hot_classes(one, replay)
+    if classes is not None:
+        return _pick(other, other.rank - 1, classes, replay)
+    found = multiple_of_softmax(one, replay, logarithm=False)
+    if found is None:
+        return None
+    logits, dim, factor = found.logits, found.dim, found.factor
+    other = unbounded(other, replay)
+    logarithms = multiple_of_softmax(other, replay, logarithm=True)
+    if logarithms is not None and logarithms.dim == dim:
+        if not replay.same(logits, logarithms.logits):
+            return None
+        return Reading(logits, dim, {ENTROPY: -factor * logarithms.factor}, what="entropy")
+    if replay.same(logits, other):
+        terms = {LOGSUMEXP: factor, ENTROPY: -factor}
+        return Reading(other, dim, terms, what="expected logit")
     return None
 
 
@@ -368,48 +425,6 @@ def _sum_of_all(value: Value) -> Reading | None:
         factor = 1 / classes
     what = "sum of the logits"
     return Reading(logits, logits.rank - 1, {TOTAL: factor}, over_rows=value.op, what=what)
-
-
-def _softmax_of(value: Value, replay: AtenReplay, *, logarithm: bool) -> tuple[Value, int] | None:
-    """The logits and the dimension of the classes, if a Value is their softmax or log_softmax."""
-    value = replay.resolve(value)
-    op = value.op
-    if op is None or value.kwargs:
-        return None
-    if logarithm and op is aten._log_softmax.default and not value.args[2]:
-        found = value.args[0], value.args[1] % value.args[0].rank
-    elif logarithm and op is aten.sub.Tensor and isinstance(value.args[1], Value):
-        x, subtrahend = value.args[0], replay.resolve(value.args[1])
-        if not isinstance(x, Value) or subtrahend.op is not aten.logsumexp.default:
-            return None
-        inner, dims, *keepdim = subtrahend.args
-        if keepdim != [True] or len(dims) != 1 or not replay.same(inner, x):
-            return None
-        found = x, dims[0] % x.rank
-    elif not logarithm and op is aten._softmax.default and not value.args[2]:
-        found = value.args[0], value.args[1] % value.args[0].rank
-    elif not logarithm and op is aten.exp.default:
-        return _softmax_of(value.args[0], replay, logarithm=True)
-    else:
-        pushed = pushed_under_softmax(value, replay) if op in VIEWS else None
-        if pushed is None or (pushed.op is aten._log_softmax.default) is not logarithm:
-            return None
-        found = pushed.args[0], pushed.args[1]
-    # The softmax of log-probabilities is the same softmax; torch's Categorical writes that.
-    again = _softmax_of(found[0], replay, logarithm=True)
-    return again if again is not None and again[1] == found[1] else found
-
-
-def _unbounded(value: Value, replay: AtenReplay) -> Value:
-    """A factor of probabilities without the least number of its dtype as a bound.
-
-    ``Categorical.entropy`` has this bound, so that 0 times -inf becomes 0.
-    """
-    resolved = replay.resolve(value)
-    if resolved.op is not aten.clamp.default or resolved.args[2] is not None:
-        return value
-    bounded: Value = resolved.args[0]
-    return bounded if resolved.args[1] == torch.finfo(resolved.fake.dtype).min else value
 
 
 def is_join(node: Node) -> bool:
@@ -463,7 +478,10 @@ class Readings:
         """
         self.base_shape, self.moves = base_shape, moves
         columns = None if reading.picks is None else reading.picks.fake.shape[-1]
-        result = self._moved(self._sum_of(reading), columns)
+        result = self._sum_of(reading)
+        if reading.exponential is not None:
+            result = self._times(self.call(aten.exp.default, result), reading.exponential)
+        result = self._moved(result, columns)
         if reading.call is not None:
             result = self._cross_entropy(reading.call, result)
         if reading.divergence is not None:
@@ -489,6 +507,11 @@ class Readings:
         values = self.call(aten.contiguous.default, values)
         return self.call(aten.reshape.default, values, [-1, *[columns] * (columns is not None)])
 
+    def _times(self, values: Any, factor: float) -> Any:
+        if factor == -1:
+            return self.call(aten.neg.default, values)
+        return values if factor == 1 else self.call(aten.mul.Tensor, values, factor)
+
     def _statistic(self, place: int) -> Any:
         return self.call(operator.getitem, self.statistics, place)
 
@@ -513,10 +536,7 @@ class Readings:
                 term = self._statistic(place)
                 if reading.picks is not None:
                     term = self.call(aten.unsqueeze.default, term, -1)
-            if factor == -1:
-                term = self.call(aten.neg.default, term)
-            elif factor != 1:
-                term = self.call(aten.mul.Tensor, term, factor)
+            term = self._times(term, factor)
             total = term if total is None else self.call(aten.add.Tensor, total, term)
         return total
 

@@ -34,7 +34,7 @@ from compile_losses.lazy import LazyOutput
 from compile_losses.op_traits import PARTS, RESHAPES
 from compile_losses.ops.checks import NOTHING_IGNORED, REDUCTIONS
 from compile_losses.ops.linear.row_divergences import tensors_beside
-from compile_losses.ops.linear.row_statistics import DIFFERENTIABLE
+from compile_losses.ops.linear.row_statistics import DIFFERENTIABLE, TOTAL
 from compile_losses.ops.linear_row_statistics import DIVERGENCES, in_order
 from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.guards import changes_grad_mode, mutated, refusal
@@ -42,6 +42,7 @@ from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find
 from compile_losses.recognize.linear_divergence import check_no_dtensors, without_gradient
 from compile_losses.recognize.logits import Logits, logits_of
 from compile_losses.recognize.match import Match
+from compile_losses.recognize.memory import is_written
 from compile_losses.recognize.moved_nodes import move_before
 from compile_losses.recognize.returned_logits import lazy_outputs, readers
 from compile_losses.recognize.row_classes import (
@@ -228,7 +229,7 @@ def _is_declined(found: Shared, replay: AtenReplay) -> bool:
     A divergence of logits with a soft-cap was declined for the soft-cap, which this op has. Some
     divergences have no op together with their layer but this one.
     """
-    if all(reading.over_rows is not None for reading in found.readings.values()):
+    if all(set(reading.terms) == {TOTAL} for reading in found.readings.values()):
         return True  # sums of all logits, if anything
     if len(found.readings) != 1:
         return False
@@ -659,6 +660,8 @@ class Taking:
                 batch = put(batches[reader], place)
                 moves = self.moves[reader]
                 result = made.of(reading, value.dtype, shape, base, moves, batch)
+                if is_written(reader):
+                    result = call(aten.clone.default, result)
                 if not value.requires_grad:
                     result = call(aten.detach.default, result)
                 give_value(result, value)

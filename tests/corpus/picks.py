@@ -157,6 +157,11 @@ def picks_of_some_rows(h, w, labels, mask, teacher, index):
     return entropy_of(logits).mean() - (teacher[:, 3:].exp() * some).mean()
 
 
+def probabilities_of_picks(h, w, labels, mask, teacher, index):
+    student = F.softmax(F.linear(h, w), -1).gather(-1, index)
+    return (student - teacher.exp()).square().mean()
+
+
 #: What the forward can compute the gradients of.
 BY_ROW = {
     f.__name__: f
@@ -165,7 +170,7 @@ BY_ROW = {
         with_hard_labels, renormalised, renormalised_log_probs, reversed_divergence, with_a_tail,
         with_a_tail_beside,
         capped, of_shifted_rows, of_flat_rows, along_a_dimension, of_one_support, both_ways,
-        other_picks, picks_of_some_rows,
+        other_picks, picks_of_some_rows, probabilities_of_picks,
     )
 }  # fmt: skip
 
@@ -240,11 +245,6 @@ def another_temperature(h, w, labels, mask, teacher, index):
     return hard - masked_mean((teacher.exp() * soft).sum(-1), mask)
 
 
-def probabilities_of_picks(h, w, labels, mask, teacher, index):
-    student = F.softmax(F.linear(h, w), -1).gather(-1, index)
-    return (student - teacher.exp()).square().mean()
-
-
 def shifted(h, w, labels, mask, teacher, index):
     picked = (F.linear(h, w) + 1.5).gather(-1, index)
     return (picked - teacher).square().mean()
@@ -276,7 +276,7 @@ def scattered(h, w, labels, mask, teacher, index):
 NEAR_MISSES = (
     of_its_own_logits, beside_its_own_argmax, fewer_rows, along_the_tokens,
     softmax_over_the_tokens, logsumexp_over_the_tokens, classes_in_the_middle,
-    another_temperature, probabilities_of_picks, shifted, written_between, with_the_logits,
+    another_temperature, shifted, written_between, with_the_logits,
 )  # fmt: skip
 
 OTHERS = (of_the_function, of_other_rows, across_the_picks, of_two_parts)

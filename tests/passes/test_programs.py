@@ -44,7 +44,17 @@ def test_recognised(name):
 
 
 #: Those whose losses are planned in more ways than one.
-MODULES = ("rows", "shared", "picks", "distilled", "finite", "classes", "elementwise", "plain")
+MODULES = (
+    "rows",
+    "shared",
+    "numbers",
+    "picks",
+    "distilled",
+    "finite",
+    "classes",
+    "elementwise",
+    "plain",
+)
 #: Their probabilities would be any numbers.
 DRAWN = "classes: drawn_by_probabilities"
 PLANNED = [

@@ -19,6 +19,13 @@ READERS = {
     "argmax": lambda x, t: x.argmax(-1),
     "amax": lambda x, t: x.amax(-1),
     "sum of log-probabilities": lambda x, t: x.log_softmax(-1).sum(-1),
+    "wider sum": lambda x, t: (-x.bfloat16().log_softmax(-1)).sum(-1, dtype=torch.float32),
+    "sum in integers": lambda x, t: x.log_softmax(-1).sum(-1, dtype=torch.int64),
+    "mean of all log-probabilities": lambda x, t: x.log_softmax(-1).mean(),
+    "entropy over all": lambda x, t: (x.softmax(-1) * -x.log_softmax(-1).float() / 2).sum((0, 1)),
+    "sum over the rows": lambda x, t: (x.softmax(-1) * x.log_softmax(-1)).sum(0),
+    "probability": lambda x, t: (-x.softmax(-1)).gather(-1, t[:, None]),
+    "of a one-hot target": lambda x, t: (F.one_hot(t, 5) * x.softmax(-1)).sum(-1),
     "a sum": lambda x, t: x.sin().sum(-1),
     "probabilities": lambda x, t: x.softmax(-1),
     "of the rows": lambda x, t: x.logsumexp(0),
@@ -31,10 +38,17 @@ def test_readings(name):
     put_ops(found.gm)
     found_by, root = recognizer(found.gm)
     reading = reading_of(root, found_by.replay)
-    told = ["nothing"] if reading is None else [
-        f"{reading.what} of {words(reading.logits)} along {reading.dim}: "
-        f"{dict(sorted(reading.terms.items()))}, "
+    decisions.check("readings", name, ["nothing" if reading is None else told(reading)])
+
+
+def told(reading):
+    terms = f"{dict(sorted(reading.terms.items()))}"
+    if reading.exponential is not None:
+        terms = f"{reading.exponential} exp {terms}"
+    if reading.over_rows is not None:
+        terms = f"{reading.over_rows} of {terms}"
+    return (
+        f"{reading.what} of {words(reading.logits)} along {reading.dim}: {terms}, "
         f"target {reading.target and words(reading.target)}, "
         f"picks {reading.picks and words(reading.picks)}"
-    ]  # fmt: skip
-    decisions.check("readings", name, told)
+    )

@@ -1,0 +1,190 @@
+"""Readers of a head's logits that are expressions in the numbers of each row."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tests.corpus.program import programs
+from tests.corpus.rows import CLASSES, problem
+
+
+def logits_of(h, w):
+    return F.linear(h, w).flatten(0, 1)
+
+
+def smoothed_in_float32(h, w, labels, mask, advantages, old):
+    """As transformers' LabelSmoother, which sums narrower log-probabilities in float32, and writes
+    in place."""
+    log_probs = -F.log_softmax(F.linear(h, w), dim=-1)
+    labels = labels.unsqueeze(-1)
+    padding = labels.eq(-100)
+    nll = log_probs.gather(dim=-1, index=labels.clamp(min=0))
+    wider = torch.promote_types(h.dtype, torch.float32)
+    smoothed = log_probs.sum(dim=-1, keepdim=True, dtype=wider)
+    nll.masked_fill_(padding, 0.0)
+    smoothed.masked_fill_(padding, 0.0)
+    count = padding.numel() - padding.long().sum()
+    return 0.9 * nll.sum() / count + 0.1 * smoothed.sum() / (count * CLASSES)
+
+
+def smoothed_by_a_masked_mean(h, w, labels, mask, advantages, old):
+    """The mean of wider log-probabilities, of the rows that a mask keeps."""
+    log_probs = F.log_softmax(F.linear(h, w), -1)
+    wide = log_probs.to(torch.promote_types(h.dtype, torch.float32))
+    nll = F.nll_loss(log_probs.flatten(0, 1), labels.flatten())
+    return nll - 0.1 * (wide.mean(-1) * mask).sum() / mask.sum()
+
+
+def smoothed_over_all(h, w, labels, mask, advantages, old):
+    log_probs = F.log_softmax(logits_of(h, w), -1)
+    return 0.9 * F.nll_loss(log_probs, labels.flatten()) - 0.1 * log_probs.mean()
+
+
+def entropy_over_all(h, w, labels, mask, advantages, old):
+    log_probs = F.log_softmax(logits_of(h, w), -1)
+    loss = F.nll_loss(log_probs, labels.flatten())
+    return loss + 0.01 * (log_probs.exp() * log_probs).sum() / labels.numel()
+
+
+def mean_entropy_over_all(h, w, labels, mask, advantages, old):
+    """Of classes that are not the last dimension, beside the mean of all logits."""
+    rows = F.linear(h, w)
+    logits = rows.transpose(1, 2)
+    entropy = -(F.softmax(logits, 1) * F.log_softmax(logits, 1)).mean((0, 1, 2))
+    return F.cross_entropy(logits, labels) - 0.1 * entropy, rows.detach().mean()
+
+
+def entropy_over_all_alone(h, w, labels, mask, advantages, old):
+    log_probs = F.log_softmax(F.linear(h, w), -1)
+    return -(-0.5 * log_probs.exp() * log_probs / 0.25).sum()
+
+
+def entropies_over_some(h, w, labels, mask, advantages, old):
+    """Of the rows of one sample, beside a loss of all."""
+    logits = F.linear(h, w)
+    log_probs = F.log_softmax(logits[1], -1)
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return loss + 0.1 * (log_probs.exp() * log_probs).sum() / len(log_probs)
+
+
+def poly(h, w, labels, mask, advantages, old):
+    """PolyLoss, without ignored rows: gather takes no other classes."""
+    logits, labels = logits_of(h, w), labels.flatten().clamp(min=0)
+    each = F.cross_entropy(logits, labels, reduction="none")
+    probability = F.softmax(logits, -1).gather(-1, labels[:, None]).squeeze(-1)
+    return (each + 2 * (1 - probability)).mean()
+
+
+def poly_of_counted_rows(h, w, labels, mask, advantages, old):
+    """Ignored rows have the class 0 for gather, which another factor takes out."""
+    logits, labels = logits_of(h, w), labels.flatten()
+    each = F.cross_entropy(logits, labels, reduction="none")
+    probability = F.softmax(logits, -1).gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
+    counted = labels != -100
+    return (each + (1 - probability) * counted).sum() / counted.sum()
+
+
+def poly_of_one_hot(h, w, labels, mask, advantages, old):
+    logits, labels = logits_of(h, w), labels.flatten().clamp(min=0)
+    each = F.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
+    one_hot = F.one_hot(labels, CLASSES).to(logits.dtype)
+    return (each + 1 - (one_hot * F.softmax(logits, -1)).sum(-1)).mean()
+
+
+def expected_accuracy(h, w, labels, mask, advantages, old):
+    """The probability alone, negative inside of one node's function."""
+    return (
+        (-F.softmax(logits_of(h, w), -1)).gather(-1, labels.flatten().clamp(min=0)[:, None]).sum()
+    )
+
+
+def probabilities_of_several(h, w, labels, mask, advantages, old):
+    logits, labels = logits_of(h, w), labels.flatten().clamp(min=0)
+    some = torch.stack([labels, (labels + 1) % CLASSES], -1)
+    loss = F.cross_entropy(logits, labels)
+    return loss + F.softmax(logits, -1).gather(-1, some).square().sum(-1).mean()
+
+
+def logit_of_one_hot(h, w, labels, mask, advantages, old):
+    """Cross entropy from a one-hot target, with a z-loss."""
+    logits, labels = logits_of(h, w), labels.flatten().clamp(min=0)
+    lse = torch.logsumexp(logits, -1)
+    picked = (F.one_hot(labels, CLASSES) * logits).sum(-1)
+    return ((lse - picked) * mask.flatten()).mean() + 1e-2 * lse.square().mean()
+
+
+def scaled_log_probabilities(h, w, labels, mask, advantages, old):
+    logits, labels = logits_of(h, w), labels.flatten().clamp(min=0)
+    scaled = -F.log_softmax(logits, -1) / 0.5
+    picked = scaled.gather(-1, labels[:, None]).squeeze(-1)
+    return (picked.sigmoid() * mask.flatten()).sum() + torch.logsumexp(logits, -1).mean()
+
+
+#: What the forward can compute the gradients of.
+BY_ROW = {
+    f.__name__: f
+    for f in (
+        smoothed_in_float32, smoothed_by_a_masked_mean, smoothed_over_all, entropy_over_all,
+        mean_entropy_over_all, entropy_over_all_alone, entropies_over_some, poly,
+        poly_of_counted_rows, poly_of_one_hot, expected_accuracy, probabilities_of_several,
+        logit_of_one_hot, scaled_log_probabilities,
+    )
+}  # fmt: skip
+
+
+def smoothed_in_integers(h, w, labels, mask, advantages, old):
+    """Each log-probability is truncated before they are added up."""
+    log_probs = F.log_softmax(logits_of(h, w), -1)
+    loss = F.nll_loss(log_probs, labels.flatten())
+    return loss + log_probs.detach().sum(-1, dtype=torch.int64).sum()
+
+
+def of_the_exponential(h, w, labels, mask, advantages, old):
+    """Squares of probabilities times their logarithms."""
+    log_probs = F.log_softmax(logits_of(h, w), -1)
+    loss = F.nll_loss(log_probs, labels.flatten())
+    return loss + ((2 * log_probs).exp() * log_probs).sum() / labels.numel()
+
+
+def of_bounded_probabilities(h, w, labels, mask, advantages, old):
+    logits, labels = logits_of(h, w), labels.flatten().clamp(min=0)
+    bounded = F.softmax(logits, -1).clamp(min=0.01)
+    return F.cross_entropy(logits, labels) - bounded.gather(-1, labels[:, None]).mean()
+
+
+def of_detached_probabilities(h, w, labels, mask, advantages, old):
+    log_probs = F.log_softmax(logits_of(h, w), -1)
+    loss = F.nll_loss(log_probs, labels.flatten())
+    return loss + 0.01 * (log_probs.exp().detach() * log_probs).sum() / labels.numel()
+
+
+def of_other_softmaxes(h, w, labels, mask, advantages, old):
+    """Over the rows, which the product does not tell from the classes."""
+    logits = logits_of(h, w)
+    loss = F.cross_entropy(logits, labels.flatten())
+    return loss + (F.softmax(logits, 0) * F.log_softmax(logits, -1)).sum() / labels.numel()
+
+
+def over_the_rows_alone(h, w, labels, mask, advantages, old):
+    log_probs = F.log_softmax(logits_of(h, w), -1)
+    loss = F.nll_loss(log_probs, labels.flatten())
+    return loss + 0.01 * (log_probs.exp() * log_probs).sum(0).square().sum()
+
+
+def one_hot_along_the_rows(h, w, labels, mask, advantages, old):
+    """Each class is selected as often as it occurs, not one of each row."""
+    logits, labels = logits_of(h, w), labels.flatten().clamp(min=0)
+    chosen = (F.one_hot(labels, CLASSES) * F.softmax(logits, -1)).sum(0)
+    return F.cross_entropy(logits, labels) - chosen.square().sum()
+
+
+NEAR_MISSES = (
+    smoothed_in_integers, of_the_exponential, of_bounded_probabilities, of_detached_probabilities,
+    of_other_softmaxes, over_the_rows_alone, one_hot_along_the_rows,
+)  # fmt: skip
+
+PROGRAMS = [
+    *programs(__name__, BY_ROW, problem),
+    *programs(__name__, NEAR_MISSES, problem),
+]
