@@ -7,7 +7,7 @@ import torch
 
 import compile_losses
 from compile_losses.explanation import explain_call
-from tests.accuracy import assert_accurate
+from tests.accuracy import SIMILAR, assert_accurate, similar
 from tests.constants import set_constants
 from tests.graphs import Compiled
 
@@ -43,14 +43,38 @@ def check(function, inputs, *, trained=None, tolerance=1e-11, **options):
     return [site for site in compiled.sites if site.op == OP]
 
 
-def check_accuracy(function, inputs, trained=None):
-    """By the one accuracy rule, against float64."""
+def check_accuracy(function, inputs, trained=None, like=None):
+    """By the one accuracy rule, against float64.
+
+    Args:
+        like: the worst errors of torch's on inputs like these.
+    """
     wide = [t.double() if t.is_floating_point() else t for t in inputs]
     wide = [t.detach().requires_grad_(i.requires_grad) for t, i in zip(wide, inputs, strict=True)]
     compiled = torch.compile(function, backend="compile_losses")
     ours, eager = (outcome(f, inputs, trained) for f in (compiled, function))
-    for results in zip(ours, eager, outcome(function, wide, trained), strict=True):
-        assert_accurate(*results)
+    found = zip(ours, eager, outcome(function, wide, trained), strict=True)
+    for results, worst in zip(found, like or [0.0] * len(ours), strict=True):
+        assert_accurate(*results, like=worst)
+
+
+def errors_on_similar(function, inputs, outcome):
+    """The worst error of torch's in each result, for numbers a few per cent away.
+
+    Args:
+        outcome: the results, of a function and its inputs.
+    """
+    generator, worst = torch.Generator().manual_seed(0), []
+    for _ in range(SIMILAR):
+        near = [similar(t.detach(), generator, t.dtype) for t in inputs]
+        near = [n.requires_grad_(t.requires_grad) for n, t in zip(near, inputs, strict=True)]
+        exact = [n.double() if n.is_floating_point() else n for n in near]
+        exact = [
+            e.detach().requires_grad_(n.requires_grad) for e, n in zip(exact, near, strict=True)
+        ]
+        results = zip(outcome(function, near), outcome(function, exact), strict=True)
+        worst.append([(ours.double() - right).abs().max().item() for ours, right in results])
+    return [max(errors) for errors in zip(*worst, strict=True)]
 
 
 @pytest.fixture(autouse=True)

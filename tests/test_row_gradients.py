@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import compile_losses
 from compile_losses.ops.linear.row_function import Operand, RowFunction, encode
-from tests.accuracy import SIMILAR, assert_accurate, similar
+from tests.accuracy import assert_accurate
 from tests.corpus.rows import (
     ACROSS_ROWS,
     BATCH,
@@ -28,7 +28,7 @@ from tests.corpus.rows import (
     problem,
 )
 from tests.graphs import Compiled
-from tests.heads import AGAIN, IN_THE_FORWARD, LOGITS, SCALED
+from tests.heads import AGAIN, IN_THE_FORWARD, LOGITS, SCALED, errors_on_similar
 from tests.linear_problems import known_text, largest_allocation, leaves
 
 pytestmark = pytest.mark.usefixtures("no_code", "chunks", "kernels_for_small_losses")
@@ -63,26 +63,11 @@ def check(function, inputs, **options):
     exact = [t.double() if t.is_floating_point() else t for t in inputs]
     exact = [t.detach().requires_grad_(g.requires_grad) for t, g in zip(exact, inputs, strict=True)]
     found = [outcome(compiled, inputs), outcome(function, inputs), outcome(function, exact)]
-    likes = [errors_on_similar(function, inputs)] * (inputs[0].dtype == torch.bfloat16)
+    likes = [errors_on_similar(function, inputs, outcome)] * (inputs[0].dtype == torch.bfloat16)
     likes = likes[0] if likes else [0.0] * len(found[0])
     for i, (*results, like) in enumerate(zip(*found, likes, strict=True)):
         assert_accurate(*results, f"{function.__name__}, result {i}", like)
     return compiled.sites
-
-
-def errors_on_similar(function, inputs):
-    """The worst error of torch's in each result, for numbers a few per cent away."""
-    generator, worst = torch.Generator().manual_seed(0), []
-    for _ in range(SIMILAR):
-        near = [similar(t.detach(), generator, t.dtype) for t in inputs]
-        near = [n.requires_grad_(t.requires_grad) for n, t in zip(near, inputs, strict=True)]
-        exact = [n.double() if n.is_floating_point() else n for n in near]
-        exact = [
-            e.detach().requires_grad_(n.requires_grad) for e, n in zip(exact, near, strict=True)
-        ]
-        results = zip(outcome(function, near), outcome(function, exact), strict=True)
-        worst.append([(ours.double() - right).abs().max().item() for ours, right in results])
-    return [max(errors) for errors in zip(*worst, strict=True)]
 
 
 def only(sites):

@@ -47,7 +47,8 @@ def take_logits_back(node: Node, backwards: list[Node]) -> None:
     """Losses and gradients of logits that are held, as without this op."""
     input, weight, _, bias, *_ = leaf_arguments(node)
     kind = _KINDS.get(name_of(node), _Divergence)
-    loss: _Losses = kind(node, _linear(node, input, weight, bias))
+    scale = named_arguments(node).get("scale", 1.0)
+    loss: _Losses = kind(node, _linear(node, input, weight, bias, scale))
     (first, *others) = loss.values
     replace(node, loss.values if others or first is None else first)
     for backward in backwards:
@@ -64,11 +65,17 @@ def take_logits_back(node: Node, backwards: list[Node]) -> None:
         replace(backward, gradients)
 
 
-def _linear(node: Node, input: Node, weight: Node, bias: Node | None) -> Node:
+def _linear(node: Node, input: Node, weight: Node, bias: Node | None, scale: float = 1.0) -> Node:
+    """A layer's output times a scale, which is rounded once."""
     columns = emit(node, aten.permute.default, (weight, [1, 0]))
-    if bias is None:
+    if bias is None and scale == 1:
         return emit(node, aten.mm.default, (input, columns))
-    return emit(node, aten.addmm.default, (bias, input, columns))
+    factors = {} if scale == 1 else {"beta": scale, "alpha": scale}
+    if bias is None:
+        value = weight.meta["val"]
+        like = {"dtype": value.dtype, "device": value.device}
+        bias = emit(node, aten.full.default, ([value.shape[0]], 0), like)
+    return emit(node, aten.addmm.default, (bias, input, columns), factors)
 
 
 def results_of(node: Node, place: Node) -> list[Node]:
@@ -121,6 +128,7 @@ class _Statistics(_Losses):
     def __init__(self, node: Node, logits: Node) -> None:
         named = named_arguments(node)
         self.logits, self.target, self.picks = logits, named["target"], named["picks"]
+        self.scale: float = named["scale"]
         self.options = (named["ignore_index"], named["softcap"])
         rows = (logits, self.target, *self.options, named["squares"])
         forward = emit(node, fused_op("row_statistics", "forward"), rows)
@@ -145,7 +153,12 @@ class _Statistics(_Losses):
         self.values = [*values[:DIVERGENCE], loss, log_probs, log_squares, *values[DIVERGENCE:]]
 
     def gradient(self, backward: Node) -> Node:
-        *given, of_divergence, of_picks = grad_outputs_of(backward)
+        *given, of_divergence, of_picks = (
+            each
+            if each is None or self.scale == 1
+            else emit(backward, aten.mul.Tensor, (each, self.scale))
+            for each in grad_outputs_of(backward)
+        )
         parts = []
         if self.picks is not None and of_picks is not None:
             args = (of_picks, *given, self.logits, self.picks, self.target, self.stats)

@@ -151,7 +151,7 @@ def _plan_rows(graph: AtenGraph, node: Node, backwards: list[Node]) -> Decision:
             return Decision(site, name, "gradient in forward by row", chunks, cost, stock)
         reason = found
     held = site is not None and not is_without_logits(node)
-    plain = named.get("z_loss", 0) == 0 and named.get("scale", 1) == 1
+    plain = named.get("z_loss", 0) == 0
     if held and plain and not graph.request.prefer_memory:
         counted = named["counted"]
         take_logits_back(node, backwards)

@@ -4,9 +4,11 @@ The ops in between are ATen's, by the replay. An op on whole rows, like a view, 
 is applied to the layer's input instead. An op on classes, like an addend for each class, is applied
 to the layer's weight and bias. A cast, a factor and a soft-cap act on every logit alike.
 
-A factor is applied to the layer's input, which rounds it. After a cast to float32 only a power of
-two is taken, whose product is not rounded. ``c * tanh(x / d)`` is a soft-cap of c with a factor
-inside. ``c * sigmoid(x / d)`` is one of c / 2: it differs by a constant, which softmax drops.
+A factor is applied to the layer's input, which rounds it. So is a power of two after a cast to
+float32, whose product is not rounded. Another factor there becomes the scale of the product, which
+is rounded once, as torch rounds it before the cast. ``c * tanh(x / d)`` is a soft-cap of c with a
+factor inside. ``c * sigmoid(x / d)`` is one of c / 2: it differs by a constant, which softmax
+drops. A number that is added to all logits is dropped, too, but before a soft-cap it is a bias.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ _COPIES = (aten.clone.default, aten._to_copy.default, aten.alias.default)
 FURTHEST = 32
 #: Why the layer of some logits can't be found.
 OUTSIDE = "its logits are an input of this graph"
+#: Why an op without a scale of its product does not take a layer.
+SCALED = "the logits are scaled in float32 after a narrower product"
 #: How autograd names the backwards of layers, and of graphs that may have one.
 _BACKWARDS_OF_LAYERS = ("AddmmBackward", "CompiledFunctionBackward", "LinearBackward", "MmBackward")
 #: Those of views and ops on a layer's output.
@@ -68,7 +72,7 @@ _STAY = {
 
 @dataclass
 class Logits:
-    """How a tensor of logits is made: ``cap(input @ weight.t() + bias)``.
+    """How a tensor of logits is made: ``cap(scale * (input @ weight.t() + bias))``.
 
     Attributes:
         head: the linear layer, as the graph has it.
@@ -77,6 +81,7 @@ class Logits:
         class_dim: the dimension of the classes in the result, and of hidden in input.
         softcap: the number that tanh is multiplied by and its argument divided by, or None.
         cast: the dtype that the output was cast to, or None.
+        scale: of the product, before it is rounded to its dtype.
         copies_weight: whether weight is another tensor than the layer's.
         is_shifted: whether a number that is added to all logits was left out, as softmax drops it.
         absorbed: the ops on the logits, in words.
@@ -91,6 +96,7 @@ class Logits:
     class_dim: int
     softcap: float | None = None
     cast: torch.dtype | None = None
+    scale: float = 1.0
     copies_weight: bool = False
     is_shifted: bool = False
     absorbed: list[str] = field(default_factory=list)
@@ -109,7 +115,8 @@ def find_logits(match: Match, replay: AtenReplay, place: int = 0) -> Logits | No
         place: of the argument, which holds logits.
 
     Raises:
-        NotAbsorbedError: there is a layer, and an op after it can't be taken along.
+        NotAbsorbedError: there is a layer, and an op after it can't be taken along, or its product
+            has a scale.
     """
     way = _way_to(match.args[place], replay)
     if way is None:
@@ -118,6 +125,8 @@ def find_logits(match: Match, replay: AtenReplay, place: int = 0) -> Logits | No
     _check_readers(inside, match.root)
     outputs = outputs_of(inside, match.root)
     logits = _logits(way, replay)
+    if logits.scale != 1:
+        raise NotAbsorbedError(SCALED)
     logits.outputs = outputs
     return logits
 
@@ -270,7 +279,8 @@ class _Walk:
         factor: a number by which the logits, or the argument of their soft-cap, are still to be
             multiplied.
         height: the number that tanh is multiplied by so far; None without a tanh.
-        shifted: whether a number was added to all logits, which softmax drops.
+        shift: a number that was added to all logits before any soft-cap; nan if it is not known.
+        masked: whether classes have a finite number of their own in the place of their logits.
     """
 
     def __init__(self, logits: Logits, replay: AtenReplay) -> None:
@@ -279,7 +289,8 @@ class _Walk:
         self.classes = example(logits.head.node).shape[-1]
         self.factor = 1.0
         self.height: float | None = None
-        self.shifted = False
+        self.shift = 0.0
+        self.masked = False
 
     def over(self, steps: list[Value]) -> None:
         for step in steps:
@@ -317,10 +328,14 @@ class _Walk:
         """Multiplies input instead, which rounds it to its own dtype."""
         if self.factor == 1:
             return
-        if self.logits.cast is not None and not _is_power_of_two(self.factor):
-            raise NotAbsorbedError("the logits are scaled in float32 after a narrower product")
-        self._note(f"a factor of {self.factor:g}")
         logits = self.logits
+        self._note(f"a factor of {self.factor:g}")
+        if logits.cast is not None and not _is_power_of_two(self.factor):
+            if self.masked or logits.input.fake.dtype == torch.float16:  # which may overflow
+                raise NotAbsorbedError(SCALED)
+            logits.scale *= self.factor
+            self.factor = 1.0
+            return
         logits.input = computed(aten.mul.Tensor, logits.input, self.factor)
         logits.bias = logits.bias and computed(aten.mul.Tensor, logits.bias, self.factor)
         self.factor = 1.0
@@ -338,7 +353,7 @@ class _Walk:
             raise NotAbsorbedError(f"{what} after their soft-cap")
 
     def _check_unshifted(self, step: Value) -> None:
-        if self.shifted:
+        if self.shift:
             raise NotAbsorbedError(f"a number is added to the logits before {step.node.name}")
 
     def _check_dtype(self, step: Value) -> None:
@@ -367,6 +382,7 @@ class _Walk:
             scale = other if multiplies else 1 / other
             if self.height is None:
                 self.factor *= scale
+                self.shift *= scale
             else:
                 self.height *= scale
             return
@@ -376,6 +392,7 @@ class _Walk:
         _check_size(step)
         self._check_dtype(step)
         logits, shape, op = self.logits, _aligned(other, step), step.op
+        self.shift = self.shift and math.nan  # times a number that is not known
         if all(statically_known_true(size == 1) for size in shape):
             number = computed(aten.reshape.default, other, []) if other.fake.dim() else other
             logits.input = computed(op, logits.input, number)
@@ -402,7 +419,8 @@ class _Walk:
         if step.kwargs or len(step.args) != 2:  # alpha
             raise NotAbsorbedError(f"{step.node.name} adds a multiple to the logits")
         if isinstance(other, int | float) and math.isfinite(other):
-            self.shifted = self.shifted or (self.height is None and other != 0)
+            if self.height is None:
+                self.shift += -other if subtracts else other
             self.logits.is_shifted = self.logits.is_shifted or other != 0
             return  # softmax is the same for logits that are all larger by a number
         if not isinstance(other, Value):
@@ -449,12 +467,15 @@ class _Walk:
         self._check_uncapped(f"{name} masks the logits")
         if math.isfinite(number):
             self._check_unshifted(step)
+            self.masked = True
         dtype = logits.input.fake.dtype
         if torch.tensor(number, dtype=dtype).item() != number:
             raise NotAbsorbedError(f"{name} masks the logits by {number}, which {dtype} rounds")
         if not isinstance(self.classes, int):
             raise NotAbsorbedError(f"{name} masks classes whose number is a symbol")
         self._apply_factor()
+        if logits.scale != 1:
+            raise NotAbsorbedError(SCALED)
         if logits.bias is None:
             logits.bias = computed(aten.new_zeros.default, logits.weight, [self.classes])
         logits.bias = computed(aten.masked_fill.Scalar, logits.bias, each, number)
@@ -465,11 +486,26 @@ class _Walk:
 
     def _cap(self, step: Value) -> None:
         self._check_uncapped(f"{step.node.name} is taken of the logits")
-        self._check_unshifted(step)
+        if self.shift:
+            self._shift_bias(step)
         self.height = 1.0
         if step.op is aten.sigmoid.default:  # (1 + tanh(x / 2)) / 2, and softmax drops the addend
             self.factor, self.height = self.factor / 2, 0.5
             self.logits.is_shifted = True
+
+    def _shift_bias(self, step: Value) -> None:
+        """Makes a number that was added to all logits a part of the layer's bias."""
+        logits, shift = self.logits, self.shift
+        known = math.isfinite(shift) and isinstance(self.classes, int)
+        if logits.cast is not None or not known:
+            self._check_unshifted(step)
+        self._apply_factor()
+        if logits.bias is None:
+            logits.bias = computed(aten.new_full.default, logits.weight, [self.classes], shift)
+        else:
+            logits.bias = computed(aten.add.Tensor, logits.bias, shift)
+        self.shift, logits.is_shifted = 0.0, False
+        self._note(f"an addend of {shift:g}")
 
     def _copy(self, step: Value) -> None:
         before, after = step.args[0].fake.dtype, step.fake.dtype

@@ -207,6 +207,8 @@ class _Taking(Taking):
             raise NotAbsorbedError("the op has no such statistic")
         if reading.call is not None and reading.call["label_smoothing"]:
             raise NotAbsorbedError("its labels are smoothed")
+        if logits.scale != 1:
+            raise NotAbsorbedError("it reads scaled logits")
         if logits.weight is not head.weight or logits.bias is not None:
             raise NotAbsorbedError("some classes of a row are read, or classes are scaled apart")
         value = logits.input

@@ -8,6 +8,7 @@ maximum or the argmax.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
@@ -118,6 +119,15 @@ class Reading:
     picks: Value | None = None
     over_rows: OpOverload[..., Any] | None = None
     what: str = ""
+
+    @property
+    def drops_shifts(self) -> bool:
+        """Whether it is the same for logits that are all larger by a number."""
+        terms, classes = self.terms, self.logits.fake.shape[self.dim]
+        if not isinstance(classes, int):
+            return not {LOGSUMEXP, TOTAL, MAXIMUM} & set(terms)
+        shift = terms.get(LOGSUMEXP, 0.0) + terms.get(MAXIMUM, 0.0)
+        return math.isclose(shift, -classes * terms.get(TOTAL, 0.0))
 
     @property
     def batch(self) -> Any:

@@ -40,7 +40,7 @@ from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.guards import changes_grad_mode, mutated, refusal
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
 from compile_losses.recognize.linear_divergence import check_no_dtensors, without_gradient
-from compile_losses.recognize.logits import Logits, logits_of
+from compile_losses.recognize.logits import SCALED, Logits, logits_of
 from compile_losses.recognize.match import Match
 from compile_losses.recognize.memory import is_written
 from compile_losses.recognize.moved_nodes import move_before
@@ -226,23 +226,27 @@ def look_for_readers(head: Head, replay: AtenReplay) -> tuple[Shared, Node | Non
 def _is_declined(found: Shared, replay: AtenReplay) -> bool:
     """Whether there is no reader, or one loss that was declined together with its layer before.
 
-    A divergence of logits with a soft-cap was declined for the soft-cap, which this op has. Some
-    divergences have no op together with their layer but this one.
+    A loss of scaled logits was declined for the scale, and a divergence of logits with a soft-cap
+    for the soft-cap, which this op has. Some divergences have no op together with their layer but
+    this one.
     """
     if all(set(reading.terms) == {TOTAL} for reading in found.readings.values()):
         return True  # sums of all logits, if anything
     if len(found.readings) != 1:
         return False
     (reading,) = found.readings.values()
-    if reading.divergence is None:
-        return reading.call is not None
-    if reading.divergence.kind not in ("kl", "reverse_kl", "js"):
+    divergence = reading.divergence
+    if divergence is None and reading.call is None:
+        return False
+    if divergence is not None and divergence.kind not in ("kl", "reverse_kl", "js"):
         return False
     try:
         logits = logits_of(reading.logits.argument, replay)
     except NotAbsorbedError:
         return True
-    return logits is None or logits.softcap is None
+    if logits is None or logits.scale != 1:
+        return logits is None
+    return divergence is None or logits.softcap is None
 
 
 def holds(value: Any, classes: Any) -> bool:
@@ -342,6 +346,7 @@ class Taking:
             teacher,
             *divergence,
             picks=picks and picks.argument,
+            scale=logits.scale,
         )
         return args, notes
 
@@ -397,7 +402,7 @@ class Taking:
                 raise NotAbsorbedError(f"{in_words(node)} reads other logits as well")
             if logits.class_dim != reading.dim:
                 raise NotAbsorbedError(f"{in_words(node)} does not read rows of classes")
-            if logits.is_shifted:
+            if logits.is_shifted and not reading.drops_shifts:
                 raise NotAbsorbedError(f"{in_words(node)} reads logits that a number is added to")
             logits.input = classes_last(logits.input, logits.class_dim)
             logits.class_dim = logits.input.fake.dim() - 1
@@ -498,6 +503,8 @@ class Taking:
             if not self._only_readings(set(found.way), divergence):
                 raise NotAbsorbedError("they have other readers")
             check_no_dtensors(found)
+            if found.scale != 1:
+                raise NotAbsorbedError(SCALED)
             if found.copies_weight:
                 raise NotAbsorbedError("its layer's weight would be copied")
             if found.class_dim != reading.dim:
@@ -792,9 +799,8 @@ def moves_between(one: Logits, other: Logits) -> list[Move] | None:
         None if ``other`` has more rows, or differs in more than its rows.
     """
     parts = zip((one.weight, one.bias), (other.weight, other.bias), strict=True)
-    if one.softcap != other.softcap or not all(
-        computed_alike(left, right) for left, right in parts
-    ):
+    options = [(each.softcap, each.scale) for each in (one, other)]
+    if options[0] != options[1] or not all(computed_alike(*pair) for pair in parts):
         return None
     base, factors = _flat_rows(one.input)
     value, of_other = _flat_rows(other.input)

@@ -133,6 +133,12 @@ MATCHES = {
     "sigmoid": lambda h, w, b, t: flat(F.linear(h, w).sigmoid(), t),
     "sigmoid as a soft-cap": lambda h, w, b, t: flat(15 * (F.linear(h, w, b) / 7.5).sigmoid(), t),
     "modded-nanogpt": modded_nanogpt,
+    "offset of a sigmoid": lambda h, w, b, t: flat(
+        23 * torch.sigmoid((F.linear(h, w) + 5) / 7.5), t
+    ),
+    "offsets around a factor": lambda h, w, b, t: flat(
+        8 * torch.tanh(((F.linear(h, w, b) - 0.5) * 0.3 - 1) / 8), t
+    ),
     # Rows picked.
     "last token of each": last_tokens,
     "multiple choice": multiple_choice,
@@ -213,9 +219,6 @@ NEAR_MISSES = {
     ),
     "an addend after a soft-cap": (
         lambda h, w, b, t: flat(5 * torch.tanh(F.linear(h, w) / 5) + b, t), "after their soft-cap"
-    ),
-    "a number before a soft-cap": (
-        lambda h, w, b, t: flat(5 * torch.tanh((F.linear(h, w) + 1) / 5), t), "a number is added"
     ),
     "a number before factors": (
         lambda h, w, b, t: flat((F.linear(h, w) + 1) * b, t), "a number is added"
@@ -303,13 +306,6 @@ def rows_with_labels(h, w, b, t):
 
 
 NARROW_MISSES = {
-    "factor in float32": (
-        lambda h, w, b, t: flat(F.linear(h, w).float() / 0.7, t), "scaled in float32"
-    ),
-    "modded-nanogpt": (
-        lambda h, w, b, t: flat(15 * torch.sigmoid(F.linear(h, w).float() / (7.5 * 8**0.5)), t),
-        "scaled in float32",
-    ),
     "learned factor in float32": (
         lambda h, w, b, t: flat(F.linear(h, w).float() * b[0], t), "float32 after a narrower"
     ),

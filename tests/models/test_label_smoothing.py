@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers.trainer_pt_utils import LabelSmoother
 
 from tests.corpus.rows import problem
 from tests.heads import IN_THE_FORWARD, check, check_accuracy
+
+trainer_pt_utils = pytest.importorskip(
+    "transformers.trainer_pt_utils", reason="pip install .[models]"
+)
 
 pytestmark = pytest.mark.usefixtures("no_code", "chunks", "kernels_for_small_losses")
 
@@ -16,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("no_code", "chunks", "kernels_for_small_los
 def smoothed(shift_labels):
     def step(h, w, labels, *_):
         output = {"logits": F.linear(h, w)}
-        return LabelSmoother(epsilon=0.1)(output, labels, shift_labels=shift_labels)
+        return trainer_pt_utils.LabelSmoother(epsilon=0.1)(
+            output, labels, shift_labels=shift_labels
+        )
 
     return step
 

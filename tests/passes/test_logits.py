@@ -109,6 +109,13 @@ def test_casts():
     # A power of two is as exact before the product is rounded.
     _, _, made = logits(lambda h, w, b: F.linear(h, w).float() * 4, given(torch.bfloat16))
     assert "a factor of 4" in made.absorbed
+    assert made.scale == 1
+    # Another factor would round the input. The scale of the product rounds nothing else.
+    _, _, made = logits(
+        lambda h, w, b: torch.tanh(F.linear(h, w).float() * 0.3) * 2, given(torch.bfloat16)
+    )
+    assert "a factor of 0.6" in made.absorbed
+    assert (made.scale, made.softcap) == (0.6, 2)
 
 
 def test_detached():
@@ -133,7 +140,9 @@ REFUSED = {
     ),
     "after a soft-cap": (lambda h, w, b: torch.tanh(F.linear(h, w)) + b, "after their soft-cap"),
     "two soft-caps": (lambda h, w, b: F.linear(h, w).tanh().tanh(), "after their soft-cap"),
-    "number, then soft-cap": (lambda h, w, b: torch.tanh(F.linear(h, w) + 1), "a number is added"),
+    "number, then soft-cap": (
+        lambda h, w, b: torch.tanh((F.linear(h, w) + 1) * h[..., :1]), "a number is added",
+    ),
     "number, then factors": (lambda h, w, b: (F.linear(h, w) + 1) * b, "a number is added"),
     "number, then mask": (
         lambda h, w, b: (F.linear(h, w) + 1).masked_fill(PADDING, 0.5), "a number is added",
@@ -169,7 +178,18 @@ def test_refused(name):
 
 
 NARROW = {
-    "factor": (lambda h, w, b: F.linear(h, w).float() * 0.3, "scaled in float32"),
+    "factor, then mask": (
+        lambda h, w, b: (F.linear(h, w).float() * 0.3).masked_fill(PADDING, -1.0),
+        "in float32",
+    ),
+    "mask, then factor": (
+        lambda h, w, b: F.linear(h, w).float().masked_fill(PADDING, -1.0) * 0.3,
+        "in float32",
+    ),
+    "number, then soft-cap": (
+        lambda h, w, b: torch.tanh(F.linear(h, w).float() + 1),
+        "a number is added",
+    ),
     "learned factor": (lambda h, w, b: F.linear(h, w).float() * b[0], "computes in float32"),
     "addend": (lambda h, w, b: F.linear(h, w).float() + b.float(), "computes in float32"),
     "mask": (lambda h, w, b: F.linear(h, w).masked_fill(PADDING, -1e3 + 0.3), "rounds"),

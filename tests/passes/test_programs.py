@@ -48,6 +48,7 @@ MODULES = (
     "rows",
     "shared",
     "numbers",
+    "scaled",
     "picks",
     "distilled",
     "finite",
