@@ -33,6 +33,7 @@ from compile_losses.ops.linear.row_statistics import (
 )
 from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.head import NotAbsorbedError
+from compile_losses.recognize.logits import logits_of
 from compile_losses.recognize.row_views import (
     RowIndexError,
     picks_of_gather,
@@ -174,7 +175,7 @@ def reading_of(node: Node, replay: AtenReplay, logits: Container[Node] = ()) -> 
         return _divergence(node, logits)
     if not isinstance(example(node), Tensor):
         return None
-    maximum = _item_of_max(node)
+    maximum = _item_of_max(node, replay)
     if maximum is not None:
         return maximum
     value = replay.of(node)
@@ -246,7 +247,7 @@ def _divergence(node: Node, logits: Container[Node]) -> Reading | None:
     return Reading(whole(student), dim, {DIVERGENCE: 1.0}, divergence=found, what=what)
 
 
-def _item_of_max(node: Node) -> Reading | None:
+def _item_of_max(node: Node, replay: AtenReplay) -> Reading | None:
     """``torch.max(x, dim)`` returns two tensors, each in a node of its own."""
     if node.target is not operator.getitem:
         return None
@@ -260,7 +261,7 @@ def _item_of_max(node: Node) -> Reading | None:
     logits = whole(input)
     if not logits.fake.dim():
         return None
-    return _largest(logits, dim % logits.rank, ARGMAX if index else MAXIMUM)
+    return _largest(logits, dim % logits.rank, ARGMAX if index else MAXIMUM, replay)
 
 
 def is_max(node: Node) -> bool:
@@ -268,8 +269,30 @@ def is_max(node: Node) -> bool:
     return node.target in _MAX
 
 
-def _largest(logits: Value, dim: int, place: int) -> Reading:
-    return Reading(logits, dim, {place: 1.0}, what="argmax" if place == ARGMAX else "maximum")
+def _largest(source: Value, dim: int | None, place: int, replay: AtenReplay) -> Reading:
+    """The maximum or argmax of logits, of their softmax, or of its logarithm, in each row.
+
+    Args:
+        dim: along which; None if the maximum of all rows is taken, too.
+        place: of the statistic.
+    """
+    for logarithm in (True, False):
+        found = multiple_of_softmax(source, replay, logarithm=logarithm)
+        if found is None or found.factor < 0 or dim not in (None, found.dim):
+            continue
+        if place == ARGMAX:  # a softmax grows with its logit
+            return Reading(found.logits, found.dim, {ARGMAX: 1.0}, what="argmax")
+        what, terms = "probability of the likeliest class", {MAXIMUM: 1.0, LOGSUMEXP: -1.0}
+        if not logarithm:
+            return Reading(found.logits, found.dim, terms, found.factor, what=what)
+        return _times(Reading(found.logits, found.dim, terms, what=f"log-{what}"), found.factor)
+    what = "argmax" if place == ARGMAX else "maximum"
+    return Reading(source, source.rank - 1 if dim is None else dim, {place: 1.0}, what=what)
+
+
+def _largest_of_all(source: Value, replay: AtenReplay) -> Reading:
+    found = _largest(source, None, MAXIMUM, replay)
+    return replace(found, over_rows=aten.max.default, what=f"{found.what} over all rows")
 
 
 def _of_value(value: Value, replay: AtenReplay) -> Reading | None:
@@ -295,13 +318,15 @@ def _of_value(value: Value, replay: AtenReplay) -> Reading | None:
         target, dim = target_of_index(value, replay)
         return _pick(args[0], dim, target, replay)
     if op in (aten.sum.dim_IntList, aten.mean.dim):
-        return _sum(value, replay)
+        return _sum(value, replay) or _sum_of_row(value, replay)
     if op in (aten.sum.default, aten.mean.default):
         return _sum(value, replay) or _sum_of_all(value)
     if op is aten.argmax.default and len(args) > 1 and isinstance(args[1], int):
-        return _largest(args[0], args[1] % args[0].rank, ARGMAX)
+        return _largest(args[0], args[1] % args[0].rank, ARGMAX, replay)
     if op is aten.amax.default and len(args) > 1 and len(args[1]) == 1:
-        return _largest(args[0], args[1][0] % args[0].rank, MAXIMUM)
+        return _largest(args[0], args[1][0] % args[0].rank, MAXIMUM, replay)
+    if op is aten.max.default or (op is aten.amax.default and len(args[1]) == args[0].rank):
+        return _largest_of_all(args[0], replay)
     return None
 
 
@@ -385,6 +410,11 @@ def _dims_of_sum(value: Value) -> list[int] | None:
 def _of_summands(summands: Value, replay: AtenReplay) -> Reading | None:
     """The sum over the classes; None if it is none of the statistics."""
     inner, factor = unscaled(summands, replay)
+    if inner.op is aten.special_entr.default:
+        softmax = multiple_of_softmax(inner.args[0], replay, logarithm=False)
+        if softmax is None or softmax.factor != 1:
+            return None
+        return Reading(softmax.logits, softmax.dim, {ENTROPY: factor}, what="entropy")
     logits = softmax_of(inner, replay, logarithm=True)
     if logits is not None:
         rows, dim = logits
@@ -423,6 +453,24 @@ def _of_product(one: Value, other: Value, replay: AtenReplay) -> Reading | None:
         terms = {LOGSUMEXP: factor, ENTROPY: -factor}
         return Reading(other, dim, terms, what="expected logit")
     return None
+
+
+def _sum_of_row(value: Value, replay: AtenReplay) -> Reading | None:
+    """Of the logits of each row. What else is summed up has to be made of them by itself."""
+    dims, dtype = _dims_of_sum(value), value.kwargs.get("dtype")
+    if dims is None or len(dims) != 1 or (dtype is not None and not dtype.is_floating_point):
+        return None
+    try:
+        logits = logits_of(value.args[0].argument, replay)
+    except NotAbsorbedError:
+        return None
+    (dim,) = dims
+    classes, factor = value.args[0].fake.shape[dim], 1.0
+    if logits is None or logits.class_dim != dim or not isinstance(classes, int) or not classes:
+        return None
+    if value.op is aten.mean.dim:
+        factor = 1 / classes
+    return Reading(value.args[0], dim, {TOTAL: factor}, what="sum of the logits")
 
 
 def _sum_of_all(value: Value) -> Reading | None:

@@ -121,6 +121,32 @@ def scaled_log_probabilities(h, w, labels, mask, advantages, old):
     return (picked.sigmoid() * mask.flatten()).sum() + torch.logsumexp(logits, -1).mean()
 
 
+def entropy_of_probabilities(h, w, labels, mask, advantages, old):
+    logits = logits_of(h, w)
+    entropy = torch.special.entr(F.softmax(logits, -1)).sum(-1)
+    return F.cross_entropy(logits, labels.flatten()) - 0.1 * (entropy * mask.flatten()).mean()
+
+
+def confidence(h, w, labels, mask, advantages, old):
+    """What metrics read of probabilities and of their logarithms."""
+    logits = logits_of(h, w)
+    log_probs = F.log_softmax(logits, -1)
+    loss = F.nll_loss(log_probs, labels.flatten())
+    with torch.no_grad():
+        likeliest, place = F.softmax(logits, -1).max(-1)
+        hits = (log_probs.argmax(-1) == labels.flatten()).to(h.dtype)
+        surprise = -log_probs.amax(-1)
+    return loss, likeliest.mean(), (place == labels.flatten()).to(h.dtype).mean(), hits, surprise
+
+
+def statistics_of_all_logits(h, w, labels, mask, advantages, old):
+    logits = logits_of(h, w)
+    given = logits.detach()
+    means = given.mean(-1, keepdim=True)
+    loss = F.cross_entropy(logits, labels.flatten()) + 1e-3 * logits.sum(-1).square().mean()
+    return loss, given.max(), given.amax(), F.softmax(given, -1).max(), means, given.mean()
+
+
 #: What the forward can compute the gradients of.
 BY_ROW = {
     f.__name__: f
@@ -128,7 +154,8 @@ BY_ROW = {
         smoothed_in_float32, smoothed_by_a_masked_mean, smoothed_over_all, entropy_over_all,
         mean_entropy_over_all, entropy_over_all_alone, entropies_over_some, poly,
         poly_of_counted_rows, poly_of_one_hot, expected_accuracy, probabilities_of_several,
-        logit_of_one_hot, scaled_log_probabilities,
+        logit_of_one_hot, scaled_log_probabilities, entropy_of_probabilities, confidence,
+        statistics_of_all_logits,
     )
 }  # fmt: skip
 
@@ -179,9 +206,31 @@ def one_hot_along_the_rows(h, w, labels, mask, advantages, old):
     return F.cross_entropy(logits, labels) - chosen.square().sum()
 
 
+def gradient_of_the_likeliest(h, w, labels, mask, advantages, old):
+    logits = logits_of(h, w)
+    return F.cross_entropy(logits, labels.flatten()) - F.softmax(logits, -1).amax(-1).mean()
+
+
+def least_likely(h, w, labels, mask, advantages, old):
+    logits = logits_of(h, w)
+    log_probs = F.log_softmax(logits.detach(), -1)
+    return F.cross_entropy(logits, labels.flatten()), (-log_probs).argmax(-1)
+
+
+def rows_of_something_else(h, w, labels, mask, advantages, old):
+    logits = logits_of(h, w)
+    return F.cross_entropy(logits, labels.flatten()), logits.detach().abs().mean(-1)
+
+
+def sums_over_rows(h, w, labels, mask, advantages, old):
+    logits = logits_of(h, w)
+    return F.cross_entropy(logits, labels.flatten()), logits.detach().mean(0)
+
+
 NEAR_MISSES = (
     smoothed_in_integers, of_the_exponential, of_bounded_probabilities, of_detached_probabilities,
-    of_other_softmaxes, over_the_rows_alone, one_hot_along_the_rows,
+    of_other_softmaxes, over_the_rows_alone, one_hot_along_the_rows, gradient_of_the_likeliest,
+    least_likely, rows_of_something_else, sums_over_rows,
 )  # fmt: skip
 
 PROGRAMS = [
