@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from compile_losses.graphs import descendants
+from compile_losses.graphs import ancestors, descendants
 from compile_losses.op_traits import FOLLOWED, PRODUCTS, QUOTIENTS, RESHAPES, SUMS, TURNS, View
 from compile_losses.ops.checks import NARROW
 from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
@@ -30,7 +30,7 @@ from compile_losses.recognize.constants import constant
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.returned_logits import outputs_of, readers
-from compile_losses.recognize.symbolic_tensors import Value, fake_mode
+from compile_losses.recognize.symbolic_tensors import Value, fake_mode, has_gradient, sources
 from compile_losses.sites import in_words
 from compile_losses.torch_internals.graphs import GRAPH_ARGUMENT
 from compile_losses.torch_internals.ops import packet_of
@@ -84,6 +84,7 @@ class Logits:
         scale: of the product, before it is rounded to its dtype.
         copies_weight: whether weight is another tensor than the layer's.
         is_shifted: whether a number that is added to all logits was left out, as softmax drops it.
+        shifts: the nodes that added a number to each row, which were left out, too.
         absorbed: the ops on the logits, in words.
         outputs: the outputs of the graph that are made of the layer's output.
     """
@@ -99,6 +100,7 @@ class Logits:
     scale: float = 1.0
     copies_weight: bool = False
     is_shifted: bool = False
+    shifts: list[Node] = field(default_factory=list)
     absorbed: list[str] = field(default_factory=list)
     outputs: list[Node] = field(default_factory=list)
 
@@ -429,6 +431,10 @@ class _Walk:
         _check_size(step)
         shape = _aligned(other, step)
         each = self._for_each_class(other, step)
+        if each is None and shape[self.logits.class_dim] == 1 and self._is_of_logits(other):
+            self.shift, self.logits.is_shifted = math.nan, True
+            self.logits.shifts.append(step.node)
+            return  # nor does softmax change with a number for all logits of a row
         if each is None:
             many = "a number to each row of" if shape[self.logits.class_dim] == 1 else "a tensor to"
             raise NotAbsorbedError(
@@ -444,6 +450,16 @@ class _Walk:
         if logits.bias.fake.dtype != logits.input.fake.dtype:
             logits.bias = computed(aten.to.dtype, logits.bias, logits.input.fake.dtype)
         self._note("an addend for each class")
+
+    def _is_of_logits(self, tensor: Value) -> bool:
+        """Whether a tensor has no gradient, or one that goes to the layer's output alone.
+
+        That gradient is 0. Who else had one would get none if the tensor is left out.
+        """
+        head = self.logits.head.node
+        trained = filter(has_gradient, sources(tensor))
+        made = ancestors(trained, until={head})
+        return not any(n.op in ("placeholder", "get_attr") and has_gradient(n) for n in made)
 
     def _mask(self, step: Value) -> None:
         logits, name = self.logits, step.node.name

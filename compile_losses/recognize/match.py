@@ -104,7 +104,7 @@ class Match:
         for (function, rest), value in zip(self.steps, values[1:], strict=True):
             more = [put(argument, root) for argument in rest]
             node = emit(root, function, (node, *more), value=value)
-        if self.steps and is_written(root):
+        if self.steps and values[-1].dim() and is_written(root):  # numbers are no views
             node = emit(root, aten.clone.default, (node,), value=values[-1])
         return node
 

@@ -407,6 +407,7 @@ class Taking:
             logits.input = classes_last(logits.input, logits.class_dim)
             logits.class_dim = logits.input.fake.dim() - 1
             every[node] = logits
+        self._leave_out_shifts(every)
         readings = self.shared.readings
 
         def rows(node: Node) -> tuple[int, bool]:
@@ -430,6 +431,25 @@ class Taking:
             self.moves[node] = found
         chosen.absorbed = max((one.absorbed for one in every.values()), key=len)
         return chosen
+
+    def _leave_out_shifts(self, every: dict[Node, Logits]) -> None:
+        """Leaves out readers, such as a maximum, of which nothing is made but a number that is
+        added to all logits of a row."""
+        readings, inside = self.shared.readings, set(self.shared.between)
+        shifts = {node for logits in every.values() for node in logits.shifts}
+        for node in list(readings) if shifts else []:
+            made = list(descendants([node], past=lambda each: each not in inside))
+            ends = [each for each in made if each in inside]
+            others = [each for each in made if each not in inside]
+            if ends and set(ends) <= shifts and all(self._is_between(n, node) for n in others):
+                del readings[node], every[node]
+                self.shared.between += others
+
+    def _is_between(self, node: Node, start: Node) -> bool:
+        """Whether a node made of a reader holds a tensor that nothing outside of the graph reads,
+        and no other reader."""
+        is_inside = node is start or node not in self.shared.readings
+        return is_inside and isinstance(example(node), Tensor) and node.op != "output"
 
     def _target(self, logits: Logits) -> tuple[Value | None, int]:
         """The first set of one class of each row, as [rows], and the ignored index."""

@@ -147,6 +147,28 @@ def statistics_of_all_logits(h, w, labels, mask, advantages, old):
     return loss, given.max(), given.amax(), F.softmax(given, -1).max(), means, given.mean()
 
 
+def shifted_by_their_maximum(h, w, labels, mask, advantages, old):
+    """As against an overflow; the maximum's gradient is 0."""
+    logits = logits_of(h, w)
+    return F.cross_entropy(logits - logits.max(-1, keepdim=True).values, labels.flatten())
+
+
+def shifted_by_a_logged_maximum(h, w, labels, mask, advantages, old):
+    logits = logits_of(h, w)
+    largest = logits.detach().amax(-1)
+    log_probs = F.log_softmax(logits - largest[:, None], -1)
+    picked = log_probs.gather(-1, labels.flatten().clamp(min=0)[:, None])
+    return -(picked * mask.flatten()[:, None]).sum(), largest
+
+
+def centred(h, w, labels, mask, advantages, old):
+    logits = F.linear(h, w)
+    logits = logits - logits.mean(-1, keepdim=True)
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+    log_probs = F.log_softmax(logits, -1)
+    return loss + 0.1 * (log_probs.exp() * log_probs).sum(-1).mean()
+
+
 #: What the forward can compute the gradients of.
 BY_ROW = {
     f.__name__: f
@@ -155,7 +177,7 @@ BY_ROW = {
         mean_entropy_over_all, entropy_over_all_alone, entropies_over_some, poly,
         poly_of_counted_rows, poly_of_one_hot, expected_accuracy, probabilities_of_several,
         logit_of_one_hot, scaled_log_probabilities, entropy_of_probabilities, confidence,
-        statistics_of_all_logits,
+        statistics_of_all_logits, shifted_by_their_maximum, shifted_by_a_logged_maximum, centred,
     )
 }  # fmt: skip
 
@@ -227,10 +249,32 @@ def sums_over_rows(h, w, labels, mask, advantages, old):
     return F.cross_entropy(logits, labels.flatten()), logits.detach().mean(0)
 
 
+def shifted_with_another_gradient(h, w, labels, mask, advantages, old):
+    """If the number were left out, its gradient of 0 would be none at all."""
+    logits = F.linear(h, w)
+    logits = logits - h.sum(-1, keepdim=True)
+    entropy = (F.softmax(logits, -1) * F.log_softmax(logits, -1)).sum(-1)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + entropy.mean()
+
+
+def logsumexp_of_shifted(h, w, labels, mask, advantages, old):
+    logits = logits_of(h, w)
+    logits = logits - logits.amax(-1, keepdim=True).detach()
+    loss = F.cross_entropy(logits, labels.flatten())
+    return loss + 1e-2 * torch.logsumexp(logits, -1).square().mean()
+
+
+def capped_after_a_shift(h, w, labels, mask, advantages, old):
+    logits = logits_of(h, w)
+    logits = torch.tanh(logits - logits.amax(-1, keepdim=True).detach())
+    return F.cross_entropy(logits, labels.flatten())
+
+
 NEAR_MISSES = (
     smoothed_in_integers, of_the_exponential, of_bounded_probabilities, of_detached_probabilities,
     of_other_softmaxes, over_the_rows_alone, one_hot_along_the_rows, gradient_of_the_likeliest,
-    least_likely, rows_of_something_else, sums_over_rows,
+    least_likely, rows_of_something_else, sums_over_rows, shifted_with_another_gradient,
+    logsumexp_of_shifted, capped_after_a_shift,
 )  # fmt: skip
 
 PROGRAMS = [

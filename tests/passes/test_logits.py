@@ -133,6 +133,9 @@ REFUSED = {
     "infinite factor": (lambda h, w, b: F.linear(h, w) * torch.inf, "scales the logits by inf"),
     "alpha": (lambda h, w, b: torch.add(F.linear(h, w), b, alpha=2), "adds a multiple"),
     "addend of rows": (lambda h, w, b: F.linear(h, w) + h[..., :1], "a number to each row of"),
+    "rows shifted, then capped": (
+        lambda h, w, b: torch.tanh(F.linear(h, w) + h.detach()[..., :1]), "a number is added",
+    ),
     "addend of logits": (lambda h, w, b: F.linear(h, w) + F.linear(h, 2 * w), "adds a tensor to"),
     "rows of a bias": (lambda h, w, b: F.linear(h, w, b) * h[..., :1], "a layer with a bias"),
     "factor of logits": (
