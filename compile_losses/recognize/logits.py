@@ -512,8 +512,11 @@ class _Walk:
     def _shift_bias(self, step: Value) -> None:
         """Makes a number that was added to all logits a part of the layer's bias."""
         logits, shift = self.logits, self.shift
-        known = math.isfinite(shift) and isinstance(self.classes, int)
-        if logits.cast is not None or not known:
+        if logits.cast is not None:  # as a bias it would be rounded with the product
+            name = step.node.name
+            narrow = "in float32 after a narrower product"
+            raise NotAbsorbedError(f"a number is added to the logits before {name}, {narrow}")
+        if not math.isfinite(shift) or not isinstance(self.classes, int):
             self._check_unshifted(step)
         self._apply_factor()
         if logits.bias is None:
