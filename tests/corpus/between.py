@@ -139,6 +139,7 @@ MATCHES = {
     "offsets around a factor": lambda h, w, b, t: flat(
         8 * torch.tanh(((F.linear(h, w, b) - 0.5) * 0.3 - 1) / 8), t
     ),
+    "a number for each row": lambda h, w, b, t: flat(F.linear(h, w) + h.detach()[..., :1], t),
     # Rows picked.
     "last token of each": last_tokens,
     "multiple choice": multiple_choice,
@@ -212,7 +213,7 @@ def far_above(h, w, b, t):
 #: Each stays cross entropy of its logits, with a reason that has these words.
 NEAR_MISSES = {
     "an addend of each row": (
-        lambda h, w, b, t: flat(F.linear(h, w) + h.detach()[..., :1], t), "a number to each row"
+        lambda h, w, b, t: flat(F.linear(h, w) + h[..., :1], t), "a number to each row"
     ),
     "an addend of each logit": (
         lambda h, w, b, t: flat(F.linear(h, w) + torch.ones(2, 6, CLASSES), t), "a tensor to"
