@@ -15,7 +15,7 @@ from compile_losses.backend import rewritten
 from compile_losses.guard import Failure, attempt, is_restart
 from compile_losses.inductor_passes import installed_rewrite
 from compile_losses.known_heads import doors
-from compile_losses.lower.decision import Decision
+from compile_losses.lower.decision import WITHOUT_OP, Decision
 from compile_losses.no_losses import broken_in, foreign_calls
 from compile_losses.options import Settings
 from compile_losses.planned_sites import planned
@@ -196,7 +196,7 @@ def _is_trained(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> bool
 def _add_results(report: Report, graph: Graph) -> None:
     """Adds to a report with a graph's sites its returned numbers, and lines that no site covers."""
     own = [site for site in report.sites if site.graph == report.graphs]
-    lines = {(site.file, site.line) for site in own if site.op == "elementwise"}
+    lines = {(site.file, site.line): site.op for site in own if site.op in WITHOUT_OP}
     known = {site.mark: site for site in own if site.mark is not None}
     reductions: dict[tuple[str, int, bool], list[Node]] = {}
     for returned in returned_numbers(graph, set(known)):
@@ -205,7 +205,7 @@ def _add_results(report: Report, graph: Graph) -> None:
         for node in reversed(returned.reductions):  # they were found from the end
             file, line = source_of(node)
             if (file, line) in lines:
-                found.append("elementwise")
+                found.append(lines[file, line])
                 continue
             found.append(f"{function_of(node)} ({UNRECOGNISED})")
             there = reductions.setdefault((file, line, of_parameters(node)), [])

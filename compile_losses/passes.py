@@ -47,6 +47,7 @@ PASSES = (
     Pass(PLAN, "row_losses", "losses of a few numbers of each row of a head become torch's ops"),
     Pass(PLAN, "counted_rows", "heads leave rows out that no loss counts, which are counted early"),
     Pass(PLAN, "row_gradients", "gradients of unreduced losses of a head go into the forward"),
+    Pass(PLAN, "regions", "heads that are read row by row hold no logits, if memory is preferred"),
     Pass(PLAN, "kernels", "each loss stays a kernel, with its gradient, or becomes torch's ops"),
     Pass(PLAN, "head_factors", "losses of a head take the known factors of their gradients"),
     Pass(PLAN, "short_gradients", "gradients that torch reads fewer tensors for become its ops"),

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from compile_losses.lower.decision import Decision
+from compile_losses.lower.decision import WITHOUT_OP, Decision
+from compile_losses.lower.regions import BY_CHUNKS
+from compile_losses.recognize.with_head import HELD
 from compile_losses.sites import Site, line_in
 
 
 def planned(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[Site]:
     """The sites of a graph with the decisions of the passes about its losses."""
-    return _with_elementwise([_planned(site, decisions) for site in sites], decisions)
+    return _with_others([_planned(site, decisions) for site in sites], decisions)
 
 
 def _planned(site: Site, decisions: Sequence[Decision]) -> Site:
@@ -26,7 +28,10 @@ def _planned(site: Site, decisions: Sequence[Decision]) -> Site:
     if len(compared) == 1:
         site = replace(site, **_costs(compared[0]))
     details = [f"{d.choice}: {d.reason}" for d in own if d.reason]
-    return replace(site, plan=tuple(d.choice for d in own), details=tuple(details))
+    site = replace(site, plan=tuple(d.choice for d in own), details=tuple(details))
+    # What was not taken together with its linear layer may be taken after autograd.
+    is_region = any(d.choice.startswith(BY_CHUNKS) for d in own)
+    return replace(site, reason="") if is_region and HELD in site.reason else site
 
 
 def _costs(decision: Decision) -> dict[str, Any]:
@@ -38,11 +43,11 @@ def _costs(decision: Decision) -> dict[str, Any]:
     return {**ours, "stock_bytes_moved": stock.moved, "stock_bytes_held": stock.held}
 
 
-def _with_elementwise(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[Site]:
+def _with_others(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[Site]:
     """Sites, and sites of losses without an op. Such a loss takes the site that was declined in its
     line, or gets a site of its own."""
     result = list(sites)
-    for decision in (d for d in decisions if d.loss == "elementwise"):
+    for decision in (d for d in decisions if d.loss in WITHOUT_OP):
         file, line = line_in(decision.trace)
         there = [
             i
@@ -56,18 +61,19 @@ def _with_elementwise(sites: Sequence[Site], decisions: Sequence[Decision]) -> l
         declined = [i for i in there if result[i].status == "declined"]
         if decision.cost is None or decision.stock is None:
             if not there:
-                result.append(Site("elementwise", "declined", decision.reason, file, line))
+                result.append(Site(decision.loss, "declined", decision.reason, file, line))
             continue
         if there and not declined and decision.site is not None:
             continue  # a decomposed op; this is one more step of its plan
         if not declined:
-            result.append(Site("elementwise", "rewritten", "", file, line))
+            result.append(Site(decision.loss, "rewritten", "", file, line))
         index = declined[0] if declined else -1
         result[index] = replace(
             result[index],
             status="rewritten",
             reason="",
-            plan=(f"elementwise, {decision.choice}",),
+            plan=(f"{decision.loss}, {decision.choice}",),
+            details=(decision.reason,) if decision.reason else (),
             **_costs(decision),
         )
     return result

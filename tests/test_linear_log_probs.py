@@ -9,8 +9,9 @@ import torch.nn.functional as F
 import compile_losses.ops  # noqa: F401
 from compile_losses.linear import linear_log_probs
 from compile_losses.ops import linear_row_statistics
-from compile_losses.ops.linear.row_function import Operand, encode
+from compile_losses.ops.linear.row_function import encode
 from compile_losses.ops.linear.row_statistics import COUNT, LOG_SQUARES
+from compile_losses.ops.linear.steps import Operand
 from compile_losses.ops.linear_row_statistics import in_order
 from tests.accuracy import assert_accurate
 from tests.linear_problems import largest_allocation

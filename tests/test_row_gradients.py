@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import compile_losses
-from compile_losses.ops.linear.row_function import Operand, RowFunction, encode
+from compile_losses.ops.linear.row_function import RowFunction, encode
+from compile_losses.ops.linear.steps import Operand
 from tests.accuracy import assert_accurate
 from tests.corpus.rows import (
     ACROSS_ROWS,
@@ -392,7 +393,7 @@ def test_errors_of_rows():
     with pytest.raises(RuntimeError, match=r"expected reduction 0 \(none\).*, got 1"):
         rows_with_grad(*arguments[:5], 1, *arguments[6:], *needs, text, [])
     bad = json.dumps({"steps": [["aten.cumsum.default", [{"value": 0}, 0], {}]], "results": [1]})
-    with pytest.raises(ValueError, match=r"aten.cumsum.default, no op of elements"):
+    with pytest.raises(ValueError, match=r"row_function has aten.cumsum.default, which is no step"):
         rows_with_grad(*arguments, *needs, bad, [])
 
 

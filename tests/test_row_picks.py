@@ -15,11 +15,11 @@ from compile_losses.ops.linear.row_function import (
     REPEAT,
     SLICE,
     SUM,
-    Operand,
     RowFunction,
     encode,
 )
 from compile_losses.ops.linear.row_statistics import COUNT, DIFFERENTIABLE, LOG_PROBS, LOGSUMEXP
+from compile_losses.ops.linear.steps import Operand
 from compile_losses.ops.linear_row_statistics import in_order, reference
 from compile_losses.ops.row_picks import sums_of_equal
 from tests.accuracy import assert_accurate

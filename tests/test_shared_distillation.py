@@ -11,8 +11,9 @@ from torch import nn
 
 import compile_losses
 from compile_losses.ops.linear.chunk_size import held_rows
-from compile_losses.ops.linear.row_function import Operand, encode
+from compile_losses.ops.linear.row_function import encode
 from compile_losses.ops.linear.row_statistics import COUNT
+from compile_losses.ops.linear.steps import Operand
 from compile_losses.ops.linear_row_statistics import in_order
 from tests.corpus.distilled import (
     BOTH,

@@ -223,6 +223,15 @@ def below_autograd():
     assert aten.exp.default(x).requires_grad
 
 
+@checks("ops.BelowViews")
+def below_views():
+    key = torch._C.DispatchKey.ADInplaceOrView
+    assert not ops.is_excluded(key)
+    with ops.BelowViews():
+        assert ops.is_excluded(key)
+    assert not ops.is_excluded(key)
+
+
 @checks("ops.has_kernel", "ops.key_of_device")
 def kernels():
     assert ops.has_kernel("fused::scale_", ops.key_of_device("cpu"))
@@ -935,6 +944,22 @@ def is_to_be_saved():
 
 #: What comptime saw: a function that it is given may have no free variables.
 SEEN: list[torch.Size] = []
+
+
+@checks("dynamo.maybe_mark_dynamic")
+def sizes_that_may_change():
+    graphs = []
+
+    def keep(gm, _):
+        graphs.append(gm)
+        return gm.forward
+
+    compiled = torch.compile(lambda x: x.sum(1), backend=keep)
+    for rows in (4, 6, 9):
+        x = torch.rand(rows, 3)
+        dynamo.maybe_mark_dynamic(x, 0)
+        compiled(x)
+    assert len(graphs) == 1
 
 
 @checks("dynamo.comptime")

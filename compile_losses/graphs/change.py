@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from compile_losses.distributed import are_dtensors
@@ -103,6 +103,29 @@ def emit_input(graph: Graph, name: str, value: Any) -> Node:
     node.meta[EXAMPLE] = value
     changed(graph)
     return node
+
+
+def straight_line(
+    inputs: int,
+    calls: Iterable[tuple[Any, Sequence[Any], Mapping[str, Any]]],
+    given: Callable[[Any, Sequence[Node]], Any],
+    results: Iterable[int],
+) -> GraphModule:
+    """A function that calls ops one after the other.
+
+    Args:
+        inputs: how many it has. They are its first values, and each call makes one more.
+        calls: the ops with their arguments.
+        given: what a call is given for an argument, by the values so far.
+        results: the places of the values that it returns.
+    """
+    graph = Graph()
+    values = [graph.placeholder(f"value_{i}") for i in range(inputs)]
+    for op, args, kwargs in calls:
+        named = {name: given(argument, values) for name, argument in kwargs.items()}
+        values.append(graph.call_function(op, tuple(given(a, values) for a in args), named))
+    graph.output(tuple(values[place] for place in results))
+    return GraphModule({}, graph)
 
 
 def copy_nodes(

@@ -10,6 +10,10 @@ from compile_losses.lower.cost import Cost
 #: ``TORCH_LOGS="+compile_losses"`` shows what is sent here, and so does Python's ``logging``.
 log = logging.getLogger("compile_losses")
 
+#: What decisions name a loss for which there is no op: gradients of a loss of elements that move
+#: into the forward, and the readers of logits that are computed by chunks.
+ELEMENTWISE, REGION = WITHOUT_OP = ("elementwise", "linear_region")
+
 
 @dataclass(frozen=True)
 class Decision:

@@ -51,6 +51,7 @@ from compile_losses.lower.mutated_inputs import save_before_mutation
 from compile_losses.lower.node_relations import (
     is_fused_into_readers,
 )
+from compile_losses.lower.regions import take_regions
 from compile_losses.lower.slow_paths import is_small, slow_path
 from compile_losses.lower.statistics import plan_statistics
 from compile_losses.op_traits import CASTS
@@ -277,6 +278,7 @@ _PIPELINE: Pipeline[AtenGraph] = Pipeline(
     row_losses=_decompose_of_rows,
     counted_rows=count_rows,
     row_gradients=plan_rows,
+    regions=take_regions,
     kernels=_plan_kernels,
     head_factors=plan_linear,
     short_gradients=_decompose_short_backwards,

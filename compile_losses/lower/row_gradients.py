@@ -44,12 +44,11 @@ from compile_losses.ops.linear.row_function import (
     REPEAT,
     SLICE,
     SUM,
-    Operand,
-    Step,
     encode,
     is_of_elements,
 )
 from compile_losses.ops.linear.row_statistics import LOG_PROBS
+from compile_losses.ops.linear.steps import Operand, Step
 
 aten = torch.ops.aten
 
@@ -173,7 +172,7 @@ class _Writer:
             self.same[node] = self.same[of_losses[0]]
             return None
         # If the result has as many numbers as the second argument, it is the second argument.
-        if node.target in SCATTERS and _has_as_many(node, node.args[1]):
+        if node.target in SCATTERS and has_as_many(node, node.args[1]):
             if node.args[1] not in self.same:
                 return across
             self.same[node] = self.same[node.args[1]]  # type: ignore[index]
@@ -429,7 +428,7 @@ def _same(rows: Sequence[Any], other: Sequence[Any]) -> bool:
     return all(statically_known_true(one == two) for one, two in pairs)
 
 
-def _has_as_many(node: Node, argument: Any) -> bool:
+def has_as_many(node: Node, argument: Any) -> bool:
     """Whether an argument holds as many numbers as a node."""
     value, given = node.meta["val"], argument.meta["val"]
     return bool(statically_known_true(value.numel() == given.numel()))

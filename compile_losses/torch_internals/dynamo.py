@@ -14,6 +14,9 @@ from torch._dynamo import compiled_autograd, config, eval_frame, symbolic_conver
 # would break its graph.
 from torch._dynamo.comptime import comptime as comptime
 
+# Says that a size may change. Without it a function of chunks is compiled for each size of them.
+from torch._dynamo.decorators import maybe_mark_dynamic as maybe_mark_dynamic
+
 # By which Dynamo asks itself to trace a function anew. Taken for an error, it would cost a loss.
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
 

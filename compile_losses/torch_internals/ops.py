@@ -53,6 +53,9 @@ is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 #: The context below autograd. Without it ops that are not differentiable would call themselves.
 BelowAutograd = torch._C._AutoDispatchBelowAutograd
+#: The context below that and the tracking of views. Without it a function that an op compiles would
+#: be compiled again when the op is called from elsewhere.
+BelowViews = torch._C._AutoDispatchBelowADInplaceOrView
 #: Whether an op has a kernel for a dispatch key, named; decides what a device is asked to do.
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 #: The name of a device type's dispatch key. A wrong one has no kernel, and its gradients stay in

@@ -24,6 +24,8 @@ from compile_losses.torch_internals.graphs import is_tangent
 
 aten = torch.ops.aten
 
+#: ``a * b + c``, which Inductor writes for some sums. Torch has it since 2.12.
+_FMA = getattr(getattr(torch.ops.prims, "fma", None), "default", None)
 #: Linear in their only tensor.
 _OF_ONE = (*IN_ORDER, *TURNS, *CASTS, aten.neg.default)
 
@@ -126,6 +128,10 @@ def _is_linear(node: Node, dependent: list[Node], backward: set[Node]) -> bool:
         return all(argument in dependent for argument in args[:2]) and not _depends(
             node.kwargs.get("alpha"), backward
         )
+    if target is _FMA:
+        *factors, addend = args
+        is_product = sum(factor in dependent for factor in factors) == 1
+        return is_product and (addend in dependent or _is_zero(addend))
     if target in (aten.zeros_like.default, aten.full_like.default):
         return _is_zero(node)
     if target is aten.where.self:
@@ -144,6 +150,8 @@ def _is_moved(node: Node, dependent: list[Node]) -> bool:
         return dependent == [node.args[0]]
     if node.target in SCATTERS:
         return dependent == [node.args[1]] and _is_zero(node.args[0])
+    if node.target in (aten.scatter.src, aten.scatter_add.default):
+        return dependent == [node.args[3]] and _is_zero(node.args[0])
     if node.target is aten.cat.default:
         parts: Any = node.args[0]
         return all(part in dependent or _is_zero(part) for part in parts)

@@ -23,7 +23,7 @@ from compile_losses.graphs import (
 )
 from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import Cost, buffers_read, nbytes_of
-from compile_losses.lower.decision import Decision
+from compile_losses.lower.decision import ELEMENTWISE, Decision
 from compile_losses.lower.elementwise.find import Part, find_parts
 from compile_losses.lower.elementwise.refuse import (
     is_materialised,
@@ -72,7 +72,7 @@ def _decide(
         rows = sums if isinstance(sums, str) else rows_to_keep(sums, moved)
     if isinstance(sums, str) or isinstance(rows, str):
         site, trace = site_of(nodes[-1]), _trace(reversed(nodes))
-        return Decision(site, "elementwise", "gradient in backward", str(rows), trace=trace)
+        return Decision(site, ELEMENTWISE, "gradient in backward", str(rows), trace=trace)
     first = sums[0].node
     site, trace = site_of(first), _trace([first, loss])
     read = sum(buffers_read(moved.nodes, get_default_op_list()).values())
@@ -80,7 +80,7 @@ def _decide(
     units = _copy_in_the_forward(moved, loss, rows)
     _move(moved, units, sum_in_rows(sums, loss), owned=overwrites)
     cost, stock = Cost(read + written, written), Cost(2 * read + written, written)
-    return Decision(site, "elementwise", "gradient in forward", cost=cost, stock=stock, trace=trace)
+    return Decision(site, ELEMENTWISE, "gradient in forward", cost=cost, stock=stock, trace=trace)
 
 
 def _trace(nodes: Iterable[Node]) -> str:

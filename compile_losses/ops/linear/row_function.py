@@ -20,15 +20,17 @@ beside them, or repeat one number of each row. :func:`encode` refuses any other 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compile_losses.op_traits import CASTS, FILLED, is_pointwise
+from compile_losses.ops.linear.steps import Operand, Step, call, decode
+from compile_losses.ops.linear.steps import encode as encode_step
 from compile_losses.torch_internals.ops import OpOverload, is_pure
 
 aten = torch.ops.aten
@@ -39,16 +41,6 @@ aten = torch.ops.aten
 SUM, LARGEST = aten.sum.dim_IntList, aten.amax.default
 COLUMN, REPEAT = aten.unsqueeze.default, aten.expand_as.default
 JOIN, SLICE = aten.cat.default, aten.slice.Tensor
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A value of a function by its number."""
-
-    number: int
-
-
-Step: TypeAlias = tuple[OpOverload[..., Any], Sequence[Any], dict[str, Any]]
 
 
 def is_of_elements(op: Any) -> bool:
@@ -80,30 +72,16 @@ def encode(steps: Sequence[Step], results: Sequence[int | None]) -> str | None:
         results: the numbers of the values that are the gradients.
     """
     try:
-        return json.dumps({"steps": [_encoded(*step) for step in steps], "results": [*results]})
+        written = [encode_step(step, _may_be) for step in steps]
     except TypeError:
         return None
+    return json.dumps({"steps": written, "results": [*results]})
 
 
-def _encoded(op: OpOverload[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    of_rows = _is_of_rows(op, args, kwargs)
-    if not of_rows and not is_of_elements(op):
-        raise TypeError
-    named = {name: _encoded_argument(argument) for name, argument in kwargs.items()}
-    return [str(op), [_encoded_argument(argument, of_rows=of_rows) for argument in args], named]
-
-
-def _encoded_argument(argument: Any, *, of_rows: bool = False) -> Any:
-    if of_rows and type(argument) is list:
-        return [_encoded_argument(each) for each in argument]
-    if isinstance(argument, Operand):
-        return {"value": argument.number}
-    if isinstance(argument, torch.dtype):
-        return {"dtype": str(argument).removeprefix("torch.")}
-    # By type: a symbol is an int to isinstance, and json would ask for its value.
-    if argument is None or type(argument) in (bool, int, float, str):
-        return argument
-    raise TypeError
+def _may_be(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    if _is_of_rows(op, args, kwargs):
+        return True
+    return is_of_elements(op) and not any(type(a) is list for a in (*args, *kwargs.values()))
 
 
 @dataclass(frozen=True)
@@ -126,9 +104,8 @@ class RowFunction:
         """The gradients of the results computed for some rows, each of its result's shape."""
         values = [*computed, *(_of_rows(tensor, rows) for tensor in self.known)]
         steps, results = _decoded(self.text)
-        for op, args, kwargs in steps:
-            given = [_given(argument, values) for argument in args]
-            values.append(op(*given, **{k: _given(v, values) for k, v in kwargs.items()}))
+        for step in steps:
+            values.append(call(step, values))
 
         def gradient(number: int | None, result: Tensor) -> Tensor | None:
             # A result that nobody asked for is empty.
@@ -156,33 +133,8 @@ def _of_rows(tensor: Tensor, rows: Any) -> Tensor:
     return tensor if tensor.numel() == 1 else tensor[rows]
 
 
-def _given(argument: Any, values: list[Tensor]) -> Any:
-    if isinstance(argument, list):
-        return [_given(each, values) for each in argument]
-    return values[argument.number] if isinstance(argument, Operand) else argument
-
-
 @lru_cache(maxsize=128)
-def _decoded(
-    text: str,
-) -> tuple[list[tuple[Callable[..., Tensor], list[Any], dict[str, Any]]], list[int | None]]:
-    written, steps = json.loads(text), []
-    for name, args, kwargs in written["steps"]:
-        namespace, packet, overload = name.split(".")
-        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-        given = [_decoded_argument(argument) for argument in args]
-        named = {key: _decoded_argument(argument) for key, argument in kwargs.items()}
-        if not is_of_elements(op) and not _is_of_rows(op, given, named):
-            raise ValueError(f"row_function has {name}, no op of elements")
-        steps.append((op, given, named))
+def _decoded(text: str) -> tuple[list[Step], list[int | None]]:
+    written = json.loads(text)
+    steps = [decode(step, _may_be, "row_function") for step in written["steps"]]
     return steps, written["results"]
-
-
-def _decoded_argument(argument: Any) -> Any:
-    if isinstance(argument, list):
-        return [_decoded_argument(each) for each in argument]
-    if not isinstance(argument, dict):
-        return argument
-    if "value" in argument:
-        return Operand(argument["value"])
-    return getattr(torch, argument["dtype"])

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from compile_losses.eager import PLAIN
-from compile_losses.ops.linear.row_function import Operand, encode
+from compile_losses.ops.linear.row_function import encode
+from compile_losses.ops.linear.steps import Operand
 from compile_losses.torch_internals.eager import in_a_mode, keeps_saved_tensors_elsewhere
 
 #: The gradients of what follows the arguments of a loss: needs, a function and nothing known.

@@ -1,0 +1,380 @@
+"""Heads without their logits, whatever reads these row by row.
+
+Recognition takes a head together with losses that it knows. What it does not know keeps the logits:
+a focal loss, a margin, an adapter on the head. With the option ``prefer_memory`` this pass looks at
+the graph after autograd. There a product and all that reads it row by row, its gradient too, are a
+region (:mod:`compile_losses.lower.regions.rows`). It becomes calls of ``fused::linear_region``,
+which computes it a chunk of rows at a time. If anything else reads the logits, the graph stays.
+
+If the gradients are those of one tangent of one number times what the forward knows, one call makes
+them in the forward, in three products; the backward scales them. Else the backward computes the
+logits again, in four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from compile_losses.graphs import (
+    ancestors,
+    copy_nodes,
+    descendants,
+    emit,
+    erase_unused,
+    fresh_like,
+    is_movable,
+    move_before,
+    replace_uses,
+    undone_if_it_fails,
+)
+from compile_losses.lower.aten_graph import AtenGraph
+from compile_losses.lower.cost import Cost, hint_of, nbytes_of
+from compile_losses.lower.decision import REGION, Decision
+from compile_losses.lower.decompose import Decomposition, decomposition_of
+from compile_losses.lower.early_sizes import compute_sizes_early
+from compile_losses.lower.elementwise.find import linear_part
+from compile_losses.lower.fused_calls import Loss
+from compile_losses.lower.known_factors import is_one_number
+from compile_losses.lower.regions.rows import (
+    COLUMN,
+    LOGITS,
+    End,
+    NotOfRowsError,
+    Rows,
+    head_of,
+)
+from compile_losses.lower.regions.write import Writer, in_shape_of, known_reads, needed, result_of
+from compile_losses.lower.row_gradients import has_as_many
+from compile_losses.lower.shared_with_forward import save
+from compile_losses.ops.linear.chunk_size import chunk_rows, held_rows
+from compile_losses.sites import in_words, number_of, site_of
+from compile_losses.torch_internals.graphs import RECOMPUTE, is_tangent
+from compile_losses.torch_internals.inductor import activation_memory_budget
+
+aten = torch.ops.aten
+fused = torch.ops.fused
+
+#: How the choices begin for what reads the logits of a region.
+BY_CHUNKS = "logits by chunks"
+
+
+def take_regions(graph: AtenGraph) -> None:
+    """Replaces each head that may be computed without its logits, if memory is preferred."""
+    if not graph.request.prefer_memory:
+        return
+    for product in [node for node in graph.graph.nodes if head_of(node) is not None]:
+        if product.users and product not in graph.backward:
+            _take(graph, product)
+
+
+def _take(graph: AtenGraph, product: Node) -> None:
+    """Replaces one head, or leaves it and says why at the losses that read it."""
+    chunk = _chunk(product)
+    if chunk is None:
+        return
+    sites: dict[int | None, str] = {}
+    losses: list[Loss] = []
+    try:
+        while True:  # torch's ops of one loss may show products that others read
+            others = [loss for loss in graph.losses if _reads_as_many(loss, product)]
+            compute_sizes_early(graph.graph)  # no logits are read for their sizes
+            made = {product, *descendants([product])}
+            losses = [loss for loss in others if made.intersection(loss.forward.all_input_nodes)]
+            rows = _rows(product, others)
+            _check(graph, rows)
+            losses = [loss for loss in others if _reads(loss, rows)]
+            if not losses:
+                break
+            for decomposition in _decompositions(losses):
+                decomposition.apply()
+            sites |= {site_of(loss.forward): loss.name for loss in losses}
+        cost, trace = _costs(rows, chunk), _trace(rows)
+        choice = _replaced(graph, rows)
+    except NotOfRowsError as reason:
+        for loss in losses:
+            sites.setdefault(site_of(loss.forward), loss.name)
+        for site, name in sites.items():
+            decision = Decision(site, name, "with its logits", str(reason))
+            if decision not in graph.decisions:  # another of several products has the same reason
+                graph.decisions.append(decision)
+        return
+    told = f"{number_of(chunk, 'row')} of logits at a time"
+    figures: tuple[Cost | None, Cost | None] = cost  # of all losses together
+    for site, name in (sites or {None: REGION}).items():
+        graph.decisions.append(Decision(site, name, choice, told, *figures, trace))
+        figures = None, None
+
+
+def _rows(product: Node, losses: Iterable[Loss]) -> Rows:
+    """The rows of a product, and of the products that are read with it.
+
+    Raises:
+        NotOfRowsError: with the reason.
+    """
+    opaque = [call for loss in losses for call in _calls(loss)]
+    products = [product]
+    while True:
+        rows = Rows(products, opaque)
+        if len(rows.heads) == len(products):
+            return rows
+        products = list(rows.heads)
+
+
+def _calls(loss: Loss) -> list[Node]:
+    return [loss.forward, *loss.backwards]
+
+
+def _reads_as_many(loss: Loss, product: Node) -> bool:
+    """Whether a loss reads a tensor of as many numbers as a product has."""
+    read = [n for n in loss.forward.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+    return any(has_as_many(node, product) for node in read)
+
+
+def _reads(loss: Loss, rows: Rows) -> bool:
+    """Whether a loss reads logits of rows, or they read its gradients."""
+    read = [node for call in _calls(loss) for node in call.all_input_nodes]
+    items = [item for call in _calls(loss) for item in (call, *call.users)]
+    return any(rows.kind(node) == LOGITS for node in (*read, *items))
+
+
+def _decompositions(losses: Sequence[Loss]) -> list[Decomposition]:
+    """Losses of logits in torch's own ops, which rules know."""
+    found = [decomposition_of(loss) for loss in losses]
+    for loss, decomposition in zip(losses, found, strict=True):
+        if decomposition is None:
+            raise NotOfRowsError(f"{loss.name} reads them, which can't be decomposed")
+    return [each for each in found if each is not None]
+
+
+def _chunk(product: Node) -> int | None:
+    """How many rows of logits are held at a time; None if that saves no memory, or is unknown."""
+    head = head_of(product)
+    assert head is not None
+    value = product.meta["val"]
+    rows, classes = value.shape
+    hidden = head.input.meta["val"].shape[1]
+    if not isinstance(hidden, int) or not isinstance(classes, int) or classes < 2:
+        return None
+    if not value.is_floating_point() or hint_of(rows) < 2:
+        return None
+    count = hint_of(rows)
+    chunk = chunk_rows(count, hidden, classes, value.dtype, value.device, beside=1)
+    return chunk if held_rows(chunk, value.device, 1) / 2 <= count and chunk < count else None
+
+
+def _costs(rows: Rows, chunk: int) -> tuple[Cost, Cost]:
+    """Bytes of logits, of their gradients and of the sums of the others, ours and torch's."""
+    logits = nbytes_of(rows.product.meta["val"])
+    heads, sums = len(rows.heads), [end for end in rows.ends.values() if end.is_sum]
+    # Written by a product and read; written and read again, and by a product for each gradient.
+    moved = (2 * heads + 2 * bool(rows.ends) + len(rows.ends)) * logits
+    count = hint_of(rows.rows)
+    again = sum(2 * (-(-count // chunk) - 1) * nbytes_of(end.node.meta["val"]) for end in sums)
+    held = heads * logits
+    beside = heads + bool(rows.ends)
+    return Cost(moved + again, beside * logits * chunk // count), Cost(moved, held)
+
+
+def _trace(rows: Rows) -> str:
+    """The stack trace of the first number of each row that is made of logits."""
+    read = [node for node in (*rows.steps, *rows.wholes) if _is_number_of_logits(rows, node)]
+    return next((t for node in sorted(read) if (t := node.meta.get("stack_trace"))), "")
+
+
+def _check(graph: AtenGraph, rows: Rows) -> None:
+    """Checks that numbers of each row leave the forward, and only gradients' products the backward.
+
+    Raises:
+        NotOfRowsError: with the reason.
+    """
+    for end in rows.ends.values():
+        if end.node not in graph.backward:
+            raise NotOfRowsError(f"{in_words(end.node)} reads them")
+    for whole in rows.wholes:
+        if whole in graph.backward:
+            raise NotOfRowsError(f"{in_words(whole)} adds up their gradient")
+    is_read = rows.opaque or rows.wholes
+    if not is_read and not any(_is_number_of_logits(rows, node) for node in rows.steps):
+        raise NotOfRowsError("no number of each row is read")
+
+
+def _is_number_of_logits(rows: Rows, node: Node) -> bool:
+    step = rows.wholes.get(node) or rows.steps[node]
+    return step.kind == COLUMN and any(read.kind == LOGITS for read in step.reads)
+
+
+def _replaced(graph: AtenGraph, rows: Rows) -> str:
+    """Replaces the rows of a head; what was done, in words.
+
+    Raises:
+        NotOfRowsError: with the reason, before anything has changed.
+    """
+    _check(graph, rows)
+    backward = graph.backward
+    own = [node for node in rows.steps if node not in backward]
+    ends = sorted(rows.ends.values(), key=attrgetter("node"))
+    outside = [node for node in own if rows.kind(node) == COLUMN and _leaves(rows, node)]
+    outside += [node for node in rows.wholes if node not in backward]
+    if late := [
+        r.node for r in known_reads(rows, needed(rows, outside, {})) if r.node in rows.made
+    ]:
+        raise NotOfRowsError(f"{in_words(late[0])} mixes their rows")
+    if not ends:
+        _write_forward(rows, outside)
+        _erase(rows)
+        return BY_CHUNKS
+    tangent = _tangent(graph, rows, ends)
+    if isinstance(tangent, Node):
+        _write_both(graph, rows, outside, ends, tangent)
+        _erase(rows)
+        return f"{BY_CHUNKS}, gradient in forward"
+    _write_apart(graph, rows, outside, ends)
+    _erase(rows)
+    return f"{BY_CHUNKS}, computed again in the backward: {tangent}"
+
+
+def _leaves(rows: Rows, node: Node) -> bool:
+    """Whether something outside of the rows reads a node."""
+    return any(user not in rows.steps and user not in rows.ends for user in node.users)
+
+
+def _tangent(graph: AtenGraph, rows: Rows, ends: Sequence[End]) -> Node | str:
+    """The tangent that all gradients are multiples of, or why the backward has to make them."""
+    backward = graph.backward
+    nodes = needed(rows, [end.logits for end in ends], {})
+    reads = [read.node for read in known_reads(rows, nodes)]
+    cone = {node for node in ancestors(reads) if node in backward}
+    tangents = {node for node in (*cone, *nodes) if node.op == "placeholder" and is_tangent(node)}
+    if any(node in rows.made for node in ancestors(reads)):
+        return "its gradients depend on numbers of all rows"
+    if len(tangents) != 1 or not all(map(is_one_number, tangents)):
+        return "its gradients are made of more than one number from outside of the graph"
+    if backward.intersection(_layers(rows, nodes)) or any(end.other in backward for end in ends):
+        return "the backward makes what its gradients are made of"
+    values = [node.meta["val"] for node in nodes]
+    if any(value.dtype == torch.float16 for value in values):
+        return "a unit gradient would underflow in float16 before the loss scale reaches it"
+    if activation_memory_budget() < 1 or any(n.meta.get(RECOMPUTE) is not None for n in nodes):
+        return "the forward may run twice"
+    (tangent,) = tangents
+    linear = set(linear_part(tangent, backward, of_rows=True))
+    if not (cone - {tangent}) | {node for node in nodes if node in backward} <= linear:
+        return "its gradients are no multiples of the tangent"
+    return tangent
+
+
+def _write_forward(
+    rows: Rows, columns: Sequence[Node], ends: Sequence[End] = ()
+) -> dict[Node, Node]:
+    """Computes columns in a call of their own, and replaces them; the nodes that hold them."""
+    place = _first_reader(rows, columns, ends)
+    nodes = needed(rows, columns, {})
+    _move_known(rows, nodes, [], place)
+    with undone_if_it_fails(place):
+        results = Writer(rows, place, {}, {}).call(columns, [])
+        shaped = [result_of(r, c, rows, place) for r, c in zip(results, columns, strict=True)]
+    for column, result in zip(columns, shaped, strict=True):
+        replace_uses(column, result)
+    save(results[0].args[0])  # type: ignore[arg-type]
+    return dict(zip(columns, results, strict=True))
+
+
+def _first_reader(rows: Rows, columns: Iterable[Node], ends: Iterable[End]) -> Node:
+    """The first of the ends, and of the nodes outside of the rows that read some columns."""
+    readers = (user for column in columns for user in column.users)
+    outside = (user for user in readers if user not in rows.steps)
+    return min((*outside, *(end.node for end in ends)))
+
+
+def _layers(rows: Rows, nodes: Iterable[Node]) -> list[Node]:
+    """The inputs, weights and biases of the heads among some nodes."""
+    heads = [rows.heads[node] for node in nodes if node in rows.heads]
+    return [n for head in heads for n in (head.input, head.columns, head.bias) if n is not None]
+
+
+def _move_known(rows: Rows, nodes: Sequence[Node], others: Sequence[Node], place: Node) -> None:
+    """Has all that a call reads stand before its place.
+
+    Raises:
+        NotOfRowsError: something can't.
+    """
+    known = [read.node for read in known_reads(rows, nodes)]
+    if not move_before([*_layers(rows, nodes), *known, *others], place):
+        raise NotOfRowsError("what is read with them can't be computed before")
+
+
+def _write_both(
+    graph: AtenGraph, rows: Rows, columns: Sequence[Node], ends: Sequence[End], tangent: Node
+) -> None:
+    """Computes columns and gradients in one call, and scales the gradients in the backward."""
+    backward = graph.backward
+    place = _first_reader(rows, columns, ends)
+    nodes = needed(rows, [*columns, *(end.logits for end in ends)], {})
+    reads = [read.node for read in known_reads(rows, nodes)]
+    cone = sorted(
+        node for node in set(ancestors(reads)) if node in backward and node is not tangent
+    )
+    before = [source for node in cone for source in node.all_input_nodes if source not in backward]
+    others = [end.other for end in ends if end.other is not None]
+    known = [node for node in reads if node not in backward]
+    if not all(map(is_movable, cone)) or not move_before(
+        [*_layers(rows, nodes), *known, *others, *before], place
+    ):
+        raise NotOfRowsError("what is read with them can't be computed before")
+    with undone_if_it_fails(place):
+        value = tangent.meta["val"]
+        kind = {"dtype": value.dtype, "device": value.device, "layout": torch.strided}
+        args = ([*value.shape], 1)
+        copies = {
+            tangent: emit(place, aten.full.default, args, kind, like=rows.product, value=value)
+        }
+        copy_nodes(cone, copies, lambda _: place, rows.product)
+        results = Writer(rows, place, copies, {}).call(columns, ends)
+        shaped = [result_of(r, c, rows, place) for r, c in zip(results, columns, strict=False)]
+    for column, result in zip(columns, shaped, strict=True):
+        replace_uses(column, result)
+    for end, unit in zip(ends, results[len(columns) :], strict=True):
+        scaled = emit(
+            end.node, fused.scale.default, (unit, tangent), value=fresh_like(unit.meta["val"])
+        )
+        replace_uses(end.node, in_shape_of(scaled, end.node, end.node))
+    save(results[0].args[0])  # type: ignore[arg-type]
+
+
+def _write_apart(
+    graph: AtenGraph, rows: Rows, columns: Sequence[Node], ends: Sequence[End]
+) -> None:
+    """Computes columns in the forward, and gradients in the backward, from logits made again."""
+    backward = graph.backward
+    of_logits = needed(rows, [end.logits for end in ends], {})
+    read = {
+        read.node
+        for node in of_logits
+        if node in backward
+        for read in rows.step(node).reads  # type: ignore[union-attr]
+        if read.kind == COLUMN and read.node in rows.steps and read.node not in backward
+    }
+    given = dict.fromkeys(read)
+    nodes = needed(rows, [end.logits for end in ends], given)
+    place = min(end.node for end in ends)
+    reads = [r.node for r in known_reads(rows, nodes, given) if r.node not in given]
+    if set(reads) & set(descendants(end.node for end in ends)):
+        raise NotOfRowsError("its gradients depend on one another")
+    if not move_before([*reads, *(e.other for e in ends if e.other is not None)], place):
+        raise NotOfRowsError("what is read with its gradients can't be computed before")
+    flat = _write_forward(rows, list(dict.fromkeys((*columns, *sorted(read)))), ends)
+    results = Writer(rows, place, {}, {node: flat[node] for node in read}).call([], ends)
+    for end, result in zip(ends, results, strict=True):
+        replace_uses(end.node, in_shape_of(result, end.node, end.node))
+
+
+def _erase(rows: Rows) -> None:
+    """Erases what nothing reads any more."""
+    own = {*rows.steps, *rows.beside, *rows.ends, *rows.wholes}
+    pairs = {user for node in rows.steps for user in node.users if user not in own}
+    erase_unused(sorted(own | pairs, reverse=True))

@@ -1,0 +1,221 @@
+"""Losses of a head's logits that have no op with the head, and such that only look alike.
+
+Each program takes what :func:`problem` makes, and returns a number, or a tuple that begins with it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+ROWS, CLASSES, HIDDEN, RANK = 72, 50, 16, 4
+
+
+def problem(dtype=torch.float64, *, batch=3, tokens=24, device="cpu"):
+    """Hidden states, a weight, a bias, an adapter's two weights, labels, a mask, soft labels and a
+    second head's weight."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape, scale=1.0, trained=True):
+        drawn = scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return drawn.to(device, dtype).requires_grad_(trained)
+
+    labels = torch.randint(CLASSES, (batch, tokens), generator=generator)
+    labels[:, ::5] = -100
+    mask = torch.rand(batch, tokens, generator=generator, dtype=torch.float64) < 0.7
+    return (
+        normal(batch, tokens, HIDDEN),
+        normal(CLASSES, HIDDEN, scale=0.5),
+        normal(CLASSES),
+        normal(RANK, HIDDEN),
+        normal(CLASSES, RANK),
+        labels.to(device),
+        mask.to(device, dtype),
+        normal(batch, tokens, CLASSES, trained=False).softmax(-1),
+        normal(CLASSES, HIDDEN, scale=0.5),
+    )
+
+
+def flat(logits, labels):
+    return logits.flatten(0, -2), labels.flatten()
+
+
+def picked(log_p, labels):
+    return log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+
+
+def adapted(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """LoRA on a frozen head."""
+    logits = F.linear(h, w.detach()) + 2.0 * F.linear(F.linear(h, lora_a), lora_b)
+    return F.cross_entropy(*flat(logits, labels))
+
+
+def clamped(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    return F.cross_entropy(*flat(F.linear(h, w, b).clamp(-2, 2), labels))
+
+
+def centred(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    logits = F.linear(h, w, b)
+    return F.cross_entropy(*flat(logits - logits.mean(-1, keepdim=True), labels))
+
+
+def capped_otherwise(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    logits = F.linear(h, w)
+    return F.cross_entropy(*flat(3 * logits * torch.rsqrt(logits.square() + 9), labels))
+
+
+def with_margin(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """AM-softmax."""
+    cosine = F.linear(F.normalize(h, dim=-1), F.normalize(w, dim=-1))
+    target = labels.clamp(min=0)
+    return F.cross_entropy(*flat(8 * (cosine - 0.35 * F.one_hot(target, CLASSES)), target))
+
+
+def with_scattered_margin(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    logits = F.linear(h, w)
+    target = labels.clamp(min=0)
+    chosen = torch.zeros_like(logits).scatter_(-1, target[..., None], 1.0)
+    return F.cross_entropy(*flat(4 * (logits - 0.3 * chosen), target))
+
+
+def penalised(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """A penalty on confidence."""
+    logits = F.linear(h, w)
+    squares = logits.softmax(-1).square().sum(-1)
+    each = F.cross_entropy(*flat(logits, labels), reduction="none").view_as(mask)
+    return ((each + 0.1 * squares) * mask).sum() / mask.sum()
+
+
+def smoothed_by_hand(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    log_p = F.linear(h, w, b).log_softmax(-1)
+    return -(0.9 * picked(log_p, labels) + 0.1 * log_p.clamp(min=-20).mean(-1)).mean()
+
+
+def of_soft_labels(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    return F.cross_entropy(F.linear(h, w, b).flatten(0, 1), soft.flatten(0, 1))
+
+
+def of_a_teacher_by_hand(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    log_p = F.log_softmax(F.linear(h, w) / 0.7, -1)
+    return -((soft * log_p).sum(-1) * mask).sum() / mask.sum()
+
+
+def two_temperatures(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    logits = F.linear(h, w)
+    return F.cross_entropy(*flat(logits, labels)) + F.cross_entropy(*flat(logits / 2, labels))
+
+
+def two_teachers(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    log_p = F.linear(h, w).log_softmax(-1)
+    teachers = [F.linear(h.detach(), each.detach()).softmax(-1) for each in (other, other * 0.9)]
+    return sum(F.kl_div(log_p, each, reduction="batchmean") for each in teachers)
+
+
+def both_ways(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """R-Drop: both rows of logits have gradients."""
+    one, two = (F.linear(h, each).log_softmax(-1) for each in (w, other))
+    there = F.kl_div(one, two, reduction="none", log_target=True).sum(-1)
+    back = F.kl_div(two, one, reduction="none", log_target=True).sum(-1)
+    return -(picked(one, labels) + picked(two, labels)).mean() + (there + back).mean()
+
+
+def with_the_largest(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    logits = F.linear(h, w, b)
+    return F.cross_entropy(*flat(logits, labels)) + 0.1 * logits.max(-1).values.mean()
+
+
+def poly(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    logits = F.linear(h, w, b)
+    each = F.cross_entropy(*flat(logits, labels), reduction="none").view_as(mask)
+    return (each + 1 - picked(logits.softmax(-1).clamp(min=0.01), labels)).mean()
+
+
+def hinge(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """No softmax at all."""
+    logits = F.linear(h, w, b)
+    own = logits.gather(-1, labels.clamp(min=0)[..., None])
+    return (F.relu(1 + logits - own).sum(-1) * mask).mean()
+
+
+def of_each_class(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    return F.binary_cross_entropy(torch.sigmoid(F.linear(h, w, b)), soft)
+
+
+def of_classes(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """A number for each class, and a temperature of each row."""
+    logits = F.linear(h, w) * (1 + mask[..., None]) + b * 2
+    return F.cross_entropy(*flat(logits.clamp(-5, 5), labels))
+
+
+def with_metrics(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    logits = F.linear(h, w, b).clamp(-3, 3)
+    metrics = logits.detach()
+    hits = (metrics.argmax(-1) == labels).double().mean()
+    spread = metrics.amax(-1) - metrics.amin(-1)
+    return F.cross_entropy(*flat(logits, labels)), hits, spread, metrics.var(-1).mean()
+
+
+#: Their gradients are made in the forward.
+IN_THE_FORWARD = (
+    *(adapted, clamped, centred, capped_otherwise, with_margin, with_scattered_margin, penalised),
+    *(smoothed_by_hand, of_soft_labels, of_a_teacher_by_hand, two_temperatures, two_teachers),
+    *(both_ways, with_the_largest, poly, hinge, of_each_class, of_classes, with_metrics),
+)
+
+
+def of_all_rows(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """The gradient of each row depends on the mean of all."""
+    each = -picked(F.linear(h, w, b).clamp(-3, 3).log_softmax(-1), labels)
+    return each.mean().log() + (each - each.mean()).square().mean()
+
+
+def several_tangents(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    each = -picked(F.linear(h, w, b).clamp(-3, 3).log_softmax(-1), labels)
+    return each.mean(), (each * mask).sum()
+
+
+#: The backward computes their logits again.
+AGAIN = (of_all_rows, several_tangents)
+
+
+def returned(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    logits = F.linear(h, w, b).clamp(-3, 3)
+    return F.cross_entropy(*flat(logits, labels)), logits
+
+
+def across_rows(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """A softmax over the tokens."""
+    logits = F.linear(h, w, b)
+    return -picked(logits.softmax(1).log(), labels).mean()
+
+
+def standardised(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """Numbers of all rows go into each."""
+    logits = F.linear(h, w, b)
+    return F.cross_entropy(*flat(logits - logits.mean(), labels))
+
+
+def shifted(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """Each row reads the one before."""
+    logits = F.linear(h, w, b)
+    return F.cross_entropy(*flat(logits + logits.roll(1, 1), labels))
+
+
+def sorted_rows(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    return F.linear(h, w, b).sort(-1).values[..., :3].mean()
+
+
+def hidden_layer(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """Another layer reads what looks like logits."""
+    return F.linear(F.gelu(F.linear(h, w, b)), w.t()).tanh().sum((0, 1)).amax()
+
+
+#: With a part of the reason.
+LEFT = {
+    returned: "returned",
+    across_rows: None,
+    standardised: None,
+    shifted: None,
+    sorted_rows: None,
+    hidden_layer: None,
+}
