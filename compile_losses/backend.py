@@ -51,9 +51,10 @@ def compile_losses(
             - ``known_heads``: whether calls of heads that other libraries have fused, which are in
               ``compile_losses.known_heads``, become ops of ours (COMPILE_LOSSES_KNOWN_HEADS=0:
               they do not).
-            - ``prefer_memory``: whether linear cross entropy is also used if it saves less than
-              half of the logits, or has to compute them twice for the gradients of unreduced
-              losses, which may cost time (COMPILE_LOSSES_PREFER_MEMORY=1).
+            - ``prefer_memory``: whether heads also go without their logits where that saves less
+              than half of them, where they have to be computed twice for the gradients of unreduced
+              losses, and where their rows are read by what is no known loss. Each may cost time
+              (COMPILE_LOSSES_PREFER_MEMORY=1).
             - ``batch_invariant``: whether the numbers of each row of a head, such as its tokens'
               log-probabilities, are the same bits whatever rows are computed with it, with and
               without gradients; for all calls of the process, compiled or not, until it is given

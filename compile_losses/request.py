@@ -21,7 +21,8 @@ class Request:
     Attributes:
         losses: the names of the ops to rewrite to; ``"elementwise"`` stands for losses without one.
         prefer_memory: whether a loss is taken together with its linear layer even if that saves
-            less than half of the logits, or computes them twice, which may cost time.
+            less than half of the logits, computes them twice, or is no loss that has an op. Each
+            may cost time.
         verify: whether every loss and its rewrite are evaluated on random numbers first.
         strict: whether an error inside this package is raised.
         lowers: whether the plan will work on AOTAutograd's graph of the rewritten one. It moves

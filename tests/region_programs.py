@@ -54,9 +54,9 @@ def clamped(h, w, b, lora_a, lora_b, labels, mask, soft, other):
     return F.cross_entropy(*flat(F.linear(h, w, b).clamp(-2, 2), labels))
 
 
-def centred(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+def normalised(h, w, b, lora_a, lora_b, labels, mask, soft, other):
     logits = F.linear(h, w, b)
-    return F.cross_entropy(*flat(logits - logits.mean(-1, keepdim=True), labels))
+    return F.cross_entropy(*flat(logits / (0.1 + logits.std(-1, keepdim=True)), labels))
 
 
 def capped_otherwise(h, w, b, lora_a, lora_b, labels, mask, soft, other):
@@ -157,7 +157,15 @@ def with_metrics(h, w, b, lora_a, lora_b, labels, mask, soft, other):
 
 #: Their gradients are made in the forward.
 IN_THE_FORWARD = (
-    *(adapted, clamped, centred, capped_otherwise, with_margin, with_scattered_margin, penalised),
+    *(
+        adapted,
+        clamped,
+        normalised,
+        capped_otherwise,
+        with_margin,
+        with_scattered_margin,
+        penalised,
+    ),
     *(smoothed_by_hand, of_soft_labels, of_a_teacher_by_hand, two_temperatures, two_teachers),
     *(both_ways, with_the_largest, poly, hinge, of_each_class, of_classes, with_metrics),
 )
