@@ -197,6 +197,12 @@ def across_rows(h, w, b, lora_a, lora_b, labels, mask, soft, other):
     return -picked(logits.softmax(1).log(), labels).mean()
 
 
+def turned_rows(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """The rows stand in another order when the mask meets them."""
+    log_p = F.linear(h, w, b).clamp(-3, 3).log_softmax(-1).transpose(0, 1)
+    return (log_p.amax(-1) * mask.t()).sum()
+
+
 def standardised(h, w, b, lora_a, lora_b, labels, mask, soft, other):
     """Numbers of all rows go into each."""
     logits = F.linear(h, w, b)
@@ -222,6 +228,7 @@ def hidden_layer(h, w, b, lora_a, lora_b, labels, mask, soft, other):
 LEFT = {
     returned: "returned",
     across_rows: None,
+    turned_rows: None,
     standardised: None,
     shifted: None,
     sorted_rows: None,
