@@ -59,6 +59,9 @@ def compile_losses(
               log-probabilities, are the same bits whatever rows are computed with it, with and
               without gradients; for all calls of the process, compiled or not, until it is given
               otherwise (COMPILE_LOSSES_BATCH_INVARIANT=1).
+            - ``kernels``: whether the built kernels compute; without them torch's own ops do; for
+              all calls of the process, compiled or not, until it is given otherwise
+              (COMPILE_LOSSES_KERNELS=0).
             - ``verify``: whether to evaluate every loss and its rewrite on random numbers, and to
               leave a loss to torch if they differ (COMPILE_LOSSES_VERIFY=1).
             - ``strict``: whether to raise errors inside this package, instead of leaving a

@@ -115,6 +115,7 @@ def enable(
     known_heads: bool | None = None,
     prefer_memory: bool | None = None,
     batch_invariant: bool | None = None,
+    kernels: bool | None = None,
     verify: bool | None = None,
     strict: bool | None = None,
     inner_backend: Any = None,
@@ -134,9 +135,9 @@ def enable(
     thread that compiles.
 
     Args:
-        losses, except_, lazy_logits, known_heads, prefer_memory, batch_invariant, verify, strict:
-            as the backend's options, see :func:`compile_losses.backend.compile_losses`; by default
-            as the environment says.
+        losses, except_, lazy_logits, known_heads, prefer_memory, batch_invariant, kernels, verify,
+        strict: as the backend's options, see :func:`compile_losses.backend.compile_losses`; by
+            default as the environment says.
         inner_backend: another backend to compile the rewritten graph, in the place of Inductor; the
             ``mode`` and the ``options`` of ``torch.compile`` are Inductor's, and are not used then.
         others: ``except``, as in ``enable(**options)`` with the dictionary that the backend takes.
@@ -152,6 +153,7 @@ def enable(
         "known_heads": known_heads,
         "prefer_memory": prefer_memory,
         "batch_invariant": batch_invariant,
+        "kernels": kernels,
         "verify": verify,
         "strict": strict,
         "inner_backend": inner_backend,

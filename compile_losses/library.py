@@ -17,7 +17,7 @@ import torch
 
 from compile_losses.eager import Leaf, below_autograd
 from compile_losses.torch_internals.eager import not_compiled
-from compile_losses.torch_internals.ops import BelowAutograd, OpOverload
+from compile_losses.torch_internals.ops import BelowAutograd, OpOverload, schema_of
 
 PACKAGE = Path(__file__).parent
 INSTALL_COMMAND = "pip install --no-build-isolation ."
@@ -40,8 +40,14 @@ INTERNAL = re.compile(
     r"|counted_rows|keep_gradient|linear_region|row_ones|scale|scale_saved"
 )
 
+#: The leaf ops that kernels compute, each with what computes it on other devices.
+BODIES: dict[OpOverload[..., Any], Callable[..., Any]] = {}
+
 #: Device type -> the file its kernels were loaded from, or the reason why there are none.
 kernels: dict[str, Path | str] = {}
+
+#: The types of devices that kernels compute on; ``meta`` is handled by fakes.
+DEVICES = {"meta"}
 
 
 def define(schema: str) -> OpOverload[..., Any]:
@@ -72,19 +78,54 @@ def is_declared(op: OpOverload[..., Any]) -> bool:
 def register_fake(op: OpOverload[..., Any], fake: Callable[..., Any]) -> None:
     """Registers an op's fake, for tracing and meta tensors. As the op's kernels do, it refuses
     tensors of different devices: with a meta tensor it would return uninitialised memory."""
+    torch.library.register_fake(op.name(), on_one_device(op)(fake), lib=LIBRARY)
 
-    @wraps(fake)
-    def on_one_device(*args: Any, **kwargs: Any) -> Any:
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-        for tensor in tensors[1:]:
-            if tensor.device != tensors[0].device:
-                raise RuntimeError(
-                    f"{op.name()}: expected all tensors to be on the same device, got "
-                    f"{tensors[0].device} and {tensor.device}"
-                )
-        return fake(*args, **kwargs)
 
-    torch.library.register_fake(op.name(), on_one_device, lib=LIBRARY)
+def on_one_device(op: OpOverload[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Has a function of an op's arguments refuse tensors of different devices."""
+
+    def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def on_their_device(*args: Any, **kwargs: Any) -> Any:
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+            for tensor in tensors[1:]:
+                if tensor.device != tensors[0].device:
+                    raise RuntimeError(
+                        f"{op.name()}: expected all tensors to be on the same device, got "
+                        f"{tensors[0].device} and {tensor.device}"
+                    )
+            return function(*args, **kwargs)
+
+        return on_their_device
+
+    return checked
+
+
+def register_body(
+    op: OpOverload[..., Any], fake: Callable[..., Any], body: Callable[..., None]
+) -> None:
+    """Registers a leaf op's fake, and what the op computes on devices without kernels.
+
+    Args:
+        body: writes the results. It is called with what the fake returns, None for no result, and
+            with all arguments of the op, by their places.
+    """
+    given = schema_of(op).arguments
+    defaults = {a.name: a.default_value for a in given if a.has_default_value()}
+
+    @on_one_device(op)
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        rest = (
+            kwargs[a.name] if a.name in kwargs else defaults[a.name] for a in given[len(args) :]
+        )
+        complete = (*args, *rest)
+        results = fake(*complete)
+        body(results, *complete)
+        return results
+
+    register_fake(op, fake)
+    implement(op, computed, "CompositeExplicitAutograd")
+    BODIES[op] = computed
 
 
 def register_autograd(
@@ -171,22 +212,43 @@ def _cpu_candidates() -> list[Path]:
 
 
 def load_kernels() -> None:
-    """Loads the libraries built from ``csrc/``.
+    """Loads the libraries built from ``csrc/``, as far as there are any that load."""
+    report_kernels("cpu", _load_cpu())
+    report_kernels("cuda", _load_cuda())
 
-    Raises:
-        ImportError: there is no CPU library; the message has the command that builds one.
-    """
+
+def report_kernels(device: str, file: Path | str) -> None:
+    """Notes the file that a device's kernels were loaded from, or the reason why there are none."""
+    kernels[device] = file
+    if isinstance(file, Path):
+        DEVICES.add(device)
+    else:
+        DEVICES.discard(device)
+
+
+def _load_cpu() -> Path | str:
     built = [path for path in _cpu_candidates() if path.exists()]
     if not built:
         others = ", ".join(sorted(path.name for path in PACKAGE.glob("_cpu_*.so")))
-        raise ImportError(
-            f"compile_losses has no built kernels in {PACKAGE}"
-            + (f" for this processor or ATEN_CPU_CAPABILITY, only {others}" if others else "")
-            + f". Build them with `{INSTALL_COMMAND}` in the source tree."
+        if others:
+            return f"not built for this processor or ATEN_CPU_CAPABILITY, only {others}"
+        return build_record("cpu").get("missing", f"not built: there are none in {PACKAGE}")
+    return _load(built[0])
+
+
+def _load(library: Path) -> Path | str:
+    """Loads a library that is there. If that fails, a warning says so: somebody has built it."""
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        reason = f"failed to load {library.name}: {error}"
+        warnings.warn(
+            f"compile_losses: {reason}. Its ops are computed in torch's. Build it anew with "
+            f"`{INSTALL_COMMAND}` in the source tree, or install a wheel for this torch.",
+            stacklevel=2,
         )
-    torch.ops.load_library(built[0])
-    kernels["cpu"] = built[0]
-    kernels["cuda"] = _load_cuda()
+        return reason
+    return library
 
 
 def _load_cuda() -> Path | str:
@@ -202,11 +264,7 @@ def _load_cuda() -> Path | str:
     present = _capabilities()
     if present and not any(runs_on(capability) for capability in present):
         return _built_for(present[0])
-    try:
-        torch.ops.load_library(library)
-    except OSError as error:
-        return f"failed to load {library.name}: {error}"
-    return library
+    return _load(library)
 
 
 def loaded() -> tuple[tuple[str, str], ...]:
@@ -220,8 +278,13 @@ def loaded() -> tuple[tuple[str, str], ...]:
 def cuda_build() -> dict[str, Any]:
     """The build's record of the CUDA kernels: their ``version`` of CUDA and the ``architectures``
     that they are compiled for, or why they are ``missing``. Empty if there is no record."""
+    return build_record("cuda")
+
+
+def build_record(device: str) -> dict[str, Any]:
+    """What the build has noted about the kernels of a device. Empty if there is no record."""
     try:
-        return dict(json.loads((PACKAGE / "kernels.json").read_text())["cuda"])
+        return dict(json.loads((PACKAGE / "kernels.json").read_text()).get(device, {}))
     except FileNotFoundError:
         return {}
 
@@ -314,6 +377,3 @@ def hash_of(files: Iterable[Path], folder: Path) -> str:
         digest.update(str(path.relative_to(folder)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-load_kernels()

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from compile_losses import switches
+from compile_losses import implementations, switches
 from compile_losses.lazy.automatic import Automatic, why_over
 from compile_losses.recognize import rewrite_graph
 from compile_losses.recognize.returned_logits import Lazily
@@ -20,6 +20,7 @@ from compile_losses.switches import (
     AUTO,
     BATCH_INVARIANT,
     EXCEPT,
+    KERNELS,
     KNOWN_HEADS,
     LAZY_LOGITS,
     LOSSES,
@@ -111,6 +112,7 @@ OPTIONS: dict[str, Callable[[str, Any], Any]] = {
     KNOWN_HEADS: _flag,
     PREFER_MEMORY: _flag,
     BATCH_INVARIANT: _flag,
+    KERNELS: _flag,
     VERIFY: _flag,
     STRICT: _flag,
     INNER_BACKEND: _backend,
@@ -141,6 +143,7 @@ class Settings:
     lazy_logits: bool | str | None = None
     known_heads: bool | None = None
     batch_invariant: bool | None = None
+    kernels: bool | None = None
     only: tuple[str, ...] | None = None
     excluded: tuple[str, ...] | None = None
     door: str = switches.BACKEND
@@ -190,6 +193,8 @@ class Settings:
         """Sets what holds for all of the process."""
         if self.batch_invariant is not None:
             switches.be_batch_invariant(self.batch_invariant)
+        if self.kernels is not None:
+            implementations.use_kernels(self.kernels)
 
     @classmethod
     def variables(cls, options: Mapping[str, Any]) -> dict[str, str]:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from compile_losses import library
+from compile_losses.library import DEVICES
 from compile_losses.ops.checks import FLOATING
 from compile_losses.torch_internals.eager import NO_TORCH_FUNCTION, DeviceContext, function_modes
-
-#: Devices that the ops compute on; ``meta`` is handled by their fakes.
-DEVICES = frozenset(
-    {"meta"} | {d for d, built in library.kernels.items() if isinstance(built, Path)}
-)
 
 DISABLED: Any = NO_TORCH_FUNCTION
 DEFAULT: Any = Tensor.__torch_function__
 
 
 def has_kernels(*operands: Any) -> bool:
-    """Whether the ops compute with such operands: dense tensors of floating dtypes."""
+    """Whether kernels compute with such operands: dense tensors of floating dtypes."""
     # Not all(), because every eager call runs this.
     for operand in operands:
         if operand is not None and not (

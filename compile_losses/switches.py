@@ -31,6 +31,8 @@ PREFER_MEMORY = "prefer_memory"
 KNOWN_HEADS = "known_heads"
 #: The option that makes the numbers of a row independent of the rows beside it.
 BATCH_INVARIANT = "batch_invariant"
+#: The option that switches the built kernels off.
+KERNELS = "kernels"
 #: The options that name the losses to rewrite, and those to leave alone.
 LOSSES, EXCEPT = "losses", "except"
 
@@ -48,6 +50,7 @@ _left_out: ContextVar[frozenset[str]] = ContextVar("compile_losses_left_out", de
 VARIABLES = (
     "COMPILE_LOSSES",
     "COMPILE_LOSSES_EXCEPT",
+    "COMPILE_LOSSES_KERNELS",
     "COMPILE_LOSSES_KNOWN_HEADS",
     "COMPILE_LOSSES_LAZY_LOGITS",
     "COMPILE_LOSSES_ONLY",
@@ -104,6 +107,12 @@ def takes_heads(given: bool | None = None) -> bool:
     """Whether known heads of other libraries are computed by us; by default unless
     COMPILE_LOSSES_KNOWN_HEADS=0 is in the environment."""
     return is_set("COMPILE_LOSSES_KNOWN_HEADS", "1") if given is None else given
+
+
+def uses_kernels() -> bool:
+    """Whether the built kernels are loaded; by default unless COMPILE_LOSSES_KERNELS=0 is in the
+    environment."""
+    return is_set("COMPILE_LOSSES_KERNELS", "1")
 
 
 def is_batch_invariant() -> bool:

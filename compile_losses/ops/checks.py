@@ -72,6 +72,12 @@ def check_label_smoothing(op: str, label_smoothing: float) -> None:
         raise RuntimeError(f"{op}: expected label_smoothing to be at most 1, got {label_smoothing}")
 
 
+def check_with_gradient(op: str, reduction: int) -> None:
+    """For a loss that is computed with its gradient."""
+    if reduction == REDUCTIONS["none"]:
+        raise RuntimeError(f"{op}: a loss with its gradient needs a reduction")
+
+
 def check_grad_output(op: str, input: Tensor, grad_output: Tensor | None) -> None:
     """For the gradient that comes with a loss: one number, or None for 1."""
     if grad_output is None:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import library
+from compile_losses.bodies.class_targets import CrossEntropy
 from compile_losses.distributed import mesh_of
 from compile_losses.eager import plain, records_gradient
 from compile_losses.ops import checks, cross_entropy_probabilities
@@ -39,6 +40,8 @@ SIGNATURE = Signature(
     last=", float? softcap=None",
     saved=("stats", "total_weight"),
 )
+
+BODIES = CrossEntropy()
 
 public = library.define(
     "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
@@ -158,7 +161,7 @@ def forward_fake(
 #: The forward also returns stats [rows, 2], each row's largest logit and the logarithm of the sum
 #: of its exponentials relative to it, and total_weight [], the mean's divisor. With a softcap it is
 #: the loss of ``softcap * tanh(input / softcap)``, and so are the statistics.
-OPS = declare_row_loss(SIGNATURE, reference, check, forward_fake)
-direct_value = declare_value(SIGNATURE, forward_fake)
+OPS = declare_row_loss(SIGNATURE, reference, check, forward_fake, BODIES)
+direct_value = declare_value(SIGNATURE, forward_fake, BODIES.value)
 forward = OPS.forward
-with_grad, with_grad_ = declare_with_grad(NAME, SIGNATURE.after_input, forward_fake)
+with_grad, with_grad_ = declare_with_grad(NAME, SIGNATURE.after_input, forward_fake, BODIES)

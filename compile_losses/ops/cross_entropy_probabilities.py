@@ -17,6 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compile_losses.bodies.blocks import sum_type, wide_sum
+from compile_losses.bodies.row_pairs import (
+    MEAN,
+    Formulas,
+    RowPair,
+    RowPairs,
+    Statistics,
+    exponentials,
+)
+from compile_losses.bodies.rows import class_dim, finite_or_zero
 from compile_losses.ops import checks
 from compile_losses.ops.row_loss import Signature, declare_row_loss
 from compile_losses.ops.row_pair import statistics
@@ -144,6 +154,71 @@ def forward_fake(
     return input.new_empty(rows if each else (), dtype=dtype), statistics(input, target, rows)
 
 
+class Probabilities(Formulas):
+    """Without kernels: the formulas of csrc/losses/cross_entropy_probabilities.h."""
+
+    def __init__(self, label_smoothing: float, classes: int) -> None:
+        smoothing = label_smoothing if label_smoothing > 0 else 0.0  # 0 for nan, as in torch
+        self.kept, self.uniform = 1 - smoothing, smoothing / max(1, classes)
+
+    def statistics(self, x: Tensor, t: Tensor, weight: Tensor | None) -> Statistics:
+        largest, each = exponentials(x, 1.0)
+        mass = self.kept * t.to(sum_type(t.device)) + self.uniform
+        if weight is not None:
+            mass = mass * weight
+        origin, summed = finite_or_zero(largest), wide_sum(each)
+        masses = wide_sum(mass)
+        loss = wide_sum(mass.mul_(origin - x)) + masses * summed.log()
+        # The loss in two parts, since terms of both signs may cancel.
+        rounded = loss.to(x.dtype)
+        rest = torch.where(rounded.isfinite(), loss - rounded, 0)
+        return largest, summed, torch.full_like(largest, -torch.inf), masses, rest, rounded
+
+    def value(self, statistics: Statistics) -> Tensor:
+        *_, rest, rounded = statistics
+        return rounded + rest
+
+    def of_input(
+        self, x: Tensor, t: Tensor, statistics: Statistics, scale: Tensor, weight: Tensor | None
+    ) -> Tensor:
+        largest, summed, _, mass, *_ = statistics
+        own = scale * self.kept * t + scale * self.uniform
+        if weight is not None:
+            own = own * weight
+        return (x - largest).exp_().mul_(scale * mass / summed).sub_(own)
+
+    def of_target(
+        self, x: Tensor, t: Tensor, statistics: Statistics, scale: Tensor, weight: Tensor | None
+    ) -> Tensor:
+        factor = scale * self.kept
+        distance = _distance(x, statistics)
+        return distance.mul_(factor if weight is None else factor * weight)
+
+    def of_weight(self, x: Tensor, t: Tensor, statistics: Statistics, scale: Tensor) -> Tensor:
+        return _distance(x, statistics).mul_(self.kept * t + self.uniform).mul_(scale)
+
+
+def _distance(x: Tensor, statistics: Statistics) -> Tensor:
+    """The negative logarithms of the softmax."""
+    largest, summed, *_ = statistics
+    return (largest - x).add_(summed.log())
+
+
+def prepare(
+    input: Tensor, target: Tensor, weight: Tensor | None, reduction: int, label_smoothing: float
+) -> RowPair:
+    check(input, target, weight, reduction, label_smoothing)
+    dim = class_dim(input)
+    classes = input.shape[dim]
+    rows = input.numel() // classes if classes else 0
+    divisor = rows if reduction == MEAN else 1
+    formulas = Probabilities(label_smoothing, classes)
+    return RowPair(NAME, formulas, input, target, dim, reduction, divisor, weight)
+
+
 #: ``row_pair`` says what stats is.
-OPS = declare_row_loss(SIGNATURE, reference, check, forward_fake, of_target=True, of_weight=True)
-declare_with_grad(NAME, SIGNATURE.after_input, forward_fake)
+BODIES = RowPairs(NAME, prepare, tensors=3)
+OPS = declare_row_loss(
+    SIGNATURE, reference, check, forward_fake, BODIES, of_target=True, of_weight=True
+)
+declare_with_grad(NAME, SIGNATURE.after_input, forward_fake, BODIES)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from compile_losses import library
+from compile_losses.bodies.elementwise import Elementwise
 from compile_losses.distributed import mesh_of
 from compile_losses.eager import plain
 from compile_losses.ops import checks
@@ -70,8 +71,8 @@ def declare(
     Args:
         name: the loss's name in ``torch.nn.functional``.
         reference: the loss in torch's own ops, with X_forward's arguments less its dtype; used
-            inside functorch, for second derivatives, and where Inductor is to fuse the loss with
-            what feeds it.
+            inside functorch, for second derivatives, where Inductor is to fuse the loss with what
+            feeds it, and where there are no kernels.
         parameters: the loss's own arguments.
         weights: its optional tensors.
         check: raises for bad values of the parameters; called with them.
@@ -214,7 +215,8 @@ def declare(
         first, second = (target, input) if like_target else (input, target)
         return _empty_pointwise(first, second, shape, dtype, computed=like_target)
 
-    library.register_fake(forward, forward_fake)
+    bodies = Elementwise(name, reference, tensors)
+    library.register_body(forward, forward_fake, bodies.forward)
 
     def backward_fake(grad_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         arguments, needed = rest[: -len(roots)], rest[-len(roots) :]
@@ -232,9 +234,9 @@ def declare(
             for tensor, need in zip(arguments, needed, strict=False)
         )
 
-    library.register_fake(backward, backward_fake)
+    library.register_body(backward, backward_fake, bodies.backward)
 
-    declare_with_grad(name, f"{tail}, ScalarType dtype", forward_fake)
+    declare_with_grad(name, f"{tail}, ScalarType dtype", forward_fake, bodies)
 
     #: The gradients of X_forward's arguments after the roots.
     not_differentiable = (None,) * (tensors - len(roots) + 1 + len(parameters) + 1)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from compile_losses import library
+from compile_losses.bodies.class_targets import NllLoss
 from compile_losses.distributed import mesh_of
 from compile_losses.eager import plain, records_gradient
 from compile_losses.ops import checks
@@ -38,6 +39,8 @@ SIGNATURE = Signature(
     "int reduction, SymInt ignore_index",
     saved=("total_weight",),
 )
+
+BODIES = NllLoss()
 
 public = library.define(
     f"{NAME}(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
@@ -134,5 +137,5 @@ def double_reference(
 
 
 #: The forward also returns total_weight [], what the mean divides by.
-OPS = declare_row_loss(SIGNATURE, double_reference, check, forward_fake)
-direct_value = declare_value(SIGNATURE, forward_fake)
+OPS = declare_row_loss(SIGNATURE, double_reference, check, forward_fake, BODIES)
+direct_value = declare_value(SIGNATURE, forward_fake, BODIES.value)

@@ -81,16 +81,18 @@ def declare_row_loss(
     reference: Callable[..., Tensor],
     check: Callable[..., None],
     forward_fake: Callable[..., tuple[Tensor, ...]],
+    bodies: Any,
     *,
     of_target: bool = False,
     of_weight: bool = False,
 ) -> RowOps:
-    """Declares the leaf ops of a loss, with their fakes and autograd formulas.
+    """Declares the leaf ops of a loss, with their fakes, bodies and autograd formulas.
 
     Args:
         reference: the loss in torch's own ops, of input, the other tensors and the options.
         check: raises for bad arguments; called with those of ``reference``.
         forward_fake: the fake of ``X_forward``.
+        bodies: their bodies, by the names of the ops without that of the loss.
         of_target: whether target has a gradient.
         of_weight: whether the weight of each class has one.
     """
@@ -131,8 +133,8 @@ def declare_row_loss(
         weight: Tensor = arguments[3]
         return weight.new_empty(weight.shape)
 
-    library.register_fake(forward, forward_fake)
-    library.register_fake(backward, backward_fake)
+    library.register_body(forward, forward_fake, bodies.forward)
+    library.register_body(backward, backward_fake, bodies.backward)
 
     def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.options = (*inputs[tensors:dtype_at], *inputs[dtype_at + 1 :])
@@ -198,13 +200,15 @@ def declare_row_loss(
     direct_forward = library.register_autograd(forward, forward_vjp, setup_forward)
     direct_backward = library.register_autograd(backward, backward_vjp, setup_backward)
     if weight_backward is not None:
-        library.register_fake(weight_backward, weight_backward_fake)
+        library.register_body(weight_backward, weight_backward_fake, bodies.weight_backward)
         library.register_autograd(weight_backward, weight_backward_vjp, setup_weight_backward)
     return RowOps(forward, direct_forward)
 
 
 def declare_value(
-    signature: Signature, forward_fake: Callable[..., tuple[Tensor, ...]]
+    signature: Signature,
+    forward_fake: Callable[..., tuple[Tensor, ...]],
+    body: Callable[..., None],
 ) -> Callable[..., Any]:
     """Declares ``X_value`` of a loss without weights of classes; returns the op below autograd."""
     arguments = f"Tensor input, Tensor target, {signature.options}"
@@ -213,7 +217,7 @@ def declare_value(
     def value_fake(input: Tensor, target: Tensor, *options: Any) -> Tensor:
         return forward_fake(input, target, None, *options, input.dtype)[0]
 
-    library.register_fake(value, value_fake)
+    library.register_body(value, value_fake, body)
     return library.register_not_differentiable(value)
 
 

@@ -38,6 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import library
+from compile_losses.bodies import row_statistics as bodies
 from compile_losses.ops import checks
 from compile_losses.ops.transforms import double_backward
 
@@ -113,7 +114,7 @@ def forward_fake(
     return nll, logsumexp, entropy, total, maximum, argmax, stats, log_squares
 
 
-library.register_fake(forward, forward_fake)
+library.register_body(forward, forward_fake, bodies.forward)
 
 
 def backward_fake(
@@ -131,8 +132,13 @@ def backward_fake(
     return input.new_empty(input.shape)
 
 
-library.register_fake(backward, backward_fake)
-library.register_fake(backward_, lambda *_: None)
+def backward_fake_(*arguments: Any) -> None:
+    input, target, _, _, softcap = arguments[4:]
+    check(input, target, softcap)
+
+
+library.register_body(backward, backward_fake, bodies.backward)
+library.register_body(backward_, backward_fake_, bodies.backward_)
 
 
 def setup_forward(ctx: Any, inputs: tuple[Any, ...], output: Statistics) -> None:

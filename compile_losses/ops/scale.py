@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from compile_losses import library
+from compile_losses.bodies.blocks import blocks
+from compile_losses.ops.checks import accumulation_type
 from compile_losses.torch_internals.eager import retains_graph
 
 scale = library.define("scale(Tensor grad, Tensor factor) -> Tensor")
@@ -38,11 +40,21 @@ def scale_fake(grad: Tensor, factor: Tensor) -> None:
         )
 
 
+def scale_body(_: None, grad: Tensor, factor: Tensor) -> None:
+    if factor.device.type == "cpu" and factor.item() == 1:
+        return
+    dtype = accumulation_type(grad.dtype)
+    multiplier = factor.reshape(()).to(dtype)
+    for block in blocks(grad.shape, grad.device):
+        part = block(grad)
+        part.copy_(part.to(dtype) * multiplier)
+
+
 def _new(grad: Tensor, factor: Tensor) -> Tensor:
     return torch.empty_like(grad)
 
 
 library.compose(scale, lambda grad, factor: grad * factor.to(grad.dtype), _new)
 library.compose(scale_saved, scale_saved_kernel, _new)
-library.register_fake(scale_, scale_fake)
+library.register_body(scale_, scale_fake, scale_body)
 library.register_not_differentiable(scale_)

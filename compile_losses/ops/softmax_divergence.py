@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import library
+from compile_losses.bodies.row_pairs import BATCHMEAN, MEAN, Formulas, RowPair, RowPairs
 from compile_losses.distributed import mesh_of
 from compile_losses.eager import plain
 from compile_losses.ops import checks, row_statistics
@@ -72,6 +73,7 @@ def check_temperature(name: str, temperature: float) -> None:
 def declare(
     name: str,
     reference: Callable[..., Tensor],
+    formulas: Callable[..., Formulas],
     parameters: Sequence[Parameter] = (),
     *,
     check: Callable[..., None] = lambda *_: None,
@@ -81,6 +83,8 @@ def declare(
     Args:
         reference: the loss in torch's own ops, with X_forward's arguments less its dtype, and in
             logarithms: with probabilities an underflow would make a gradient nan.
+        formulas: the loss where there are no kernels, and by the statistics that these save: of the
+            dtype of the arithmetic, the parameters and the temperature.
         parameters: what the loss has besides the temperature, by keyword.
         check: raises for bad values of the parameters; called with the name and them.
     """
@@ -193,12 +197,21 @@ def declare(
         each = reduction == checks.REDUCTIONS["none"]
         return input.new_empty(rows if each else (), dtype=dtype), statistics(input, target, rows)
 
+    def prepare(input: Tensor, target: Tensor, *options: Any) -> RowPair:
+        check_all(input, target, *options)
+        reduction, *values, temperature, dim = options
+        divisors = {MEAN: input.numel(), BATCHMEAN: input.shape[0]}
+        dtype = checks.accumulation_type(checks.promoted_dtype(input, target))
+        formed = formulas(dtype, *values, temperature)
+        return RowPair(name, formed, input, target, dim, reduction, divisors.get(reduction, 1))
+
+    bodies = RowPairs(name, prepare)
     shared_backward = library.define(
         f"{name}_row_statistics_backward_({row_statistics.GRADS}, Tensor(a!) input, "
         f"{row_statistics.SAVED}, Tensor grad_divergence, Tensor teacher, "
         f"Tensor divergence_stats, bool reverse, {own_options}float temperature) -> ()"
     )
-    library.register_fake(shared_backward, lambda *_: None)
+    library.register_body(shared_backward, lambda *_: None, bodies.shared_backward)
     library.register_not_differentiable(shared_backward)
-    ops = declare_row_loss(signature, reference, check_all, forward_fake, of_target=True)
-    declare_with_grad(name, signature.after_input, forward_fake)
+    ops = declare_row_loss(signature, reference, check_all, forward_fake, bodies, of_target=True)
+    declare_with_grad(name, signature.after_input, forward_fake, bodies)

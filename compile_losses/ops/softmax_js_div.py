@@ -18,6 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compile_losses.bodies.blocks import wide_sum
+from compile_losses.bodies.row_pairs import (
+    Formulas,
+    Statistics,
+    exponentials,
+    finite_relative,
+    positive,
+)
 from compile_losses.ops.elementwise import Parameter
 from compile_losses.ops.softmax_divergence import declare, log_softmaxes, reduce
 
@@ -48,4 +56,62 @@ def check(name: str, beta: float) -> None:
 
 BETA = Parameter("float", "beta", "0.5", keyword_only=True)
 
-declare("softmax_js_div", reference, [BETA], check=check)
+
+class JsDiv(Formulas):
+    """Without kernels: the formulas of csrc/losses/softmax_js_div.h."""
+
+    def __init__(self, dtype: torch.dtype, beta: float, temperature: float) -> None:
+        self.beta, self.rest = positive(beta, dtype), positive(1 - beta, dtype)
+        self.inverse = positive(1 / temperature, dtype)
+
+    def statistics(self, x: Tensor, t: Tensor, weight: Tensor | None) -> Statistics:
+        largest, each = exponentials(x, self.inverse)
+        most, of_target = exponentials(t, self.inverse)
+        summed, mass = wide_sum(each).to(x.dtype), wide_sum(of_target).to(x.dtype)
+        p, q, log_input, log_target = self._classes(x, t, (largest, summed, most, mass))
+        divergences = wide_sum(p.mul_(log_input)), wide_sum(q.mul_(log_target))
+        return largest, summed, most, mass, *divergences
+
+    def value(self, statistics: Statistics) -> Tensor:
+        *_, of_input, of_target = statistics
+        return self.rest * of_input + self.beta * of_target
+
+    def of_input(
+        self, x: Tensor, t: Tensor, statistics: Statistics, scale: Tensor, weight: Tensor | None
+    ) -> Tensor:
+        p, _, log_input, _ = self._classes(x, t, statistics[:4])
+        return log_input.sub_(statistics[4]).mul_(p).mul_(scale * self.inverse * self.rest)
+
+    def of_target(
+        self, x: Tensor, t: Tensor, statistics: Statistics, scale: Tensor, weight: Tensor | None
+    ) -> Tensor:
+        _, q, _, log_target = self._classes(x, t, statistics[:4])
+        return log_target.sub_(statistics[5]).mul_(q).mul_(scale * self.inverse * self.beta)
+
+    def _classes(self, x: Tensor, t: Tensor, sums: Statistics) -> tuple[Tensor, ...]:
+        """p, q, log(p / m) and log(q / m), from the larger of p and q: nothing overflows, and small
+        logarithms keep their digits."""
+        largest, summed, most, mass = sums
+        both = (summed > 0) & (mass > 0)
+        log_sums = torch.where(both, (summed / mass).log(), torch.nan)
+        u = finite_relative(x, largest, self.inverse)
+        v = finite_relative(t, most, self.inverse)
+        distance = (v - u).add_(log_sums)
+        of_target = distance > 0
+        nothing = 0 * log_sums
+        scale = torch.where(of_target, 1 / mass + nothing, 1 / summed + nothing)
+        larger = torch.where(of_target, v, u).exp_().mul_(scale)
+        log_ratio = distance.abs_().neg_()
+        ratio = log_ratio.exp()
+        smaller = larger * ratio
+        own = torch.where(of_target, self.rest, self.beta).to(x.dtype)
+        near = own * log_ratio.expm1()
+        far = ratio.mul_(own).add_(torch.where(of_target, self.beta, self.rest)).log_()
+        log_m = torch.where(near > -0.5, near.log1p(), far)
+        log_p = torch.where(of_target, log_ratio, 0) - log_m
+        log_q = torch.where(of_target, 0, log_ratio) - log_m
+        p, q = torch.where(of_target, smaller, larger), torch.where(of_target, larger, smaller)
+        return p, q, log_p, log_q
+
+
+declare("softmax_js_div", reference, JsDiv, [BETA], check=check)

@@ -11,6 +11,9 @@ once in the backward. Arguments, reductions and errors are in ``softmax_divergen
 import torch
 from torch import Tensor
 
+from compile_losses.bodies.blocks import wide_sum
+from compile_losses.bodies.row_pairs import Formulas, Statistics, exponentials, positive
+from compile_losses.bodies.rows import finite_or_zero
 from compile_losses.ops.softmax_divergence import declare, log_softmaxes, reduce
 
 
@@ -23,4 +26,47 @@ def reference(
     return reduce(log_q.exp() * (finite - log_p), reduction, dim)
 
 
-declare("softmax_kl_div", reference)
+class KlDiv(Formulas):
+    """Without kernels: the formulas of csrc/losses/softmax_kl_div.h."""
+
+    def __init__(self, dtype: torch.dtype, temperature: float) -> None:
+        self.inverse = positive(1 / temperature, dtype)
+        self.lowest = torch.finfo(dtype).min
+
+    def statistics(self, x: Tensor, t: Tensor, weight: Tensor | None) -> Statistics:
+        largest, each = exponentials(x, self.inverse)
+        summed = wide_sum(each)
+        most, place = t.max(-1, keepdim=True)
+        # The student's logit beside the teacher's largest: where one class has almost all of the
+        # mass its term is 0, and nothing cancels.
+        pivot = finite_or_zero(x.gather(-1, place))
+        relative = t - finite_or_zero(most)
+        probabilities = (relative * self.inverse).exp_()
+        mass = wide_sum(probabilities)
+        distance = relative.clamp_(min=self.lowest).sub_(x - pivot)
+        cross = wide_sum(probabilities.mul_(distance)) / mass
+        return largest, summed, most, mass, pivot, cross
+
+    def value(self, statistics: Statistics) -> Tensor:
+        largest, summed, _, mass, pivot, cross = statistics
+        return (cross + (largest - pivot)) * self.inverse + (summed / mass).log()
+
+    def of_input(
+        self, x: Tensor, t: Tensor, statistics: Statistics, scale: Tensor, weight: Tensor | None
+    ) -> Tensor:
+        largest, summed, most, mass, *_ = statistics
+        factor = scale * self.inverse
+        q = (t - most).mul_(self.inverse).exp_().mul_(factor / mass)
+        return (x - largest).mul_(self.inverse).exp_().mul_(factor / summed).sub_(q)
+
+    def of_target(
+        self, x: Tensor, t: Tensor, statistics: Statistics, scale: Tensor, weight: Tensor | None
+    ) -> Tensor:
+        _, _, most, mass, pivot, cross = statistics
+        relative = t - most
+        q = (relative * self.inverse).exp_().mul_(scale * self.inverse / mass * self.inverse)
+        distance = relative.clamp_(min=self.lowest).sub_(x - pivot)
+        return distance.sub_(cross).mul_(q)
+
+
+declare("softmax_kl_div", reference, KlDiv)

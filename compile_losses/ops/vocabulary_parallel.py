@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from compile_losses import library
+from compile_losses.bodies.class_targets import Shards
 from compile_losses.ops import checks
 
 OPTIONS = "SymInt ignore_index, float label_smoothing"
@@ -88,9 +89,12 @@ def merge_fake(
     return loss, parts.new_empty((target.numel(), 2)), parts.new_empty(())
 
 
-library.register_fake(parts, parts_fake)
-library.register_fake(merge, merge_fake)
-library.register_fake(gradient, lambda grad_output, input, *rest: torch.empty_like(input))
-library.register_fake(gradient_, lambda *_: None)
+_BODIES = Shards()
+library.register_body(parts, parts_fake, _BODIES.parts)
+library.register_body(merge, merge_fake, _BODIES.merge)
+library.register_body(
+    gradient, lambda grad_output, input, *rest: torch.empty_like(input), _BODIES.gradient
+)
+library.register_body(gradient_, lambda *_: None, _BODIES.gradient_)
 for op in (parts, merge, gradient, gradient_):
     library.register_not_differentiable(op)

@@ -7,7 +7,7 @@ op writes it over input. Both are for compiled graphs only and are not different
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,17 @@ from compile_losses.torch_internals.ops import OpOverload, schema_of
 Op = OpOverload[..., Any]
 
 
-def declare_with_grad(name: str, arguments: str, forward_fake: Callable[..., Any]) -> tuple[Op, Op]:
-    """Declares both ops of the loss ``name``, with their fakes.
+class Bodies(Protocol):
+    """The bodies of both ops, see :func:`compile_losses.library.register_body`."""
+
+    def with_grad(self, results: tuple[Tensor, Tensor], /, *arguments: Any) -> None: ...
+    def with_grad_(self, loss: Tensor, /, *arguments: Any) -> None: ...
+
+
+def declare_with_grad(
+    name: str, arguments: str, forward_fake: Callable[..., Any], bodies: Bodies
+) -> tuple[Op, Op]:
+    """Declares both ops of the loss ``name``, with their fakes and bodies.
 
     Args:
         arguments: what ``X_forward`` takes after input, as its schema spells it.
@@ -41,8 +50,8 @@ def declare_with_grad(name: str, arguments: str, forward_fake: Callable[..., Any
     def fake(*arguments: Any, **grad_output: Tensor | None) -> tuple[Tensor, Tensor]:
         return in_place_fake(*arguments, **grad_output), torch.empty_like(arguments[0])
 
-    library.register_fake(with_grad, fake)
-    library.register_fake(with_grad_, in_place_fake)
+    library.register_body(with_grad, fake, bodies.with_grad)
+    library.register_body(with_grad_, in_place_fake, bodies.with_grad_)
     library.register_not_differentiable(with_grad)
     library.register_not_differentiable(with_grad_)
     return with_grad, with_grad_

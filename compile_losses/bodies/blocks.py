@@ -1,0 +1,61 @@
+"""Blocks of tensors, and the sums of blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+#: A part of each tensor whose first dimensions are those that were cut into blocks.
+Block: TypeAlias = Callable[[Tensor], Tensor]
+
+#: So many elements has a block. A CPU's block and what is computed of it lie in its cache. For
+#: other devices blocks bound the memory, and are large enough for calls to take no time.
+CPU_ELEMENTS, OTHER_ELEMENTS = 1 << 17, 1 << 24
+
+#: Devices without float64.
+_NARROW = ("mps",)
+
+
+def blocks(shape: Sequence[int], device: torch.device, width: int = 1) -> Iterator[Block]:
+    """Cuts dimensions of these sizes into blocks, along the largest of them.
+
+    Args:
+        width: the number of elements behind each place.
+    """
+    limit = CPU_ELEMENTS if device.type == "cpu" else OTHER_ELEMENTS
+    elements = math.prod(shape) * width
+    if elements <= limit or not shape:
+        yield _whole
+        return
+    dim = max(range(len(shape)), key=shape.__getitem__)
+    size = shape[dim]
+    step = max(1, limit * size // elements)
+    for first in range(0, size, step):
+        yield partial(torch.narrow, dim=dim, start=first, length=min(step, size - first))
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def sum_type(device: torch.device) -> torch.dtype:
+    """The dtype of sums over blocks and rows."""
+    return torch.float32 if device.type in _NARROW else torch.float64
+
+
+def total(sums: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The sum of the sums of blocks, in their wide dtype."""
+    dtype = sum_type(like.device)
+    if not sums:
+        return torch.zeros((), dtype=dtype, device=like.device)
+    return torch.stack([each.to(dtype) for each in sums]).sum()
+
+
+def wide_sum(tensor: Tensor, dim: int = -1) -> Tensor:
+    """The sum of one dimension in the dtype of sums, which the dimension keeps with one place."""
+    return tensor.sum(dim, keepdim=True, dtype=sum_type(tensor.device))
