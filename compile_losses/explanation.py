@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from compile_losses import dry_run, switches
+from compile_losses import dry_run, implementations, switches
 from compile_losses.backend import rewritten
 from compile_losses.guard import Failure, attempt, is_restart
 from compile_losses.inductor_passes import installed_rewrite
@@ -111,6 +111,8 @@ def explain_call(
     def add(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Adds a rewritten graph to the report, and returns a function that runs the graph."""
         found = gm.meta["compile_losses"]
+        if found.sites:
+            report.without_kernels |= _without_kernels(example_inputs)
         decisions: list[Decision] = []
         failure = ""
         is_rewritten = any(site.status == "rewritten" for site in found.sites)
@@ -137,6 +139,16 @@ def explain_call(
     report.graph_breaks = _graph_breaks(before)
     report.left_alone = [f"{head}: {reason}" for head, reason in doors.left.items()]
     return report
+
+
+def _without_kernels(tensors: Iterable[Any]) -> dict[str, str]:
+    """What computes on the devices of tensors that have no kernels, and why."""
+    devices = {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}
+    return {
+        device.type: str(implementations.choose(device))
+        for device in sorted(devices, key=str)
+        if not implementations.has_kernels(device)
+    }
 
 
 def add_graph(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from compile_losses import library
+from compile_losses import implementations, library
 
 
 def gather() -> dict[str, Any]:
@@ -36,9 +36,19 @@ def gather() -> dict[str, Any]:
             device: {"loaded": kernels.name} if isinstance(kernels, Path) else {"missing": kernels}
             for device, kernels in library.kernels.items()
         },
+        "computed_by": {
+            device: str(implementations.choose(torch.device(device))) for device in _devices()
+        },
         "cuda_build": library.cuda_build(),
         "ops": library.public_ops(),
     }
+
+
+def _devices() -> list[str]:
+    """The types of devices that this process may use."""
+    found = ["cpu"]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return found if accelerator is None else [*found, accelerator.type]
 
 
 def in_words(facts: dict[str, Any]) -> list[str]:
@@ -55,4 +65,6 @@ def in_words(facts: dict[str, Any]) -> list[str]:
         name = kernels.get("loaded")
         state = f"loaded from {name}" if name else f"none: {kernels['missing']}"
         lines.append(f"{device + ' kernels':<14} {state}")
+    for device, choice in facts["computed_by"].items():
+        lines.append(f"{'on ' + device:<14} {choice}")
     return [*lines, "ops            " + ", ".join(facts["ops"])]

@@ -352,10 +352,10 @@ def _capabilities() -> list[tuple[int, int]]:
 
 @cache
 def warn_of_no_kernels(device_type: str, reason: str) -> None:
-    """Warns once that a GPU's losses are torch's, and says what to install."""
+    """Warns once that there are no kernels for a device that has some, and says what to install."""
     warnings.warn(
-        f"compile_losses leaves the losses on {device_type} to torch, for want of kernels: "
-        f"{reason}. {INSTALL_CUDA}",
+        f"compile_losses has no kernels for {device_type}, and uses torch's ops: {reason}. "
+        f"{INSTALL_CUDA}",
         stacklevel=2,
     )
 

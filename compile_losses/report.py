@@ -41,6 +41,8 @@ class Report:
         graphs: the number of graphs that Dynamo made of the function.
         foreign: calls in which recognition does not look, and that may be a loss if none was found.
         graph_breaks: Dynamo's reasons for more than one graph.
+        without_kernels: for each type of device that has tensors of a loss and no kernels, what
+            computes there, and why there are none.
         left_alone: known heads of imported libraries of which no call is met, and why.
         errors: why the plan of a graph is unknown, or why recognition did not run.
     """
@@ -50,6 +52,7 @@ class Report:
     graphs: int = 0
     foreign: list[str] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
+    without_kernels: dict[str, str] = field(default_factory=dict)
     left_alone: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
@@ -95,6 +98,7 @@ class Report:
             ]
         breaks = dict.fromkeys(map(first_line, self.graph_breaks))
         lines += [f"graph break: {reason}" for reason in breaks]
+        lines += [f"no kernels on {each}: {why}" for each, why in self.without_kernels.items()]
         lines += [f"left as it is: {head}" for head in self.left_alone]
         return lines + self.errors
 

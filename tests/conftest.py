@@ -14,7 +14,14 @@ import pytest
 import torch
 import torch._dynamo.guards
 
-from compile_losses import functional, guard, inductor_passes, library
+from compile_losses import (
+    functional,
+    guard,
+    implementations,
+    inductor_passes,
+    library,
+    switches,
+)
 from tests.conformance import ledger
 from tests.constants import plan_small_as_large
 from tests.graphs import interpreted, recorded
@@ -98,6 +105,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("kernels") and implementations.OFF in library.kernels.values():
+        pytest.skip(reason="about the kernels, which are switched off")
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip(reason="needs a CUDA device")
 
@@ -159,6 +168,20 @@ def kernels_for_small_losses(monkeypatch: pytest.MonkeyPatch):
     recognised runs without it, and so does a test of what a user sees.
     """
     plan_small_as_large(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def bodies_as_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """With COMPILE_LOSSES_KERNELS=0 recognition and plans take the ops' bodies for kernels.
+
+    A test then runs the bodies where it is about ops, plans or programs, which know nothing of what
+    computes an op. What is left to torch without kernels has tests of its own.
+    """
+    if switches.uses_kernels() or request.node.get_closest_marker("bodies"):
+        return
+    monkeypatch.setattr(implementations, "has_kernels", lambda device: device.type == "cpu")
+    monkeypatch.setattr(library, "no_kernels", lambda device: None)
+    library.DEVICES.add("cpu")
 
 
 @pytest.fixture(params=["kernels", "as shipped"])

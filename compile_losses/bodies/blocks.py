@@ -17,6 +17,9 @@ Block: TypeAlias = Callable[[Tensor], Tensor]
 #: other devices blocks bound the memory, and are large enough for calls to take no time.
 CPU_ELEMENTS, OTHER_ELEMENTS = 1 << 17, 1 << 24
 
+#: So many numbers are added up by one thread.
+_RUN = 1024
+
 #: Devices without float64.
 _NARROW = ("mps",)
 
@@ -46,6 +49,16 @@ def _whole(tensor: Tensor) -> Tensor:
 def sum_type(device: torch.device) -> torch.dtype:
     """The dtype of sums over blocks and rows."""
     return torch.float32 if device.type in _NARROW else torch.float64
+
+
+def sum_of_all(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The sum of a block, in the same order for any number of a CPU's threads."""
+    flat = values.flatten()
+    whole = len(flat) - len(flat) % _RUN
+    runs = flat[:whole].view(-1, _RUN).sum(1, dtype=dtype)
+    return (
+        sum_of_all(runs, dtype) + flat[whole:].sum(dtype=dtype) if whole else flat.sum(dtype=dtype)
+    )
 
 
 def total(sums: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_losses.bodies.blocks import Block, blocks, sum_type
+from compile_losses.bodies.blocks import Block, blocks, sum_of_all, sum_type
 from compile_losses.bodies.rows import (
     add_at,
     as_rows,
@@ -190,7 +190,7 @@ class Problem:
 
     def totals(self) -> Tensor:
         """The divisor of a mean, in the dtype of sums."""
-        flat = self.targets.target
+        flat = self.targets.target.flatten()
         dtype = sum_type(self.device)
         return divisors(flat, self.weight, self.ignore_index, dtype)[0]
 
@@ -237,7 +237,7 @@ def reduce(loss: Tensor, losses: Tensor, reduction: int, totals: Tensor, smoothi
     if reduction == NONE:
         loss.copy_(losses.view(loss.shape))
         return
-    result = losses.sum(dtype=totals.dtype)
+    result = sum_of_all(losses, totals.dtype)
     loss.copy_(mean_of(result, totals, smoothed=smoothing > 0) if reduction == MEAN else result)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_losses.bodies.blocks import Block, blocks, total
+from compile_losses.bodies.blocks import Block, blocks, sum_of_all, total
 from compile_losses.bodies.differentiating import differentiating, leaf
 from compile_losses.ops import checks
 
@@ -34,7 +34,7 @@ class Elementwise:
             for block in blocks(call.shape, result.device):
                 block(result).copy_(call.losses(block))
             return
-        sums = [call.losses(block).sum() for block in blocks(call.shape, result.device)]
+        sums = [sum_of_all(call.losses(block)) for block in blocks(call.shape, result.device)]
         result.copy_(total(sums, result) / call.divisor)
 
     def backward(self, results: Sequence[Tensor], grad_output: Tensor, *arguments: Any) -> None:
@@ -68,7 +68,7 @@ class Elementwise:
         sums = []
         for block in blocks(call.shape, loss.device):
             losses, (of_input, *_) = call.differentiated(block, needs, factor)
-            sums.append(losses.sum())
+            sums.append(sum_of_all(losses))
             assert of_input is not None
             block(gradient).copy_(of_input)
         loss.copy_(total(sums, loss) / call.divisor)

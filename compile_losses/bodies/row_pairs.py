@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from compile_losses.bodies.blocks import Block, blocks, sum_type
+from compile_losses.bodies.blocks import Block, blocks, sum_of_all, sum_type
 from compile_losses.bodies.row_statistics import Rows
 from compile_losses.bodies.rows import as_rows, column, finite_or_zero, largest_of
 from compile_losses.ops import checks
@@ -136,7 +136,7 @@ class RowPair:
         if self.reduction == NONE:
             loss.copy_(losses.view(loss.shape))
         else:
-            total = losses.sum()
+            total = sum_of_all(losses)
             loss.copy_(total / self.divisor if self.divisor else total * torch.nan)
 
     def saved(self, grad_output: Tensor, stats: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 A kernel reads its arguments once and computes the gradient in the same read (see
 ``gradient_in_forward``). Torch's ops read them again in the backward, but are fused with what feeds
 the loss (see ``decompose``). A loss is a kernel unless ``cost`` says that it would move or hold
-more bytes than torch's ops, or it is small.
+more bytes than torch's ops, or it is small, or its device has no kernels.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from compile_losses import implementations
 from compile_losses.graphs import descendants
 from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import (
@@ -143,7 +144,8 @@ def _apply(plans: Sequence[LossPlan], graph: AtenGraph, ops: OpTypes) -> None:
 
 
 def _decompose_unpaired_backwards(graph: AtenGraph, ops: OpTypes) -> None:
-    """Decomposes gradients whose loss is not in the graph, if Inductor would fuse their arguments.
+    """Decomposes gradients whose loss is not in the graph, if Inductor would fuse their arguments,
+    or if there are no kernels.
 
     ``in_place`` decomposes all gradients of elementwise losses in the backward's own graph.
     """
@@ -152,7 +154,8 @@ def _decompose_unpaired_backwards(graph: AtenGraph, ops: OpTypes) -> None:
         if part != "backward" or node in paired or not has_part(name, "with_grad_"):
             continue
         tensors = [n for n in node.all_input_nodes[1:3] if isinstance(n.meta.get("val"), Tensor)]
-        if any(feed_of(n, ops).source is not None for n in tensors):
+        fused = any(feed_of(n, ops).source is not None for n in tensors)
+        if fused or not _has_kernels(node):
             decompose_backward(node)
 
 
@@ -165,6 +168,13 @@ def _decompose_short_backwards(graph: AtenGraph) -> None:
             decompose_backward(node)
 
 
+def _has_kernels(call: Node) -> bool:
+    """Whether a kernel computes a loss or a gradient."""
+    values = (node.meta.get("val") for node in call.all_input_nodes)
+    devices = (value.device for value in values if isinstance(value, Tensor))
+    return all(map(implementations.has_kernels, devices))
+
+
 def _choose(loss: Loss, graph: AtenGraph, ops: OpTypes, *, in_forward: bool) -> Decision:
     """A kernel or torch's own ops.
 
@@ -174,6 +184,9 @@ def _choose(loss: Loss, graph: AtenGraph, ops: OpTypes, *, in_forward: bool) -> 
     feeds = feeds_of(loss, ops)
     kernel, stock = costs(loss, graph, feeds, in_forward)
     site = site_of(loss.forward)
+    if not _has_kernels(loss.forward):
+        # What a kernel reads once a body reads several times, in as many calls.
+        return Decision(site, loss.name, "decomposed", "there are no kernels", stock, stock)
     saves = kernel.moved <= _MARGIN * stock.moved and kernel.held <= _MARGIN * stock.held
     if saves and not is_small(loss):
         kinds = " and ".join(dict.fromkeys(feed.kind for feed in feeds))

@@ -104,9 +104,10 @@ class JsDiv(Formulas):
         log_ratio = distance.abs_().neg_()
         ratio = log_ratio.exp()
         smaller = larger * ratio
-        own = torch.where(of_target, self.rest, self.beta).to(x.dtype)
+        beta, rest = x.new_full((), self.beta), x.new_full((), self.rest)
+        own = torch.where(of_target, rest, beta)
         near = own * log_ratio.expm1()
-        far = ratio.mul_(own).add_(torch.where(of_target, self.beta, self.rest)).log_()
+        far = ratio.mul_(own).add_(torch.where(of_target, beta, rest)).log_()
         log_m = torch.where(near > -0.5, near.log1p(), far)
         log_p = torch.where(of_target, log_ratio, 0) - log_m
         log_q = torch.where(of_target, 0, log_ratio) - log_m

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compile_losses import library
+from compile_losses import implementations, library
 from compile_losses.distributed import are_dtensors
 from compile_losses.graphs import ancestors
 from compile_losses.recognize.aten_replay import expanded_source
 from compile_losses.recognize.match import UNASKED, Match, example
 from compile_losses.recognize.memory import memory_of, storage_of
 from compile_losses.recognize.symbolic_tensors import Value, examples, fake_mode
+from compile_losses.request import Request
 from compile_losses.torch_internals.eager import is_functorch_wrapped_tensor
 from compile_losses.torch_internals.ops import tree_leaves
 from compile_losses.torch_internals.tensors import FakeTensor
@@ -72,16 +73,34 @@ def not_strided(match: Match) -> str | None:
     return None
 
 
-def no_kernels(match: Match) -> str | None:
-    """There are none for the device of an argument; if they could be built, the user is told
-    how."""
-    for tensor in _tensors(match):
-        reason = library.no_kernels(tensor.device)
+def nothing_computes(match: Match) -> str | None:
+    """Neither kernels nor torch's ops compute the loss on the device of an argument. If kernels
+    could be built, the user is told how."""
+    for device in dict.fromkeys(tensor.device for tensor in _tensors(match)):
+        if not implementations.has_kernels(device):
+            reason = library.no_kernels(device)
+            if device.type in library.kernels and reason not in (None, implementations.OFF):
+                library.warn_of_no_kernels(device.type, str(reason))
+        reason = implementations.none_on(device)
         if reason is not None:
-            if tensor.device.type in library.kernels:
-                library.warn_of_no_kernels(tensor.device.type, reason)
-            return f"no kernels for device {tensor.device.type}: {reason}"
+            return f"nothing computes it on {device.type}: {reason}"
     return None
+
+
+def better_left_to_torch(match: Match, request: Request) -> str | None:
+    """Why a loss of held logits, or of elements, is torch's where there are no kernels.
+
+    In torch's ops an op of ours is slower than what Inductor makes of the same ops. So the plan
+    decomposes such losses, if there will be one; a loss with its linear layer saves memory with any
+    ops.
+    """
+    without = [t.device for t in _tensors(match) if not implementations.has_kernels(t.device)]
+    if not without or match.op.startswith("linear_"):
+        return None
+    if request.lowers and not any(map(are_dtensors, _tensors(match))):
+        return None
+    reason = " and ".join(implementations.choose(without[0]).reasons)
+    return f"no kernels on {without[0].type} ({reason}): the op would be slower than torch's"
 
 
 def mutated(match: Match) -> str | None:
@@ -207,7 +226,7 @@ GUARDS: list[Callable[[Match], str | None]] = [
     inside_functorch,
     tensor_subclass,
     not_strided,
-    no_kernels,
+    nothing_computes,
     mutated,
     gradient_cut,
     gradient_lost,

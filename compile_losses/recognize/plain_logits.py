@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from compile_losses import implementations
 from compile_losses.device_constants import constants_of
 from compile_losses.distributed import are_dtensors
 from compile_losses.graphs import ancestors
@@ -142,6 +143,8 @@ def _held(node: Node) -> Head | None:
 
 
 def _check_size(logits: Tensor) -> None:
+    if not implementations.has_kernels(logits.device):
+        raise NotAbsorbedError("there are no kernels: torch's ops are fused with what reads them")
     constants = constants_of(logits.device)
     classes, numbers = size_hint(logits.shape[-1]), size_hint(logits.numel())
     if classes is None or numbers is None:

@@ -11,7 +11,7 @@ from compile_losses.graphs import Indexed
 from compile_losses.guard import Failure, attempt
 from compile_losses.passes import REWRITE
 from compile_losses.pipeline import Pipeline
-from compile_losses.recognize.guards import refusal
+from compile_losses.recognize.guards import better_left_to_torch, refusal
 from compile_losses.recognize.known_heads import known_heads
 from compile_losses.recognize.linear_divergence import take_divergence
 from compile_losses.recognize.match import Decline, Match
@@ -248,6 +248,7 @@ class Rewriting:
             else:
                 unwanted = None if found.op in request.losses else _NOT_CHOSEN
                 reason = inside or unwanted or left_out(found.root) or refusal(found)
+                reason = reason or better_left_to_torch(found, request)
             if request.verify and reason is None:
                 assert isinstance(found, Match)
                 reason, note = compare(found)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from compile_losses import implementations
 from compile_losses.device_constants import constants_of
 from compile_losses.graphs import ancestors, is_view
 from compile_losses.lower.aten_graph import AtenGraph
@@ -25,8 +26,6 @@ from compile_losses.torch_internals.inductor import (
 from compile_losses.torch_internals.ops import (
     OpOverload,
     draws_random_numbers,
-    has_kernel,
-    key_of_device,
     schema_of,
 )
 
@@ -35,13 +34,12 @@ aten = torch.ops.aten
 
 def pays(gradient: Node) -> bool:
     """Whether a gradient is large, Inductor adds up the loss and writes the gradient in one loop on
-    this device, and the device has a kernel that scales the gradient."""
+    this device, and a factor of 1 leaves the gradient as it is: with a kernel, or on a CPU."""
     value: Tensor = gradient.meta["val"]
     constants = constants_of(value.device)
     if not constants.moves_gradients or nbytes_of(value) < constants.least_gradient_bytes:
         return False
-    key = key_of_device(value.device.type)
-    return has_kernel("fused::scale_", key)
+    return value.device.type == "cpu" or implementations.has_kernels(value.device)
 
 
 def refusal(graph: AtenGraph, part: Part, losses: Iterable[Node], overwrites: bool) -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compile_losses import switches
 from compile_losses.device_constants import constants_of
-from compile_losses.torch_internals.ops import has_kernel
+from compile_losses.torch_internals.ops import has_kernel, key_of_device
 
 aten = torch.ops.aten
 
@@ -130,7 +130,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, starts: bool) -> None:
             torch.mm(a, b, out=total)
         else:
             total.addmm_(a, b)
-    elif has_kernel("aten::addmm.dtype_out", total.device.type.upper()):
+    elif has_kernel("aten::addmm.dtype_out", key_of_device(total.device.type)):
         if starts:
             aten.mm.dtype_out(a, b, total.dtype, out=total)
         else:
