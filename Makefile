@@ -43,14 +43,14 @@ CUDA_UNITS := $(filter-out $(PER_LOSS),$(wildcard csrc/cuda/*.cu)) \
 
 ARCHITECTURES := $(shell sed -n 's/^DEFAULT_ARCHITECTURES = "\(.*\)"/\1/p' build_tools/cuda.py)
 # Those that Inductor's C++ code, for which there has to be a compiler, adds nothing to.
-TESTS_OF_A_WHEEL ?= tests/test_library.py tests/test_errors.py
+TESTS_OF_A_WHEEL ?= tests/test_library.py tests/test_errors.py tests/test_without_kernels.py
 
 # Bytecode is compiled where it is imported: of most modules it never is.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test quick test-all conformance asan memcheck racecheck synccheck lint bench readme \
-	docs cuda-check sdist wheel check-wheel clean
+	docs cuda-check sdist wheel wheel-any check-wheel clean
 
 help:  ## this list
 	@awk -F ':.*  ## ' '/^[a-z -]+:.*  ## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -100,12 +100,12 @@ else
 OTHER ?= .venv-$(TORCH)
 OTHER_PIP := $(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 test:
-	@test -n "$(wildcard dist/*.whl)" || { echo "first: make wheel, or make wheel CUDA=0"; exit 1; }
+	@test -n "$(WHEEL)" || { echo "first: make wheel, or make wheel CUDA=0"; exit 1; }
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	mkdir -p build && grep -Ev '^(torch|setuptools)==' constraints.txt > build/constraints.txt
 	$(OTHER_PIP) -c build/constraints.txt torch==$(TORCH) \
 		expecttest hypothesis ninja numpy pytest pytest-xdist setuptools
-	$(OTHER_PIP) --no-deps --force-reinstall dist/*.whl
+	$(OTHER_PIP) --no-deps --force-reinstall $(WHEEL)
 	$(OTHER)/bin/python -m build_tools.test_wheel --record $(OTHER)/bin/python -n 2 \
 		-m "not slow" $(if $(LOSS),-k $(LOSS)) $(TESTS)
 endif
@@ -168,8 +168,8 @@ sdist: $(STAMP)  ## dist/*.tar.gz
 # From the source distribution, which is thereby known to build; the objects are kept.
 UNPACKED := build/sdist
 RAW_WHEEL := build/wheel
-wheel: sdist  ## dist/*.whl for all GPUs, from the source distribution (CUDA=0: the CPU kernels alone)
-	rm -rf $(UNPACKED) $(RAW_WHEEL) dist/*.whl && mkdir -p $(UNPACKED)
+wheel: sdist  ## dist/*linux*.whl for all GPUs, from the source distribution (CUDA=0: the CPU kernels alone)
+	rm -rf $(UNPACKED) $(RAW_WHEEL) dist/*linux*.whl && mkdir -p $(UNPACKED)
 	tar -xzf dist/*.tar.gz -C $(UNPACKED) --strip-components=1
 	cd $(UNPACKED) && PATH="$(abspath $(BIN)):$$PATH" COMPILE_LOSSES_CUDA=$(CUDA) COMPILE_LOSSES_CPU=all \
 		TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-$(ARCHITECTURES)}" \
@@ -179,12 +179,20 @@ wheel: sdist  ## dist/*.whl for all GPUs, from the source distribution (CUDA=0: 
 		--plat manylinux_2_28_$(shell uname -m) --exclude 'libtorch*.so' --exclude 'libcudart.so.*' \
 		--wheel-dir dist $(RAW_WHEEL)/*.whl
 
+wheel-any: sdist  ## dist/*-py3-none-any.whl for any platform, without kernels: torch's ops compute
+	rm -rf $(UNPACKED) dist/*-any.whl && mkdir -p $(UNPACKED)
+	tar -xzf dist/*.tar.gz -C $(UNPACKED) --strip-components=1
+	cd $(UNPACKED) && COMPILE_LOSSES_CPU=none \
+		$(abspath $(BIN))/python setup.py --quiet bdist_wheel --dist-dir $(CURDIR)/dist
+
+# With kernels, if there are two.
+WHEEL ?= $(or $(wildcard dist/*linux*.whl),$(wildcard dist/*.whl))
 check-wheel:  ## what a wheel must be, and tests of it in a fresh environment, without compilers
-	$(BIN)/python -m build_tools.check_wheel dist/*.whl
+	$(BIN)/python -m build_tools.check_wheel $(WHEEL)
 	rm -rf build/fresh && $(BIN)/python -m venv build/fresh
 	build/fresh/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) \
 		-c constraints.txt torch expecttest hypothesis numpy pytest pytest-xdist
-	build/fresh/bin/python -m pip install --quiet --disable-pip-version-check --no-deps dist/*.whl
+	build/fresh/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(WHEEL)
 	$(BIN)/python -m build_tools.test_wheel --without-compilers build/fresh/bin/python -q -n 2 \
 		$(TESTS_OF_A_WHEEL)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from setuptools.command.build_ext import build_ext
 
-from build_tools.libraries import asked_for, cuda_library
+from build_tools.libraries import MissingCompilerError, asked_for, cuda_library
 from build_tools.ninja_file import BuildFile
 
 
@@ -22,7 +22,8 @@ def say(text: str) -> None:
 
 
 class BuildKernels(build_ext):
-    """``build_ext``. It writes the outcome for the CUDA kernels to compile_losses/kernels.json."""
+    """``build_ext``. It writes the outcome for the CUDA kernels, and why there are no
+    others, to compile_losses/kernels.json."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split("."))) + ".so"
@@ -30,7 +31,13 @@ class BuildKernels(build_ext):
     def run(self) -> None:
         if self.editable_mode:  # setuptools would delete its folder; `make wheel` links the objects
             self.build_temp = "build/kernels"
-        self.extensions = asked_for(self.extensions)
+        self.built: dict[str, dict[str, object]] = {}
+        try:
+            self.extensions = asked_for(self.extensions)
+        except MissingCompilerError as reason:
+            self.extensions = []
+            self.built = {device: {"missing": str(reason)} for device in ("cpu", "cuda")}
+            say(f"no kernels, because {reason}: torch's own ops compute in their place")
         super().run()
         folder = Path(self.build_lib, "compile_losses")
         if self.inplace:
@@ -39,10 +46,10 @@ class BuildKernels(build_ext):
         for library in folder.glob("_c*.so"):
             if library.name not in built:  # of an earlier build, of older sources perhaps
                 library.unlink()
-        (folder / "kernels.json").write_text(json.dumps({"cuda": self.built}, indent=2) + "\n")
+        (folder / "kernels.json").write_text(json.dumps(self.built, indent=2) + "\n")
 
     def build_extensions(self) -> None:
-        self.built = self._cuda()
+        self.built = {"cuda": self._cuda()}
         outputs = {e.name: Path(self.get_ext_fullpath(e.name)).absolute() for e in self.extensions}
         file = BuildFile(Path(self.build_temp).absolute(), outputs)
         for library in self.extensions:
@@ -57,7 +64,7 @@ class BuildKernels(build_ext):
                 file.run([library], bool(self.verbose))
             except subprocess.CalledProcessError:
                 say(f"CPU kernels only, because {library.name} failed to build, see above")
-                self.built = {"missing": "they failed to compile where this was installed"}
+                self.built["cuda"] = {"missing": "they failed to compile where this was installed"}
                 self.extensions = [other for other in self.extensions if other is not library]
 
     def _cuda(self) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,12 +141,30 @@ def cpu_libraries() -> list[Library]:
     ]
 
 
+class MissingCompilerError(Exception):
+    """Why no library can be built."""
+
+
 def asked_for(libraries: list[Library]) -> list[Library]:
-    """Those of all instruction sets; of COMPILE_LOSSES_CPU=native, only of this machine's."""
-    wanted = os.environ.get("COMPILE_LOSSES_CPU") or "all"
-    if wanted not in ("all", "native"):
-        raise SystemExit(f"compile_losses: expected COMPILE_LOSSES_CPU=all or native, got {wanted}")
-    if wanted == "all":
+    """Those of all instruction sets; of COMPILE_LOSSES_CPU=native, only of this machine's.
+
+    COMPILE_LOSSES_CPU=none builds nothing. If it is not set, nothing is built without a compiler.
+
+    Raises:
+        MissingCompilerError: there is no compiler, and nobody asked for libraries.
+    """
+    wanted = os.environ.get("COMPILE_LOSSES_CPU") or ""
+    if wanted not in ("", "all", "native", "none"):
+        raise SystemExit(
+            f"compile_losses: expected COMPILE_LOSSES_CPU=all, native or none, got {wanted}"
+        )
+    if wanted == "none":
+        return []
+    if not wanted and sys.platform == "win32":
+        raise MissingCompilerError("they are not built on Windows")
+    if not wanted and shutil.which(COMPILER[0]) is None:
+        raise MissingCompilerError(f"no C++ compiler was found ({COMPILER[0]}; CXX names another)")
+    if wanted != "native":
         return libraries
     import torch
 

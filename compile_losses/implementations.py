@@ -16,7 +16,7 @@ import torch
 
 from compile_losses import library, switches
 from compile_losses.torch_internals.eager import no_modes
-from compile_losses.torch_internals.ops import has_kernel, key_of_device
+from compile_losses.torch_internals.ops import has_kernel, key_of_device, take_back
 
 #: The reason of kernels that are switched off.
 OFF = "switched off, by COMPILE_LOSSES_KERNELS=0 or the option kernels"
@@ -135,7 +135,7 @@ def _switch_off() -> None:
 def _switch_on() -> None:
     global _in_place_of_kernels
     if _in_place_of_kernels is not None:
-        _in_place_of_kernels._destroy()
+        take_back(_in_place_of_kernels)
         _in_place_of_kernels = None
     if not _loaded:
         load()

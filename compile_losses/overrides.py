@@ -31,15 +31,6 @@ def has_kernels(*operands: Any) -> bool:
     return True
 
 
-def are_dense(*operands: Tensor | None) -> bool:
-    """Whether operands are such tensors, on any device."""
-    return all(
-        operand is None
-        or (operand.dtype in FLOATING and operand.layout == torch.strided and not operand.is_nested)
-        for operand in operands
-    )
-
-
 def overridden(*operands: Any) -> bool:
     """Whether an operand's class, or an active mode, has a ``__torch_function__`` of its own.
 

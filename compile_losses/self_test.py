@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 #: The largest difference of a number near 1 from float64.
-_TOLERANCE = 1e-4
+TOLERANCE = 1e-4
 _ROWS, _HIDDEN, _CLASSES = 5, 4, 7
 
 Pair = tuple[Tensor, Tensor]
@@ -22,10 +22,10 @@ def failure(device: torch.device) -> str | None:
     """Why the ops are not used on a device; None if all numbers are right."""
     try:
         with torch.no_grad(), torch.inference_mode(False):
-            for name, test in _TESTS.items():
+            for name, test in TESTS.items():
                 for ours, expected in test(device):
                     error = (ours.cpu().double() - expected).abs().max().item()
-                    if not error < _TOLERANCE:
+                    if not error < TOLERANCE:
                         return f"a test of {name} on it found a difference of {error:.2g}"
     except Exception as error:
         text = " ".join(str(error).split())
@@ -108,7 +108,7 @@ def _head(device: torch.device) -> Iterator[Pair]:
 
 
 #: By what is tested.
-_TESTS: dict[str, Callable[[torch.device], Iterator[Pair]]] = {
+TESTS: dict[str, Callable[[torch.device], Iterator[Pair]]] = {
     "cross entropy": _cross_entropy,
     "statistics of rows": _statistics,
     "a divergence": _divergence,

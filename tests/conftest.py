@@ -20,7 +20,6 @@ from compile_losses import (
     implementations,
     inductor_passes,
     library,
-    switches,
 )
 from tests.conformance import ledger
 from tests.constants import plan_small_as_large
@@ -35,6 +34,10 @@ torch.set_num_threads(1)
 for _dtype in (torch.float32, torch.float64):
     torch.ones(64, dtype=_dtype).exp()
 torch.set_num_threads(_threads)
+
+
+#: Whether there are built kernels for the CPU.
+HAS_KERNELS = not isinstance(library.kernels["cpu"], str)
 
 
 def has_cuda_kernels() -> bool:
@@ -105,8 +108,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("kernels") and implementations.OFF in library.kernels.values():
-        pytest.skip(reason="about the kernels, which are switched off")
+    if item.get_closest_marker("kernels") and not HAS_KERNELS:
+        pytest.skip(reason="about the kernels, which are not built or switched off")
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip(reason="needs a CUDA device")
 
@@ -172,12 +175,13 @@ def kernels_for_small_losses(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(autouse=True)
 def bodies_as_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """With COMPILE_LOSSES_KERNELS=0 recognition and plans take the ops' bodies for kernels.
+    """Without built kernels, or with COMPILE_LOSSES_KERNELS=0, recognition and plans take the
+    bodies of ops for kernels.
 
     A test then runs the bodies where it is about ops, plans or programs, which know nothing of what
     computes an op. What is left to torch without kernels has tests of its own.
     """
-    if switches.uses_kernels() or request.node.get_closest_marker("bodies"):
+    if HAS_KERNELS or request.node.get_closest_marker("bodies"):
         return
     monkeypatch.setattr(implementations, "has_kernels", lambda device: device.type == "cpu")
     monkeypatch.setattr(library, "no_kernels", lambda device: None)

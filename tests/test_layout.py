@@ -123,7 +123,7 @@ def test_kernel_sources_have_no_torch_headers():
 
 
 #: Modules that are about which device there is.
-_OF_DEVICES = ("library.py", "facts.py", "device_constants.py")
+_OF_DEVICES = ("library.py", "facts.py", "device_constants.py", "implementations.py")
 
 
 def test_binding_does_no_arithmetic_per_device():

@@ -216,6 +216,7 @@ def test_both_doors_have_the_same_options():
         "lazy_logits": False,
         "prefer_memory": True,
         "batch_invariant": False,
+        "kernels": switches.uses_kernels(),  # of the process: as they are
         "verify": True,
         "strict": False,
         "inner_backend": "eager",

@@ -150,6 +150,17 @@ def strides():
     assert ops.compute_elementwise_output_strides(a, b) == (a + b).stride()
 
 
+@checks("ops.take_back")
+def replaced_kernels():
+    library = torch.library.Library("fused", "IMPL")
+    try:
+        library.impl("scale", lambda grad, factor: grad + 1, "CPU", allow_override=True)
+        assert torch.ops.fused.scale(torch.ones(2), torch.tensor(3.0)).tolist() == [2, 2]
+    finally:
+        ops.take_back(library)
+    assert torch.ops.fused.scale(torch.ones(2), torch.tensor(3.0)).tolist() == [3, 3]
+
+
 @checks("ops.legacy_get_string")
 def legacy_reduction():
     assert ops.legacy_get_string(False, None, emit_warning=False) == "sum"

@@ -28,8 +28,10 @@ def capped(rows: Tensor, softcap: float | None) -> Tensor:
 
 def slope_of_cap(rows: Tensor, softcap: float) -> Tensor:
     """``1 - tanh(rows / softcap) ** 2``, with the digits that the tanh loses near 1."""
-    decay = (rows / softcap).abs_().mul_(-2).exp_()
-    return 4 * decay / (1 + decay).square_()
+    x = rows / softcap
+    near = 1 - x.tanh().square_()
+    decay = x.abs_().mul_(-2).exp_()
+    return torch.where(near > 0.5, near, 4 * decay / (1 + decay).square_())
 
 
 def largest_of(rows: Tensor) -> Tensor:

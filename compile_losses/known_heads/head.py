@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_losses import implementations
 from compile_losses.eager import PLAIN
-from compile_losses.overrides import are_dense
+from compile_losses.overrides import has_kernels
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +80,8 @@ def refuse_layer(
             return "a tensor is of a class of its own"
     if hasattr(weight, "ds_id"):
         return "DeepSpeed gathers the weight in its backward"
-    if not are_dense(hidden, weight, bias):
-        return "its dtypes or layouts are none of the ops'"
-    if (reason := implementations.none_on(hidden.device)) is not None:
-        return f"nothing computes it on its device: {reason}"
+    if not has_kernels(hidden, weight, bias):
+        return "there are no kernels for its dtypes, or its device"
     if hidden.dim() != 2 or weight.dim() != 2 or target.dim() != 1:
         return "its shapes are not [rows, hidden], [classes, hidden] and [rows]"
     if target.dtype != torch.int64:

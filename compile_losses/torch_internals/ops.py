@@ -63,6 +63,12 @@ has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 key_of_device = torch._C._dispatch_key_for_device
 
 
+def take_back(library: torch.library.Library) -> None:
+    """Removes what was registered through a library: kernels that it had replaced are called again.
+    Without it they could be switched off, and never on."""
+    library._destroy()
+
+
 #: What Dynamo calls where an autocast begins and ends. Without them a layer would be taken for one
 #: that torch refuses.
 enter_autocast = torch.amp.autocast_mode._enter_autocast

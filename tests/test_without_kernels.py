@@ -1,0 +1,246 @@
+"""What is done where there are no kernels: which ops compute, what is rewritten, what is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import compile_losses
+from compile_losses import implementations, library, self_test, switches
+from compile_losses.__main__ import main
+from compile_losses.bodies import blocks
+from tests.accuracy import assert_accurate
+from tests.results import count_fused_calls
+
+pytestmark = pytest.mark.bodies
+
+CPU = torch.device("cpu")
+fused = torch.ops.fused
+
+
+@pytest.fixture(autouse=True)
+def without_kernels():
+    """As by the option ``kernels=False``."""
+    before = switches.uses_kernels()
+    implementations.use_kernels(False)
+    yield
+    implementations.use_kernels(before)
+
+
+class Head(nn.Module):
+    """A head whose logits take several chunks."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(24, 700)
+
+    def forward(self, x, target):
+        return F.cross_entropy(self.linear(x), target)
+
+
+def outcome(function, parameters, *inputs):
+    """A loss and its gradients."""
+    loss = function(*inputs)
+    return [loss.detach(), *torch.autograd.grad(loss, parameters)]
+
+
+def test_one_table_says_what_computes():
+    choice = implementations.choose(CPU)
+    assert choice.implementation is implementations.BODIES
+    assert str(choice) == f"torch's ops: {implementations.OFF}"
+    assert not implementations.has_kernels(CPU)
+    assert implementations.none_on(CPU) is None
+    assert implementations.none_on(torch.device("meta")) is not None
+
+
+@pytest.mark.kernels
+def test_kernels_are_switched_on_and_off():
+    x = torch.randn(300, 500).bfloat16()
+    target = torch.randint(500, (300,))
+    implementations.use_kernels(True)
+    assert implementations.choose(CPU).implementation is implementations.KERNELS
+    by_kernels = fused.cross_entropy(x, target, reduction=0)
+    implementations.use_kernels(False)
+    assert implementations.choose(CPU).implementation is implementations.BODIES
+    by_torch = fused.cross_entropy(x, target, reduction=0)
+    torch.testing.assert_close(by_torch, by_kernels)
+
+
+def test_every_leaf_op_has_a_body():
+    """Of an op with neither a kernel nor a body a call would fail."""
+    for name in sorted(library.DECLARED):
+        op = getattr(fused, name).default
+        keys = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
+        assert any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), k) for k in keys), name
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_blocks_change_nothing(rows, monkeypatch):
+    """A body computes block by block what it computes at once."""
+    x, target = torch.randn(rows, 37), torch.randint(37, (rows,))
+    image, classes = torch.randn(2, 37, 5, rows), torch.randint(37, (2, 5, rows))
+    pair = torch.randn(rows, 37)
+
+    def everything():
+        given = (None, 1, -100, 0.1, torch.float32)
+        yield from fused.cross_entropy_with_grad(x, target, *given)
+        yield from fused.cross_entropy_with_grad(image, classes, *given)
+        yield from fused.softmax_kl_div_with_grad(x, pair, 3, 2.0, -1, torch.float32)
+        yield from fused.mse_loss_with_grad(x, pair, None, 1, torch.float32)
+        yield from fused.row_statistics_forward(x, target, -100, 3.0, True)
+
+    expected = list(everything())
+    monkeypatch.setattr(blocks, "CPU_ELEMENTS", 50)
+    for ours, whole in zip(everything(), expected, strict=True):
+        torch.testing.assert_close(ours, whole)
+
+
+def test_a_head_is_taken_in_chunks(chunks):
+    model, x = Head(), torch.randn(96, 24)
+    inputs = x, torch.randint(700, (96,))
+    parameters = tuple(model.parameters())
+    exact = outcome(model.double(), parameters, x.double(), inputs[1])
+    model.float()
+    eager = outcome(model, parameters, *inputs)
+    compiled = torch.compile(model, backend="compile_losses")
+    ours = outcome(compiled, parameters, *inputs)
+    for found, torchs, reference in zip(ours, eager, exact, strict=True):
+        assert_accurate(found, torchs, reference)
+    report = compile_losses.explain(model, *inputs)
+    (site,) = report.sites
+    assert (site.op, site.status) == ("linear_cross_entropy", "rewritten")
+    assert f"no kernels on cpu: torch's ops: {implementations.OFF}" in str(report)
+
+
+def test_losses_of_held_logits_are_decomposed(graphs, no_code):
+    """A body takes several passes where Inductor's own code takes one."""
+    x = torch.randn(512, 2048, requires_grad=True)
+    target = torch.randint(2048, (512,))
+
+    def step(x, target):
+        return F.cross_entropy(x, target) + F.mse_loss(x, x.detach().t().reshape(x.shape))
+
+    expected = outcome(step, [x], x, target)
+    torch.testing.assert_close(
+        outcome(torch.compile(step, backend="compile_losses"), [x], x, target), expected
+    )
+    assert "fused." not in "".join(graphs["post"])
+    torch._dynamo.reset()
+    report = compile_losses.explain(step, x, target)
+    assert [site.status for site in report.sites] == ["rewritten"] * 2
+    assert all("there are no kernels" in site.notes for site in report.sites)
+
+
+def test_without_a_plan_such_losses_are_torchs():
+    x, target = torch.randn(64, 128), torch.randint(128, (64,))
+    options = {"inner_backend": "eager"}
+    step = torch.compile(F.cross_entropy, backend="compile_losses", options=options)
+    step(x, target)  # recognition evaluates the op on fakes
+    assert count_fused_calls(lambda: step(x, target)) == 0
+
+
+def test_the_option_is_that_of_the_process():
+    implementations.use_kernels(True)
+    options = {"kernels": False, "inner_backend": "eager"}
+    torch.compile(lambda x: x.sum(), backend="compile_losses", options=options)(torch.ones(3))
+    assert implementations.OFF in library.kernels.values()
+    with compile_losses.enable(kernels=True):
+        assert implementations.OFF not in library.kernels.values()
+
+
+def test_a_device_that_fails_its_self_test_is_left_to_torch(monkeypatch, chunks):
+    monkeypatch.setattr(implementations, "TABLE", {})
+    monkeypatch.setattr(self_test, "TOLERANCE", 0.0)
+    implementations._tested.cache_clear()
+    try:
+        model = Head()
+        inputs = torch.randn(96, 24), torch.randint(700, (96,))
+        report = compile_losses.explain(model, *inputs)
+        (site,) = report.sites
+        assert site.status == "declined"
+        assert "a test of cross entropy on it found a difference" in site.reason
+        assert "no kernels on cpu: left to torch" in str(report)
+        options = {"inner_backend": "eager"}
+        compiled = torch.compile(model, backend="compile_losses", options=options)
+        assert torch.equal(compiled(*inputs), model(*inputs))
+    finally:
+        implementations._tested.cache_clear()
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch has no devices in Python")
+def test_a_device_that_nobody_knows():
+    """Our ops compute on it by its own ops; without these it is left to torch."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.python_device"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, *others = done.stdout.splitlines()
+    assert first.startswith("left to torch: a test of cross entropy on it failed: NotImpl")
+    assert len(others) == 3
+    assert all(float(line.partition(": ")[2]) < self_test.TOLERANCE for line in others)
+
+
+def test_a_library_that_does_not_load(monkeypatch, tmp_path):
+    """The import goes on, with a warning: somebody has built the library."""
+    name = library._cpu_candidates()[-1].name
+    (tmp_path / name).write_text("no library")
+    monkeypatch.setattr(library, "PACKAGE", tmp_path)
+    for device in ("cpu", "cuda"):
+        monkeypatch.setitem(library.kernels, device, "")
+    monkeypatch.setattr(library, "DEVICES", set())
+    with pytest.warns(UserWarning, match=rf"failed to load {name}.*Build it anew with `pip"):
+        library.load_kernels()
+    assert f"failed to load {name}" in library.kernels["cpu"]
+    choice = implementations.choose(CPU)
+    assert choice.implementation is implementations.BODIES
+    assert f"failed to load {name}" in str(choice)
+
+
+def test_no_library_at_all(monkeypatch, tmp_path):
+    monkeypatch.setattr(library, "PACKAGE", tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert library._load_cpu() == f"not built: there are none in {tmp_path}"
+        missing = {"missing": "this wheel has none"}
+        (tmp_path / "kernels.json").write_text(json.dumps({"cpu": missing, "cuda": missing}))
+        assert library._load_cpu() == "this wheel has none"
+
+
+@pytest.mark.kernels
+def test_a_library_of_older_sources_is_told(monkeypatch):
+    """An op that it lacks would otherwise be slow without a word."""
+    monkeypatch.setattr(implementations, "has_kernel", lambda name, _: "mse_loss" not in name)
+    implementations.use_kernels(True)
+    with pytest.warns(UserWarning, match=r"older sources, without fused::mse_loss_backward"):
+        implementations.load()
+
+
+def test_info(capsys):
+    assert main(["info"]) == 0
+    plain = capsys.readouterr().out
+    assert f"on cpu         torch's ops: {implementations.OFF}" in plain
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["computed_by"]["cpu"].startswith("torch's ops")
+
+
+def test_a_fresh_process_without_kernels():
+    script = (
+        "import torch, compile_losses; from compile_losses import library; "
+        "x = torch.randn(5, 4, requires_grad=True); w = torch.randn(7, 4); "
+        "compile_losses.linear_cross_entropy(x, w, torch.tensor([0, 1, 2, 3, 6])).backward(); "
+        "print(library.kernels['cpu'])"
+    )
+    environment = {**os.environ, "COMPILE_LOSSES_KERNELS": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == implementations.OFF
