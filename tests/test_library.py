@@ -14,6 +14,9 @@ from compile_losses import library
 from compile_losses.__main__ import main
 
 
+pytestmark = pytest.mark.bodies
+
+
 @pytest.fixture(autouse=True)
 def no_memory():
     """Of what was asked and warned of in other tests."""
@@ -134,6 +137,7 @@ def test_losses_on_a_device_for_which_kernels_were_not_built(monkeypatch):
     torch.testing.assert_close(actual, two_losses(a, b))
 
 
+@pytest.mark.kernels
 def test_info_as_json(capsys):
     assert main(["info", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

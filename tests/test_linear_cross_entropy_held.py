@@ -97,6 +97,7 @@ def test_logits_are_never_held(reduction, compiled):
     assert buffer <= largest <= constants_of(CPU).logits_bytes < rows * classes * 4
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
@@ -148,6 +149,7 @@ def test_z_loss_holds_no_more(reduction, z_loss, chunks, exact_plan):
     assert held <= most_allocated(step) <= held + x.nbytes + w.nbytes + 1024 * 10_000 * 4 / 20
 
 
+@pytest.mark.kernels
 def test_sum_in_float32_is_rounded_when_no_logits_are_held(chunks, exact_plan):
     chunks(128)
     exact_plan(128)

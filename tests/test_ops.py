@@ -656,6 +656,7 @@ def flags_of_memory_at(address):
     raise AssertionError("the address is in no mapping")
 
 
+@pytest.mark.kernels
 @pytest.mark.skipif(
     not Path("/sys/kernel/mm/transparent_hugepage").exists()
     or not Path("/proc/self/smaps").exists(),

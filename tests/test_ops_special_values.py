@@ -50,6 +50,7 @@ def test_binary_cross_entropy_special_logits(pos_weight, dtype, device):
         assert_accurate(ours, eager, exact)
 
 
+@pytest.mark.kernels
 def test_confident_binary_cross_entropy_keeps_its_digits(device):
     """torch subtracts logits from their log-sigmoid, and loses the loss of confident negatives."""
     logits = torch.linspace(-80.0, 80.0, 4001, device=device)
@@ -138,6 +139,7 @@ def test_cross_entropy_no_rows(reduction, device):
     assert torch.autograd.grad(ours.sum(), x)[0].shape == (0, 9)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_kl_div_of_every_16_bit_target(dtype, device):
     """Little more than the result's rounding may be wrong with any, also where terms cancel."""

@@ -82,6 +82,33 @@ def test_every_leaf_op_has_a_body():
         assert any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), k) for k in keys), name
 
 
+def test_bodies_check_for_themselves():
+    """What a fake does not look at: the saved numbers, whose shapes graphs do not change."""
+    a, t = torch.rand(3, 4), torch.zeros(3, dtype=torch.int64)
+    options = (1, -100, 0.0)
+    loss, stats, total = fused.cross_entropy_forward(a, t, None, *options, torch.float32)
+    with pytest.raises(RuntimeError, match="expected stats as cross_entropy_forward"):
+        fused.cross_entropy_backward(loss, a, t, None, stats[:2], total, *options)
+    with pytest.raises(RuntimeError, match=r"expected grad_output of shape \[\], got \[2\]"):
+        fused.cross_entropy_backward(loss.expand(2), a, t, None, stats, total, *options)
+    with pytest.raises(RuntimeError, match="expected total_weight as nll_loss_forward"):
+        fused.nll_loss_backward(loss, a, t, None, total.double(), 1, -100)
+    with pytest.raises(RuntimeError, match="a loss with its gradient needs a reduction"):
+        fused.mse_loss_with_grad(a, a, None, 0, torch.float32)
+    with pytest.raises(RuntimeError, match="input of the broadcast shape"):
+        fused.mse_loss_with_grad(a[:1], a, None, 1, torch.float32)
+    with pytest.raises(RuntimeError, match="expected weight to be float64, float32"):
+        fused.mse_loss_forward(a, a, a.long(), 1, torch.float32)
+    with pytest.raises(IndexError, match="cross_entropy: target 4 is out of bounds for 4 classes"):
+        fused.cross_entropy_forward(a, t + 4, None, *options, torch.float32)
+    loss, stats = fused.softmax_kl_div_forward(a, a, 1, 1.0, -1, torch.float32)
+    with pytest.raises(RuntimeError, match="expected stats as softmax_kl_div_forward"):
+        fused.softmax_kl_div_backward(loss, a, a, stats[:2], 1, 1.0, -1, True, False)
+    found = fused.row_statistics_forward(a, t, -100, None)
+    with pytest.raises(RuntimeError, match=r"expected grad_nll of shape \[3\], got \[2\]"):
+        fused.row_statistics_backward(a[0, :2], None, None, None, a, t, found[6], -100, None)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_blocks_change_nothing(rows, monkeypatch):
     """A body computes block by block what it computes at once."""
@@ -103,7 +130,7 @@ def test_blocks_change_nothing(rows, monkeypatch):
         torch.testing.assert_close(ours, whole)
 
 
-def test_a_head_is_taken_in_chunks(chunks):
+def test_a_head_is_taken_in_chunks(chunks, no_code):
     model, x = Head(), torch.randn(96, 24)
     inputs = x, torch.randint(700, (96,))
     parameters = tuple(model.parameters())

@@ -21,11 +21,12 @@ class Elementwise:
 
     Args:
         reference: the loss in torch's ops: of input, target, the weights, a reduction and values.
-        tensors: how many tensors come first in the arguments.
+        weights: the names of the tensors after input and target.
     """
 
-    def __init__(self, name: str, reference: Callable[..., Tensor], tensors: int) -> None:
-        self.name, self.reference, self.tensors = name, reference, tensors
+    def __init__(self, name: str, reference: Callable[..., Tensor], weights: Sequence[str]) -> None:
+        self.name, self.reference, self.weights = name, reference, weights
+        self.tensors = 2 + len(weights)
 
     def forward(self, result: Tensor, *arguments: Any) -> None:
         *given, dtype = arguments
@@ -81,7 +82,12 @@ class _Call:
         self.loss = loss
         tensors: Sequence[Tensor | None] = given[: loss.tensors]
         self.reduction, *self.values = given[loss.tensors :]
-        input, target = given[:2]
+        input, target, *weights = tensors
+        for name, weight in zip(loss.weights, weights, strict=True):
+            if weight is not None:
+                checks.check_floating(loss.name, **{name: weight})
+        assert input is not None
+        assert target is not None
         self.shape = checks.broadcast_shape(loss.name, input, target)
         dtypes = [dtype, *(tensor.dtype for tensor in tensors if tensor is not None)]
         self.wide = torch.float64 if torch.float64 in dtypes else torch.float32

@@ -215,7 +215,7 @@ def declare(
         first, second = (target, input) if like_target else (input, target)
         return _empty_pointwise(first, second, shape, dtype, computed=like_target)
 
-    bodies = Elementwise(name, reference, tensors)
+    bodies = Elementwise(name, reference, weights.names)
     library.register_body(forward, forward_fake, bodies.forward)
 
     def backward_fake(grad_output: Tensor, *rest: Any) -> tuple[Tensor, ...]:
