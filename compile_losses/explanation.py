@@ -112,7 +112,8 @@ def explain_call(
         """Adds a rewritten graph to the report, and returns a function that runs the graph."""
         found = gm.meta["compile_losses"]
         if found.sites:
-            report.without_kernels |= _without_kernels(example_inputs)
+            found_now = [*report.without_kernels, *_without_kernels(example_inputs)]
+            report.without_kernels = list(dict.fromkeys(found_now))
         decisions: list[Decision] = []
         failure = ""
         is_rewritten = any(site.status == "rewritten" for site in found.sites)
@@ -141,14 +142,14 @@ def explain_call(
     return report
 
 
-def _without_kernels(tensors: Iterable[Any]) -> dict[str, str]:
+def _without_kernels(tensors: Iterable[Any]) -> list[str]:
     """What computes on the devices of tensors that have no kernels, and why."""
     devices = {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}
-    return {
-        device.type: str(implementations.choose(device))
+    return [
+        f"{device.type}: {implementations.choose(device)}"
         for device in sorted(devices, key=str)
         if not implementations.has_kernels(device)
-    }
+    ]
 
 
 def add_graph(

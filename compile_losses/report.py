@@ -52,7 +52,7 @@ class Report:
     graphs: int = 0
     foreign: list[str] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
-    without_kernels: dict[str, str] = field(default_factory=dict)
+    without_kernels: list[str] = field(default_factory=list)
     left_alone: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
@@ -98,7 +98,7 @@ class Report:
             ]
         breaks = dict.fromkeys(map(first_line, self.graph_breaks))
         lines += [f"graph break: {reason}" for reason in breaks]
-        lines += [f"no kernels on {each}: {why}" for each, why in self.without_kernels.items()]
+        lines += [f"no kernels on {each}" for each in self.without_kernels]
         lines += [f"left as it is: {head}" for head in self.left_alone]
         return lines + self.errors
 

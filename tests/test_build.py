@@ -368,6 +368,29 @@ def test_what_a_wheels_libraries_must_not_be(tmp_path):
     assert not any("aoti_torch_delete_tensor_object" in what for what in told)
 
 
+def test_without_a_compiler_nothing_is_built(tmp_path, monkeypatch, capsys):
+    """The package is installed, and says what is missing; who asks for kernels gets an error."""
+    from build_tools import libraries
+
+    monkeypatch.delenv("COMPILE_LOSSES_CPU", raising=False)
+    monkeypatch.setattr(libraries, "COMPILER", ["no-such-compiler"])
+    build = command(tmp_path, {"cpu": "int f() { return 1; }"})
+    folder = Path(build.build_lib, "compile_losses")
+    folder.mkdir(parents=True)
+    build.run()
+    told = "no C++ compiler was found (no-such-compiler; CXX names another)"
+    assert [path.name for path in folder.iterdir()] == ["kernels.json"]
+    found = json.loads((folder / "kernels.json").read_text())
+    assert found == {"cpu": {"missing": told}, "cuda": {"missing": told}}
+    assert f"no kernels, because {told}: torch's own ops compute" in capsys.readouterr().out
+    for wanted, expected in (("all", build.extensions), ("none", [])):
+        monkeypatch.setenv("COMPILE_LOSSES_CPU", wanted)
+        assert libraries.asked_for(build.extensions) == expected
+    monkeypatch.setenv("COMPILE_LOSSES_CPU", "some")
+    with pytest.raises(SystemExit, match="expected COMPILE_LOSSES_CPU=all, native or none"):
+        libraries.asked_for([])
+
+
 def test_nvcc_from_pypi_is_asked_for(monkeypatch):
     pytest.importorskip("setuptools", minversion="77")  # as pyproject.toml says
     monkeypatch.syspath_prepend(Path(cuda.__file__).parent / "backend")

@@ -669,6 +669,7 @@ def test_opcheck_with_softcaps(reduction, teacher, loss, chunks, device, opcheck
         opcheck(loss.leaf("rows_with_grad"), rows)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("reduction", [0, 3])
 @pytest.mark.parametrize(
     ("teacher", "dtype", "softcaps", "apart"),
@@ -703,6 +704,7 @@ def test_held_at_a_time(loss, teacher, dtype, softcaps, apart, reduction, chunks
     assert held <= most <= gradients + held + rows * classes * 4 / 20
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("reduction", [0, 3])
 @losses
 def test_one_chunk_of_all_rows(loss, reduction, chunks):

@@ -126,6 +126,7 @@ def test_blocks_change_nothing(rows, monkeypatch):
 
     expected = list(everything())
     monkeypatch.setattr(blocks, "CPU_ELEMENTS", 50)
+    monkeypatch.setattr(blocks, "THREAD_ELEMENTS", 50)
     for ours, whole in zip(everything(), expected, strict=True):
         torch.testing.assert_close(ours, whole)
 

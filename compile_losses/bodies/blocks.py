@@ -16,6 +16,8 @@ Block: TypeAlias = Callable[[Tensor], Tensor]
 #: So many elements has a block. A CPU's block and what is computed of it lie in its cache. For
 #: other devices blocks bound the memory, and are large enough for calls to take no time.
 CPU_ELEMENTS, OTHER_ELEMENTS = 1 << 17, 1 << 24
+#: So many elements of a block of rows has each thread of a CPU. With fewer torch uses fewer threads.
+THREAD_ELEMENTS = 1 << 15
 
 #: So many numbers are added up by one thread.
 _RUN = 1024
@@ -24,13 +26,18 @@ _RUN = 1024
 _NARROW = ("mps",)
 
 
-def blocks(shape: Sequence[int], device: torch.device, width: int = 1) -> Iterator[Block]:
+def blocks(
+    shape: Sequence[int], device: torch.device, width: int = 1, *, by_threads: bool = False
+) -> Iterator[Block]:
     """Cuts dimensions of these sizes into blocks, along the largest of them.
 
     Args:
         width: the number of elements behind each place.
+        by_threads: whether they may depend on the number of a CPU's threads, since no result does.
     """
     limit = CPU_ELEMENTS if device.type == "cpu" else OTHER_ELEMENTS
+    if device.type == "cpu" and by_threads:
+        limit = THREAD_ELEMENTS * torch.get_num_threads()
     elements = math.prod(shape) * width
     if elements <= limit or not shape:
         yield _whole

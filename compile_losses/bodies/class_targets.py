@@ -181,7 +181,7 @@ class Problem:
         return as_rows(tensor, self.dim)
 
     def blocks(self) -> Any:
-        return blocks(self.shape, self.device, max(1, self.rows.shape[-1]))
+        return blocks(self.shape, self.device, max(1, self.rows.shape[-1]), by_threads=True)
 
     def block(self, block: Block) -> tuple[Tensor, Tensor]:
         """Some rows in the wide dtype, as they are and after the soft-cap."""

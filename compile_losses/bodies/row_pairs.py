@@ -93,11 +93,11 @@ class RowPair:
     def of_rows(self, tensor: Tensor) -> Tensor:
         return as_rows(tensor, self.dim)
 
-    def blocks(self) -> Iterator[tuple[Block, Tensor, Tensor]]:
+    def blocks(self, *, by_threads: bool = True) -> Iterator[tuple[Block, Tensor, Tensor]]:
         """Some rows of both in the wide dtype."""
         if self.classes == 0:
             return
-        for block in blocks(self.shape, self.device, self.classes):
+        for block in blocks(self.shape, self.device, self.classes, by_threads=by_threads):
             yield block, block(self.x).to(self.dtype), block(self.t).to(self.dtype)
 
     def scale(self, grad_output: Tensor | None) -> Tensor:
@@ -177,7 +177,7 @@ class RowPair:
     def weight_backward(self, grad_output: Tensor, stats: Tensor, result: Tensor) -> None:
         scale, saved = self.saved(grad_output, stats)
         total = result.new_zeros(self.classes, dtype=sum_type(self.device))
-        for block, x, t in self.blocks():
+        for block, x, t in self.blocks(by_threads=False):  # sums over rows
             each = self.formulas.of_weight(
                 x, t, _columns(block(saved)), column(block(scale), self.dtype)
             )

@@ -44,7 +44,7 @@ class Rows:
 
     def blocks(self) -> Any:
         rows, classes = self.input.shape
-        return blocks((rows,), self.input.device, classes)
+        return blocks((rows,), self.input.device, classes, by_threads=True)
 
     def forward(self, results: Sequence[Tensor], *, squares: bool) -> None:
         nll, logsumexp, entropy, total, maximum, argmax, stats, log_squares = results
