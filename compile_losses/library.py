@@ -43,6 +43,9 @@ INTERNAL = re.compile(
 #: The leaf ops that kernels compute, each with what computes it on other devices.
 BODIES: dict[OpOverload[..., Any], Callable[..., Any]] = {}
 
+#: The ops that functions of other ops compute.
+COMPOSED: dict[OpOverload[..., Any], Callable[..., Any]] = {}
+
 #: Device type -> the file its kernels were loaded from, or the reason why there are none.
 kernels: dict[str, Path | str] = {}
 
@@ -172,6 +175,7 @@ def compose(
     Returns what :func:`register_not_differentiable` does."""
     implement(op, kernel, "CompositeExplicitAutograd")
     register_fake(op, fake)
+    COMPOSED[op] = kernel
     return register_not_differentiable(op)
 
 

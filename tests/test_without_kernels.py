@@ -167,6 +167,36 @@ def test_losses_of_held_logits_are_decomposed(graphs, no_code):
     assert all("there are no kernels" in site.notes for site in report.sites)
 
 
+def test_statistics_of_held_logits_become_torchs_ops(graphs, no_code):
+    """A plan that gives a head its logits back leaves no op that would read them several times."""
+    torch.manual_seed(0)
+    logits, target = torch.randn(37, 101), torch.randint(101, (37,))
+    target[3] = -100
+    picks = torch.randint(101, (37, 4))
+    factors = torch.randn(5, 37)
+
+    def step(logits, target, picks):
+        nll, logsumexp, entropy, total, *_, stats, squares = fused.row_statistics_forward(
+            logits, target, -100, 3.0, True
+        )
+        numbers = torch.stack([nll, logsumexp, entropy, total, squares])
+        grads = factors[:4].unbind()
+        options = (logits, target, stats, -100, 3.0)
+        gradient = fused.row_statistics_backward(*grads, *options)
+        log_probs = fused.row_picks_forward(logits, picks, stats, 3.0)
+        of_picks = fused.row_picks_backward(
+            log_probs, *grads, logits, picks, target, stats, -100, 3.0
+        )
+        return (numbers * factors).sum(0), gradient, log_probs, of_picks
+
+    with torch.no_grad():
+        expected = step(logits, target, picks)
+        compiled = torch.compile(step, backend="compile_losses")
+        torch.testing.assert_close(compiled(logits, target, picks), expected)
+    assert "fused.row" in graphs["before"][0]
+    assert "fused." not in graphs["joint"][0]
+
+
 def test_without_a_plan_such_losses_are_torchs():
     x, target = torch.randn(64, 128), torch.randint(128, (64,))
     options = {"inner_backend": "eager"}

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 #: A part of each tensor whose first dimensions are those that were cut into blocks.
 Block: TypeAlias = Callable[[Tensor], Tensor]
@@ -16,7 +17,8 @@ Block: TypeAlias = Callable[[Tensor], Tensor]
 #: So many elements has a block. A CPU's block and what is computed of it lie in its cache. For
 #: other devices blocks bound the memory, and are large enough for calls to take no time.
 CPU_ELEMENTS, OTHER_ELEMENTS = 1 << 17, 1 << 24
-#: So many elements of a block of rows has each thread of a CPU. With fewer torch uses fewer threads.
+#: So many elements of a block of rows has each thread of a CPU. With fewer torch uses fewer
+#: threads.
 THREAD_ELEMENTS = 1 << 15
 
 #: So many numbers are added up by one thread.
@@ -35,6 +37,9 @@ def blocks(
         width: the number of elements behind each place.
         by_threads: whether they may depend on the number of a CPU's threads, since no result does.
     """
+    if is_traced():
+        yield _whole
+        return
     limit = CPU_ELEMENTS if device.type == "cpu" else OTHER_ELEMENTS
     if device.type == "cpu" and by_threads:
         limit = THREAD_ELEMENTS * torch.get_num_threads()
@@ -47,6 +52,12 @@ def blocks(
     step = max(1, limit * size // elements)
     for first in range(0, size, step):
         yield partial(torch.narrow, dim=dim, start=first, length=min(step, size - first))
+
+
+def is_traced() -> bool:
+    """Whether a graph is made of a body. In a graph no number is known, and its compiler chooses
+    what is computed at a time."""
+    return get_proxy_mode() is not None
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_losses.bodies.blocks import Block, blocks, sum_of_all, sum_type
+from compile_losses.bodies.blocks import Block, blocks, is_traced, sum_of_all, sum_type
 from compile_losses.bodies.rows import (
     add_at,
     as_rows,
@@ -31,8 +31,9 @@ NONE, MEAN = checks.REDUCTIONS["none"], checks.REDUCTIONS["mean"]
 
 
 def check_bounds(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
-    """Refuses classes that do not exist. On other devices than the CPU, gathering them does."""
-    if target.device.type != "cpu" or target.numel() == 0:
+    """Refuses classes that do not exist. On other devices than the CPU, and in compiled code,
+    gathering them does."""
+    if is_traced() or target.device.type != "cpu" or target.numel() == 0:
         return
     wrong = (target != ignore_index) & ((target < 0) | (target >= classes))
     if wrong.any():

@@ -141,7 +141,7 @@ class Rows:
         return grad.to(self.dtype)
 
     def _check_stats(self, stats: Tensor) -> None:
-        if stats.shape != (len(self.input), 3) or stats.dtype != self.dtype:
+        if stats.shape != (self.input.shape[0], 3) or stats.dtype != self.dtype:
             raise RuntimeError(
                 f"{_NAME}_backward: expected stats as {_NAME}_forward returns it, "
                 f"got shape {list(stats.shape)}"

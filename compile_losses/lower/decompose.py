@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 import compile_losses.ops
+from compile_losses import library
 from compile_losses.graphs import copy_nodes, emit, erase_unused, replace, replace_uses
 from compile_losses.lower.fused_calls import (
     Loss,
@@ -109,6 +110,23 @@ def decompose_backward(node: Node) -> bool:
     return True
 
 
+def decompose_by_body(node: Node) -> bool:
+    """Replaces a call by what computes the op without kernels; False, and nothing changed, where
+    that can't be done."""
+    body = {**library.COMPOSED, **library.BODIES}[node.target]  # type: ignore[index]
+    sources = node.all_input_nodes
+
+    def function(*inputs: Any) -> Any:
+        given = dict(zip(sources, inputs, strict=True))
+        return body(*torch.fx.node.map_arg((node.args, node.kwargs), given.__getitem__)[0])
+
+    traced = None if node.kwargs else _traced(sources, function)
+    if traced is None:
+        return False
+    _splice(node, traced)
+    return True
+
+
 def _only_saved_for(loss: Loss) -> bool:
     """Whether the backward alone reads the results of a forward besides the loss."""
     if len(schema_of(loss.forward.target).returns) == 1:
@@ -131,8 +149,6 @@ def _trace(node: Node, reference: Callable[..., Tensor]) -> Graph | None:
     named = named_arguments(node)
     options = [a.name for a in schema_of(fused_op(name, "forward")).arguments if a.name != "dtype"]
     sources = node.all_input_nodes
-    values = [source.meta["val"] for source in sources]
-    tensors = [value for value in values if isinstance(value, Tensor)]
 
     def function(*inputs: Any) -> Any:
         bound = torch.fx.node.map_arg(named, dict(zip(sources, inputs, strict=True)).__getitem__)
@@ -140,6 +156,13 @@ def _trace(node: Node, reference: Callable[..., Tensor]) -> Graph | None:
             return _forward(reference, bound, options)
         return _backward(reference, bound, options, of_elements=is_elementwise(name))
 
+    return _traced(sources, function)
+
+
+def _traced(sources: Sequence[Node], function: Callable[..., Any]) -> Graph | None:
+    """A function of the values of nodes in functional ATen, as :func:`_trace` returns it."""
+    values = [source.meta["val"] for source in sources]
+    tensors = [value for value in values if isinstance(value, Tensor)]
     with tensors[0].fake_mode:  # type: ignore[attr-defined]
         # Both traces have the table: functionalize has other decompositions for ops that are left.
         table = select_decomp_table()

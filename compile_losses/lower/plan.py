@@ -33,12 +33,14 @@ from compile_losses.lower.decision import Decision
 from compile_losses.lower.decompose import (
     Decomposition,
     decompose_backward,
+    decompose_by_body,
     decomposition_of,
 )
 from compile_losses.lower.elementwise import move_gradients
 from compile_losses.lower.equal_losses import merge_equal_losses
 from compile_losses.lower.fused_calls import (
     Loss,
+    fused_call,
     has_part,
 )
 from compile_losses.lower.gradient_in_forward import (
@@ -108,6 +110,7 @@ def _plan_kernels(graph: AtenGraph) -> None:
         return
     ops = get_default_op_list()
     overwrites = overwrites_buffers(graph)
+    _decompose_statistics(graph)
     _apply([_plan(loss, graph, ops, overwrites) for loss in graph.losses], graph, ops)
 
 
@@ -166,6 +169,16 @@ def _decompose_short_backwards(graph: AtenGraph) -> None:
         is_gradient = part == "backward" and has_part(name, "with_grad_")
         if is_gradient and len(tensors_read(node)) < len(node.all_input_nodes):
             decompose_backward(node)
+
+
+def _decompose_statistics(graph: AtenGraph) -> None:
+    """Decomposes statistics of held logits where there are no kernels. What is picked of rows is
+    made of other statistics, and so is gone through first."""
+    for name in ("row_picks", "row_statistics"):
+        for node in list(graph.graph.nodes):
+            call = fused_call(node)
+            if call is not None and call[0] == name and not _has_kernels(node):
+                decompose_by_body(node)
 
 
 def _has_kernels(call: Node) -> bool:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from compile_losses import library
+from compile_losses.bodies.blocks import is_traced
 from compile_losses.ops import checks, row_statistics
 from compile_losses.ops.checks import accumulation_type
 
@@ -54,8 +55,9 @@ def check(op: str, picks: Tensor, rows: int) -> None:
 
 
 def check_bounds(op: str, picks: Tensor, classes: int) -> None:
-    """Refuses classes that do not exist. On other devices than the CPU, ATen's kernels do."""
-    if picks.device.type != "cpu" or picks.numel() == 0:
+    """Refuses classes that do not exist. On other devices than the CPU, and in compiled code,
+    ATen's kernels do."""
+    if is_traced() or picks.device.type != "cpu" or picks.numel() == 0:
         return
     for pick in map(int, picks.aminmax()):
         if not 0 <= pick < classes:
