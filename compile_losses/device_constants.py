@@ -31,6 +31,9 @@ class DeviceConstants:
             and at most ``most_bytes``. Each chunk but the first reads and writes the gradient, 4
             bytes an element in a 16-bit dtype against 6 * rows operations.
         part_of_logits: the most that a chunk's logits take, as a part of the logits of all rows.
+        hidden_without_kernels: without kernels a head is taken in chunks if it has at least so many
+            features, unless memory is preferred. With fewer the passes of torch's ops over the
+            logits take longer than what the products leave. None: with no number.
         operations_worth_waiting: if the matrix products take so many operations (some
             milliseconds), a GPU's host waits for the number of ignored rows.
         small_bytes, small_simple_bytes: if the largest argument has fewer bytes, a kernel's calls
@@ -61,6 +64,7 @@ class DeviceConstants:
     summed_bytes: int = 192 << 20
     part_of_weight: float = 3 / 8
     most_bytes: int = 512 << 20
+    hidden_without_kernels: int | None = None
     operations_worth_waiting: float = 2e12
 
     small_bytes: int = 0
@@ -81,6 +85,7 @@ class DeviceConstants:
 
 
 _CPU = DeviceConstants(
+    hidden_without_kernels=512,
     small_bytes=1 << 20,
     small_simple_bytes=2 << 20,
     statistics_bytes=1 << 20,

@@ -176,14 +176,23 @@ def kernels_for_small_losses(monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture(autouse=True)
 def bodies_as_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """Without built kernels, or with COMPILE_LOSSES_KERNELS=0, recognition and plans take the
-    bodies of ops for kernels.
+    bodies of ops for kernels; and without a GPU those for a GPU are made as if its kernels were
+    there.
 
     A test then runs the bodies where it is about ops, plans or programs, which know nothing of what
     computes an op. What is left to torch without kernels has tests of its own.
     """
-    if HAS_KERNELS or request.node.get_closest_marker("bodies"):
+    if request.node.get_closest_marker("bodies"):
         return
-    monkeypatch.setattr(implementations, "has_kernels", lambda device: device.type == "cpu")
+    known = implementations.has_kernels
+
+    def has_kernels(device: torch.device) -> bool:
+        return device.type in ("cpu", "cuda") or known(device)
+
+    if not has_cuda_kernels():
+        monkeypatch.setattr(implementations, "has_kernels", has_kernels)
+    if HAS_KERNELS:
+        return
     monkeypatch.setattr(library, "no_kernels", lambda device: None)
     library.DEVICES.add("cpu")
 

@@ -465,6 +465,7 @@ def test_logged(caplog):
     assert "mse_loss: gradient in forward" in caplog.text
 
 
+@pytest.mark.kernels
 def test_torch_logs():
     """TORCH_LOGS knows the package's logger by its name, before the package is imported."""
     script = """

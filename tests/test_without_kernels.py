@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ import compile_losses
 from compile_losses import implementations, library, self_test, switches
 from compile_losses.__main__ import main
 from compile_losses.bodies import blocks
+from compile_losses.explanation import explain_call
 from tests.accuracy import assert_accurate
+from tests.constants import set_constants
 from tests.results import count_fused_calls
 
 pytestmark = pytest.mark.bodies
@@ -44,6 +47,14 @@ class Head(nn.Module):
 
     def forward(self, x, target):
         return F.cross_entropy(self.linear(x), target)
+
+
+@contextmanager
+def set_least_features(number):
+    """The features from which on a head is taken."""
+    with pytest.MonkeyPatch.context() as patch:
+        set_constants(patch, hidden_without_kernels=number)
+        yield
 
 
 def outcome(function, parameters, *inputs):
@@ -138,14 +149,28 @@ def test_a_head_is_taken_in_chunks(chunks, no_code):
     exact = outcome(model.double(), parameters, x.double(), inputs[1])
     model.float()
     eager = outcome(model, parameters, *inputs)
-    compiled = torch.compile(model, backend="compile_losses")
-    ours = outcome(compiled, parameters, *inputs)
+    with set_least_features(24):
+        compiled = torch.compile(model, backend="compile_losses")
+        ours = outcome(compiled, parameters, *inputs)
+        report = compile_losses.explain(model, *inputs)
     for found, torchs, reference in zip(ours, eager, exact, strict=True):
         assert_accurate(found, torchs, reference)
-    report = compile_losses.explain(model, *inputs)
     (site,) = report.sites
     assert (site.op, site.status) == ("linear_cross_entropy", "rewritten")
     assert f"no kernels on cpu: torch's ops: {implementations.OFF}" in str(report)
+
+
+@pytest.mark.parametrize("features", [25, None])
+def test_a_head_that_would_take_longer_keeps_its_logits(features, chunks):
+    """Of few features, or on a device on which nobody has measured it."""
+    inputs = torch.randn(96, 24), torch.randint(700, (96,))
+    with set_least_features(features):
+        (site,) = compile_losses.explain(Head(), *inputs).sites
+        assert site.op == "cross_entropy"
+        assert "options={'prefer_memory': True} takes them" in site.notes
+        options = {"prefer_memory": True}
+        (site,) = explain_call(Head(), inputs, options=options).sites
+    assert site.op == "linear_cross_entropy"
 
 
 def test_losses_of_held_logits_are_decomposed(graphs, no_code):

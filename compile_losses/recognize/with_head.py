@@ -8,6 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from compile_losses import implementations
+from compile_losses.device_constants import constants_of
 from compile_losses.distributed import are_dtensors
 from compile_losses.lazy import LazyOutput
 from compile_losses.ops.checks import REDUCTIONS
@@ -96,6 +98,13 @@ def check_gain(match: Match, logits: Logits, request: Request, beside: float = 0
     if not isinstance(hidden, int) or not isinstance(classes, int):
         raise NotAbsorbedError("its sizes are not known")
     taken = shard_of(logits.input.fake)
+    if not implementations.has_kernels(output.device) and not request.prefer_memory:
+        least = constants_of(output.device).hidden_without_kernels
+        if least is None or hidden < least:
+            raise NotAbsorbedError(
+                "there are no kernels: chunks would save memory, and in torch's ops may take "
+                f"longer: {how_to_set(PREFER_MEMORY)} takes them"
+            )
     made, picked = rows_of(output, classes), rows_of(taken, hidden)
     if made is None or picked is None:
         raise NotAbsorbedError("its sizes are not known")
