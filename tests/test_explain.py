@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -261,6 +262,7 @@ def test_result_is_executed_once():
     assert len(calls) == 1
 
 
+@pytest.mark.kernels
 def test_cli_info(capsys):
     assert main(["info"]) == 0
     output = capsys.readouterr().out
@@ -309,16 +311,17 @@ def test_cli_explain_errors(target):
         main(["explain", target])
 
 
-def test_import_without_kernels_says_what_to_run(tmp_path):
+def test_a_copy_without_libraries_says_so(tmp_path):
+    """The import goes on, and ``info`` says why there are no kernels."""
     shutil.copytree(
         library.PACKAGE, tmp_path / "compile_losses", ignore=shutil.ignore_patterns("*.so")
     )
     result = subprocess.run(
-        [sys.executable, "-c", "import compile_losses"],
+        [sys.executable, "-m", "compile_losses", "info"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
+        env={**os.environ, "COMPILE_LOSSES_KERNELS": "1", "PYTHONPATH": str(tmp_path)},
     )
-    assert result.returncode != 0
-    assert "ImportError" in result.stderr
-    assert library.INSTALL_COMMAND in result.stderr
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "on cpu         torch's ops: not built: there are none in" in result.stdout

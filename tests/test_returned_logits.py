@@ -358,6 +358,7 @@ def test_backend_while_enabled():
         assert isinstance(lazy(ids())["logits"], LazyLogits)
 
 
+@pytest.mark.kernels
 def test_warm_caches(tmp_path):
     """A second process takes the compiled graph from a cache, and returns lazy logits as well."""
     script = """
