@@ -66,6 +66,16 @@ class Targets:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
+        if not 0 <= self.first_class <= self.classes:
+            raise RuntimeError(
+                f"{self.op}: expected first_class to be one of {self.classes} classes, "
+                f"got {self.first_class}"
+            )
+        given = self.class_weights
+        if given is not None and given.shape != (self.classes,):
+            raise RuntimeError(
+                f"{self.op}: expected weight of shape {[self.classes]}, got {list(given.shape)}"
+            )
         check_bounds(self.op, self.target, self.classes, self.ignore_index)
         index = self.target.to(torch.int64)
         self.kept = index != self.ignore_index
@@ -347,6 +357,17 @@ class Shards:
         ignore_index: int, label_smoothing: float, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         loss, stats, total_weight = results
+        columns = 4 if label_smoothing > 0 else 3
+        if parts.dim() != 3 or parts.shape[1:] != (target.numel(), columns):
+            raise RuntimeError(
+                "vocabulary_parallel_merge: expected parts of shape "
+                f"[shards, {target.numel()}, {columns}], got {list(parts.shape)}"
+            )
+        if columns == 4 and (shard_weights is None or shard_weights.shape != parts.shape[:1]):
+            raise RuntimeError(
+                "vocabulary_parallel_merge: expected shard_weights of shape "
+                f"{[parts.shape[0]]} with label smoothing"
+            )
         targets = Targets(
             CrossEntropy.op, target.reshape(-1), weight, ignore_index, label_smoothing, 0, classes,
             classes, parts.dtype,
