@@ -219,7 +219,9 @@ def _replaced(graph: AtenGraph, rows: Rows) -> str:
     own = [node for node in rows.steps if node not in backward]
     ends = sorted(rows.ends.values(), key=attrgetter("node"))
     outside = [node for node in own if rows.kind(node) == COLUMN and _leaves(rows, node)]
-    outside += [node for node in rows.wholes if node not in backward]
+    outside += [node for node in rows.wholes if node not in backward and node.users]
+    if not outside:
+        raise NotOfRowsError("no number of each row is read")
     if late := [
         r.node for r in known_reads(rows, needed(rows, outside, {})) if r.node in rows.made
     ]:

@@ -176,11 +176,17 @@ class Rows:
         self.made = set(descendants(products))
         for node in sorted(self.made - {*products}):
             step = self._step(node)
-            if step is not None:
+            if step is not None and not self._is_left(step):
                 self.steps[node] = step
         for node in list(self.steps):
             if self.kind(node) == LOGITS:
                 self._find_ends(node)
+
+    def _is_left(self, step: Step) -> bool:
+        """Whether a column is left to the graph: it is made of no logits, and of what is known only
+        after all rows, such as the mean of a column."""
+        is_late = any(r.node in self.made and self.step(r.node) is None for r in step.reads)
+        return is_late and step.kind == COLUMN and all(r.kind != LOGITS for r in step.reads)
 
     def kind(self, node: Node) -> str | None:
         step = self.steps.get(node) or self.beside.get(node)
