@@ -155,6 +155,18 @@ def with_metrics(h, w, b, lora_a, lora_b, labels, mask, soft, other):
     return F.cross_entropy(*flat(logits, labels)), hits, spread, metrics.var(-1).mean()
 
 
+def of_learned_weights(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """The backward reads what each row lost."""
+    each = F.linear(h, w, b).clamp(-3, 3).logsumexp(-1)
+    return (each * (h * lora_a[0]).sum(-1).exp()).mean()
+
+
+def of_a_part_that_is_unused(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    logits = F.linear(h, w, b)
+    logits.detach().square().mean()
+    return F.cross_entropy(*flat(logits.clamp(-3, 3), labels))
+
+
 #: Their gradients are made in the forward.
 IN_THE_FORWARD = (
     *(
@@ -168,6 +180,7 @@ IN_THE_FORWARD = (
     ),
     *(smoothed_by_hand, of_soft_labels, of_a_teacher_by_hand, two_temperatures, two_teachers),
     *(both_ways, with_the_largest, poly, hinge, of_each_class, of_classes, with_metrics),
+    *(of_learned_weights, of_a_part_that_is_unused),
 )
 
 
@@ -182,8 +195,19 @@ def several_tangents(h, w, b, lora_a, lora_b, labels, mask, soft, other):
     return each.mean(), (each * mask).sum()
 
 
+def spread(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """Each row's own gradient reads the mean of all."""
+    return F.linear(h, w, b).clamp(-3, 3).logsumexp(-1).std()
+
+
+def centred(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """A column is made of numbers of all rows."""
+    each = F.linear(h, w, b).clamp(-3, 3).logsumexp(-1)
+    return (each - each.mean()).pow(4).mean()
+
+
 #: The backward computes their logits again.
-AGAIN = (of_all_rows, several_tangents)
+AGAIN = (of_all_rows, several_tangents, spread, centred)
 
 
 def returned(h, w, b, lora_a, lora_b, labels, mask, soft, other):
@@ -224,6 +248,19 @@ def hidden_layer(h, w, b, lora_a, lora_b, labels, mask, soft, other):
     return F.linear(F.gelu(F.linear(h, w, b)), w.t()).tanh().sum((0, 1)).amax()
 
 
+def scaled_by_learned_rows(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """The gradient of each row's scale is a number of the row."""
+    scales = F.linear(h, lora_a[:1]).exp()
+    return F.cross_entropy(*flat((F.linear(h, w) * scales).clamp(-3, 3), labels))
+
+
+def stacked(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """One head's logits are made of another's."""
+    logits = F.linear(h, w)
+    logits = logits + F.linear(torch.relu(logits), w @ w.t())
+    return F.cross_entropy(*flat(logits.clamp(-3, 3), labels))
+
+
 #: With a part of the reason.
 LEFT = {
     returned: "returned",
@@ -233,4 +270,6 @@ LEFT = {
     shifted: None,
     sorted_rows: None,
     hidden_layer: None,
+    scaled_by_learned_rows: "adds up their gradient",
+    stacked: None,
 }

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._dynamo import mark_dynamic
 from torch.utils.checkpoint import checkpoint
 
@@ -49,16 +50,6 @@ def choices(compiled):
     return [choice for site in compiled.sites for choice in site.plan]
 
 
-def calls(function, inputs, **options):
-    """How many calls of regions the compiled graphs have."""
-    with recorded() as graphs:
-        compiled = torch.compile(
-            function, backend="compile_losses", options={"prefer_memory": True, **options}
-        )
-        outcome(compiled, inputs)
-    return sum("linear_region" in graph for graph in map(str, graphs))
-
-
 @pytest.mark.usefixtures("no_code")
 class TestPrograms:
     @pytest.mark.parametrize("function", programs.IN_THE_FORWARD)
@@ -83,6 +74,55 @@ class TestPrograms:
         assert not any(BY_CHUNKS in choice for choice in choices(compiled))
         if reason is not None:
             assert any(reason in detail for site in compiled.sites for detail in site.details)
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            *(programs.of_learned_weights, programs.of_a_part_that_is_unused),
+            *(programs.spread, programs.centred),
+        ],
+    )
+    def test_no_product_is_left(self, function, monkeypatch):
+        with recorded(monkeypatch) as graphs:
+            outcome(Compiled(function, prefer_memory=True), programs.problem())
+        (graph,) = graphs["joint"]
+        assert "linear_region" in graph
+        assert "mm.default" not in graph
+
+    def test_weights_of_rows_whose_gradients_are_returned(self, monkeypatch):
+        """The gradient of a row's weight is a column, and nothing but the output reads it."""
+
+        def function(h, w, weights):
+            return (F.linear(h, w).clamp(-3, 3).logsumexp(-1) * weights).mean()
+
+        h, w = programs.problem()[:2]
+        inputs = h, w, torch.rand(h.shape[:2], dtype=h.dtype).requires_grad_()
+        compiled = Compiled(function, prefer_memory=True)
+        assert_same(outcome(compiled, inputs), outcome(function, inputs))
+        assert any(BY_CHUNKS in choice for choice in choices(compiled))
+
+    def test_one_product_is_made_of_another_without_gradients(self):
+        inputs = programs.problem()
+        compiled = Compiled(programs.stacked, prefer_memory=True)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*inputs), programs.stacked(*inputs))
+        assert not any(BY_CHUNKS in choice for choice in choices(compiled))
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_numbers_of_rows_that_are_larger_than_their_sum(self, dtype):
+        """In float16 those of a row would be infinite."""
+        signs = torch.tensor([1.0, -1.0]).repeat(10).to(dtype)[:, None]
+
+        def function(h, w):
+            return (F.linear(h, w).clamp(max=2e4) * signs).sum()
+
+        inputs = (
+            torch.full((20, 3), 30.0, dtype=dtype).requires_grad_(),
+            torch.full((8, 3), 100.0, dtype=dtype).requires_grad_(),
+        )
+        compiled = Compiled(function, prefer_memory=True)
+        assert_same(outcome(compiled, inputs), outcome(function, inputs), 1e-2)
+        assert any(BY_CHUNKS in choice for choice in choices(compiled))
 
     @pytest.mark.parametrize("function", programs.IN_THE_FORWARD)
     def test_without_the_option_nothing_changes(self, function):

@@ -42,6 +42,7 @@ from compile_losses.lower.fused_calls import Loss
 from compile_losses.lower.known_factors import is_one_number
 from compile_losses.lower.regions.rows import (
     COLUMN,
+    EXTREMES_OF_TWO,
     LOGITS,
     End,
     NotOfRowsError,
@@ -215,19 +216,12 @@ def _replaced(graph: AtenGraph, rows: Rows) -> str:
         NotOfRowsError: with the reason, before anything has changed.
     """
     _check(graph, rows)
-    backward = graph.backward
-    own = [node for node in rows.steps if node not in backward]
     ends = sorted(rows.ends.values(), key=attrgetter("node"))
-    outside = [node for node in own if rows.kind(node) == COLUMN and _leaves(rows, node)]
-    outside += [node for node in rows.wholes if node not in backward and node.users]
-    if not outside:
-        raise NotOfRowsError("no number of each row is read")
-    if late := [
-        r.node for r in known_reads(rows, needed(rows, outside, {})) if r.node in rows.made
-    ]:
-        raise NotOfRowsError(f"{in_words(late[0])} mixes their rows")
+    outside = _read_outside(graph, rows)
+    if not outside and not ends:
+        raise NotOfRowsError("nothing reads what is made of them")
     if not ends:
-        _write_forward(rows, outside)
+        _write_forward(graph, rows, outside)
         _erase(rows)
         return BY_CHUNKS
     tangent = _tangent(graph, rows, ends)
@@ -238,6 +232,34 @@ def _replaced(graph: AtenGraph, rows: Rows) -> str:
     _write_apart(graph, rows, outside, ends)
     _erase(rows)
     return f"{BY_CHUNKS}, computed again in the backward: {tangent}"
+
+
+def _read_outside(graph: AtenGraph, rows: Rows) -> list[Node]:
+    """The forward's columns, and numbers of all logits, that something outside of the rows reads.
+
+    A column of the backward that something outside reads stays in the graph, and is outside.
+
+    Raises:
+        NotOfRowsError: such a column is made of logits.
+    """
+    backward = graph.backward
+    columns = [node for node in rows.steps if rows.kind(node) == COLUMN and _leaves(rows, node)]
+    found = dict.fromkeys(node for node in columns if node not in backward)
+    waiting = [node for node in columns if node in backward]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        for read in rows.steps[node].reads:
+            if read.kind == LOGITS:
+                raise NotOfRowsError(f"{in_words(node)} adds up their gradient")
+            if read.node in seen or read.node not in rows.steps:
+                continue
+            if read.node in backward:
+                seen.add(read.node)
+                waiting.append(read.node)
+            else:
+                found[read.node] = None
+    return [*sorted(found), *(whole for whole in rows.wholes if whole.users)]
 
 
 def _leaves(rows: Rows, node: Node) -> bool:
@@ -258,8 +280,8 @@ def _tangent(graph: AtenGraph, rows: Rows, ends: Sequence[End]) -> Node | str:
         return "its gradients are made of more than one number from outside of the graph"
     if backward.intersection(_layers(rows, nodes)) or any(end.other in backward for end in ends):
         return "the backward makes what its gradients are made of"
-    values = [node.meta["val"] for node in nodes]
-    if any(value.dtype == torch.float16 for value in values):
+    values = [node.meta["val"] for node in (*nodes, *(cone - tangents))]
+    if any(isinstance(value, Tensor) and value.dtype == torch.float16 for value in values):
         return "a unit gradient would underflow in float16 before the loss scale reaches it"
     if activation_memory_budget() < 1 or any(n.meta.get(RECOMPUTE) is not None for n in nodes):
         return "the forward may run twice"
@@ -271,10 +293,10 @@ def _tangent(graph: AtenGraph, rows: Rows, ends: Sequence[End]) -> Node | str:
 
 
 def _write_forward(
-    rows: Rows, columns: Sequence[Node], ends: Sequence[End] = ()
+    graph: AtenGraph, rows: Rows, columns: Sequence[Node], ends: Sequence[End] = ()
 ) -> dict[Node, Node]:
     """Computes columns in a call of their own, and replaces them; the nodes that hold them."""
-    place = _first_reader(rows, columns, ends)
+    place = _first_reader(graph, rows, columns, ends)
     nodes = needed(rows, columns, {})
     _move_known(rows, nodes, [], place)
     with undone_if_it_fails(place):
@@ -286,10 +308,13 @@ def _write_forward(
     return dict(zip(columns, results, strict=True))
 
 
-def _first_reader(rows: Rows, columns: Iterable[Node], ends: Iterable[End]) -> Node:
-    """The first of the ends, and of the nodes outside of the rows that read some columns."""
+def _first_reader(
+    graph: AtenGraph, rows: Rows, columns: Iterable[Node], ends: Iterable[End]
+) -> Node:
+    """The first of the ends, and of the nodes that read some columns and may stay in the graph."""
+    backward = graph.backward
     readers = (user for column in columns for user in column.users)
-    outside = (user for user in readers if user not in rows.steps)
+    outside = (user for user in readers if user not in rows.steps or user in backward)
     return min((*outside, *(end.node for end in ends)))
 
 
@@ -299,6 +324,17 @@ def _layers(rows: Rows, nodes: Iterable[Node]) -> list[Node]:
     return [n for head in heads for n in (head.input, head.columns, head.bias) if n is not None]
 
 
+def _check_known(rows: Rows, known: Iterable[Node]) -> None:
+    """Checks that what a call reads is not made of the call's own results.
+
+    Raises:
+        NotOfRowsError: something is.
+    """
+    late = next((node for node in known if node in rows.made), None)
+    if late is not None:
+        raise NotOfRowsError(f"{in_words(late)} mixes their rows")
+
+
 def _move_known(rows: Rows, nodes: Sequence[Node], others: Sequence[Node], place: Node) -> None:
     """Has all that a call reads stand before its place.
 
@@ -306,6 +342,7 @@ def _move_known(rows: Rows, nodes: Sequence[Node], others: Sequence[Node], place
         NotOfRowsError: something can't.
     """
     known = [read.node for read in known_reads(rows, nodes)]
+    _check_known(rows, known)
     if not move_before([*_layers(rows, nodes), *known, *others], place):
         raise NotOfRowsError("what is read with them can't be computed before")
 
@@ -315,7 +352,7 @@ def _write_both(
 ) -> None:
     """Computes columns and gradients in one call, and scales the gradients in the backward."""
     backward = graph.backward
-    place = _first_reader(rows, columns, ends)
+    place = _first_reader(graph, rows, columns, ends)
     nodes = needed(rows, [*columns, *(end.logits for end in ends)], {})
     reads = [read.node for read in known_reads(rows, nodes)]
     cone = sorted(
@@ -324,6 +361,7 @@ def _write_both(
     before = [source for node in cone for source in node.all_input_nodes if source not in backward]
     others = [end.other for end in ends if end.other is not None]
     known = [node for node in reads if node not in backward]
+    _check_known(rows, known)
     if not all(map(is_movable, cone)) or not move_before(
         [*_layers(rows, nodes), *known, *others, *before], place
     ):
@@ -369,7 +407,7 @@ def _write_apart(
         raise NotOfRowsError("its gradients depend on one another")
     if not move_before([*reads, *(e.other for e in ends if e.other is not None)], place):
         raise NotOfRowsError("what is read with its gradients can't be computed before")
-    flat = _write_forward(rows, list(dict.fromkeys((*columns, *sorted(read)))), ends)
+    flat = _write_forward(graph, rows, list(dict.fromkeys((*columns, *sorted(read)))), ends)
     results = Writer(rows, place, {}, {node: flat[node] for node in read}).call([], ends)
     for end, result in zip(ends, results, strict=True):
         replace_uses(end.node, in_shape_of(result, end.node, end.node))
@@ -378,5 +416,5 @@ def _write_apart(
 def _erase(rows: Rows) -> None:
     """Erases what nothing reads any more."""
     own = {*rows.steps, *rows.beside, *rows.ends, *rows.wholes}
-    pairs = {user for node in rows.steps for user in node.users if user not in own}
+    pairs = {user for node in rows.steps for user in node.users if user.target in EXTREMES_OF_TWO}
     erase_unused(sorted(own | pairs, reverse=True))

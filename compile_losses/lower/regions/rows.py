@@ -169,24 +169,26 @@ class Rows:
         self.ends: dict[Node, End] = {}
         self.wholes: dict[Node, Step] = {}
         self.looked_at: set[Node] = set()
+        self.made = set(descendants(products))
         for product in products:
             head = head_of(product)
             assert head is not None
+            if {head.input, head.columns, head.bias} & {*products, *self.made}:
+                raise NotOfRowsError("one product is made of another")
             self.heads[product] = head
-        self.made = set(descendants(products))
         for node in sorted(self.made - {*products}):
             step = self._step(node)
-            if step is not None and not self._is_left(step):
+            if step is not None and not self._mixes_rows(step):
                 self.steps[node] = step
         for node in list(self.steps):
             if self.kind(node) == LOGITS:
                 self._find_ends(node)
 
-    def _is_left(self, step: Step) -> bool:
-        """Whether a column is left to the graph: it is made of no logits, and of what is known only
-        after all rows, such as the mean of a column."""
-        is_late = any(r.node in self.made and self.step(r.node) is None for r in step.reads)
-        return is_late and step.kind == COLUMN and all(r.kind != LOGITS for r in step.reads)
+    def _mixes_rows(self, step: Step) -> bool:
+        """Whether a column is made of columns and of what lies outside, which is made of them."""
+        if any(read.kind == LOGITS for read in step.reads):
+            return False
+        return any(read.node in self.made and self.step(read.node) is None for read in step.reads)
 
     def kind(self, node: Node) -> str | None:
         step = self.steps.get(node) or self.beside.get(node)
@@ -334,7 +336,7 @@ class Rows:
         for user in logits.users:
             if user in self.steps or user in self.opaque:
                 continue
-            if user.target in _OF_EXTREMES and all(each in self.steps for each in user.users):
+            if user.target in EXTREMES_OF_TWO and all(each in self.steps for each in user.users):
                 continue
             whole = self._whole(logits, user)
             if whole is not None:
@@ -354,7 +356,13 @@ class Rows:
         op = next((ops[-1] for ops in (TOTALS, MEANS) if user.target in ops), None)
         if op is None or not has_one_element(user.meta["val"]):
             return None
-        options = {"keepdim": True, "dtype": named_arguments(user).get("dtype")}
+        result, given = user.meta["val"].dtype, named_arguments(user).get("dtype")
+        if result in (torch.float16, torch.bfloat16):
+            # Torch adds up in float32: the numbers of the rows may be larger than their sum.
+            if given not in (None, logits.meta["val"].dtype):
+                return None
+            given = torch.float32
+        options = {"keepdim": True, "dtype": given}
         return Step(COLUMN, op, (self.as_it_is(logits), [1]), options)
 
     def as_it_is(self, node: Node) -> Read:
@@ -517,7 +525,7 @@ def _largest(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
     both: Any
     index: Any
     both, index = node.args
-    ops = _OF_EXTREMES.get(both.target)
+    ops = EXTREMES_OF_TWO.get(both.target)
     if ops is None:
         return None
     named = named_arguments(both)
@@ -532,7 +540,7 @@ def _largest(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
 
 
 #: What the results are of the ops that return the largest or smallest numbers and their places.
-_OF_EXTREMES: dict[Any, tuple[Any, Any]] = {
+EXTREMES_OF_TWO: dict[Any, tuple[Any, Any]] = {
     aten.max.dim: (aten.amax.default, aten.argmax.default),
     aten.min.dim: (aten.amin.default, aten.argmin.default),
 }

@@ -129,9 +129,9 @@ class Writer:
             tuple(RowProduct(numbers[e.logits], self._shared(e.other)) for e in row_products),
             tuple(Sum(numbers[e.logits], self._of_rows(e.other), e.is_turned) for e in sums),
             tuple(numbers[end.logits] for end in totals),
-            tuple(
-                node.meta["val"].dtype
-                for node in (*columns, *(e.node for e in (*row_products, *sums, *totals)))
+            (
+                *(self._dtype(node) for node in columns),
+                *(e.node.meta["val"].dtype for e in (*row_products, *sums, *totals)),
             ),
         )
         try:
@@ -151,6 +151,11 @@ class Writer:
         order = [*columns, *(end.node for end in (*row_products, *sums, *totals))]
         places = dict(zip(order, results, strict=True))
         return [places[node] for node in (*columns, *(end.node for end in ends))]
+
+    def _dtype(self, column: Node) -> torch.dtype:
+        whole = self.of.wholes.get(column)
+        given = None if whole is None else whole.kwargs["dtype"]
+        return given or column.meta["val"].dtype
 
     def _product(self, node: Node) -> Product:
         head = self.of.heads[node]
@@ -206,7 +211,12 @@ def result_of(flat: Node, node: Node, rows: Rows, place: Node) -> Node:
     if whole is None:
         return in_shape_of(flat, node, place)
     op = aten.sum.default if whole.op is aten.sum.dim_IntList else aten.mean.default
-    return in_shape_of(emit(place, op, (flat,), like=node), node, place)
+    number = emit(place, op, (flat,), like=node)
+    dtype = node.meta["val"].dtype
+    if number.meta["val"].dtype != dtype:
+        cast = torch.ops.prims.convert_element_type.default
+        number = emit(place, cast, (number, dtype), like=node)
+    return in_shape_of(number, node, place)
 
 
 def in_shape_of(node: Node, like: Node, place: Node) -> Node:
