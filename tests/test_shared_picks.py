@@ -21,7 +21,6 @@ from tests.corpus.picks import (
     of_its_own_logits,
     of_other_rows,
     of_the_function,
-    of_two_parts,
     renormalised,
     reversed_divergence,
     scattered,
@@ -77,7 +76,7 @@ def test_accuracy(name, dtype):
     check_accuracy(BY_ROW[name], sparse_problem(dtype))
 
 
-@pytest.mark.parametrize("function", [of_other_rows, across_the_picks, of_two_parts])
+@pytest.mark.parametrize("function", [of_other_rows, across_the_picks])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(("options", "plan"), [({}, LOGITS), ({"prefer_memory": True}, AGAIN)])
 def test_gradients_in_the_backward(options, plan, frozen, function):

@@ -163,6 +163,14 @@ def probabilities_of_picks(h, w, labels, mask, teacher, index):
 
 
 #: What the forward can compute the gradients of.
+def of_two_parts(h, w, labels, mask, teacher, index):
+    """The first classes of each row beside the last, one of them by itself."""
+    student = F.log_softmax(F.linear(h, w), -1).gather(-1, index)
+    first, second, rest = student.split([1, 1, COUNT - 2], -1)
+    again = torch.cat([rest, first, second], -1).softmax(-1)
+    return masked_mean((again * teacher).sum(-1) + (first * second)[..., 0], mask)
+
+
 BY_ROW = {
     f.__name__: f
     for f in (
@@ -170,7 +178,7 @@ BY_ROW = {
         with_hard_labels, renormalised, renormalised_log_probs, reversed_divergence, with_a_tail,
         with_a_tail_beside,
         capped, of_shifted_rows, of_flat_rows, along_a_dimension, of_one_support, both_ways,
-        other_picks, picks_of_some_rows, probabilities_of_picks,
+        other_picks, picks_of_some_rows, probabilities_of_picks, of_two_parts,
     )
 }  # fmt: skip
 
@@ -185,14 +193,6 @@ def across_the_picks(h, w, labels, mask, teacher, index):
     """Each number depends on its neighbours in the row."""
     student = F.log_softmax(F.linear(h, w), -1).gather(-1, index)
     return masked_mean(student.exp().cumsum(-1).square().sum(-1), mask)
-
-
-def of_two_parts(h, w, labels, mask, teacher, index):
-    """The first classes of each row beside the last, one of them by itself."""
-    student = F.log_softmax(F.linear(h, w), -1).gather(-1, index)
-    first, second, rest = student.split([1, 1, COUNT - 2], -1)
-    again = torch.cat([rest, first, second], -1).softmax(-1)
-    return masked_mean((again * teacher).sum(-1) + (first * second)[..., 0], mask)
 
 
 def of_its_own_logits(h, w, labels, mask, teacher, index):
@@ -279,7 +279,7 @@ NEAR_MISSES = (
     another_temperature, shifted, written_between, with_the_logits,
 )  # fmt: skip
 
-OTHERS = (of_the_function, of_other_rows, across_the_picks, of_two_parts)
+OTHERS = (of_the_function, of_other_rows, across_the_picks)
 
 PROGRAMS = [
     *programs(__name__, BY_ROW, sparse_problem),
