@@ -336,7 +336,7 @@ class TestReport:
         report = explain_call(programs.clamped, inputs, options={"prefer_memory": True})
         (site,) = report.losses
         assert site.plan == (FORWARD,)
-        assert site.details == (f"{FORWARD}: 4 rows of logits at a time",)
+        assert site.details == (f"{FORWARD}: 8 rows of logits at a time",)
         assert site.gain == "gained"
         assert site.reason == ""
 

@@ -37,13 +37,26 @@ linear_region = library.define(
 
 
 def rows_at_a_time(
-    program: Program, rows: Any, hidden: int, classes: int, dtype: torch.dtype, device: torch.device
+    heads: int,
+    has_gradients: bool,
+    sums_weight: bool,
+    rows: int,
+    hidden: int,
+    classes: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> int:
-    """How many rows of logits a region holds; the gradient of a chunk's logits lies beside it."""
-    beside = len(program.products) - 1 + program.has_gradients
+    """How many rows of logits a region holds.
+
+    Args:
+        heads: how many products have such rows.
+        has_gradients: whether the gradient of a chunk's logits lies beside them.
+        sums_weight, rows, hidden, classes, dtype, device: as for :func:`chunk_rows`.
+    """
+    beside = heads - 1 + has_gradients
     return chunk_rows(
         rows, hidden, classes, dtype, device,
-        beside=beside, sums_weight=bool(program.sums), is_taken=True,
+        beside=beside, sums_weight=sums_weight, is_taken=True,
     )  # fmt: skip
 
 
@@ -79,10 +92,12 @@ class _Region:
         return torch.addmm(self.shared[product.bias], input, columns)
 
     def chunk(self) -> int:
-        first = self.program.products[0]
+        program = self.program
+        first = program.products[0]
         input, columns = self.rows[first.input], self.shared[first.columns]
+        needs = len(program.products), program.has_gradients, bool(program.sums)
         hidden, classes = columns.shape
-        return rows_at_a_time(self.program, self.count, hidden, classes, input.dtype, input.device)
+        return rows_at_a_time(*needs, self.count, hidden, classes, input.dtype, input.device)
 
     def run(self) -> list[Tensor]:
         program, chunk = self.program, self.chunk()

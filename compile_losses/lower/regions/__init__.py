@@ -53,6 +53,7 @@ from compile_losses.lower.regions.write import Writer, in_shape_of, known_reads,
 from compile_losses.lower.row_gradients import has_as_many
 from compile_losses.lower.shared_with_forward import save
 from compile_losses.ops.linear.chunk_size import chunk_rows, held_rows
+from compile_losses.ops.linear_region import rows_at_a_time
 from compile_losses.sites import in_words, number_of, site_of
 from compile_losses.torch_internals.graphs import RECOMPUTE, is_tangent
 from compile_losses.torch_internals.inductor import activation_memory_budget
@@ -75,8 +76,7 @@ def take_regions(graph: AtenGraph) -> None:
 
 def _take(graph: AtenGraph, product: Node) -> None:
     """Replaces one head, or leaves it and says why at the losses that read it."""
-    chunk = _chunk(product)
-    if chunk is None:
+    if not _is_large(product):
         return
     sites: dict[int | None, str] = {}
     losses: list[Loss] = []
@@ -94,6 +94,7 @@ def _take(graph: AtenGraph, product: Node) -> None:
             for decomposition in _decompositions(losses):
                 decomposition.apply()
             sites |= {site_of(loss.forward): loss.name for loss in losses}
+        chunk = _chunk(rows)
         cost, trace = _costs(rows, chunk), _trace(rows)
         choice = _replaced(graph, rows)
     except NotOfRowsError as reason:
@@ -152,20 +153,42 @@ def _decompositions(losses: Sequence[Loss]) -> list[Decomposition]:
     return [each for each in found if each is not None]
 
 
-def _chunk(product: Node) -> int | None:
-    """How many rows of logits are held at a time; None if that saves no memory, or is unknown."""
+def _is_large(product: Node) -> bool:
+    """Whether a head has more logits than one chunk; False if that is not known."""
+    sizes = _sizes(product)
+    if sizes is None:
+        return False
+    rows, hidden, classes = sizes
+    value = product.meta["val"]
+    chunk = chunk_rows(rows, hidden, classes, value.dtype, value.device, beside=1)
+    return held_rows(chunk, value.device, 1) / 2 <= rows and chunk < rows
+
+
+def _sizes(product: Node) -> tuple[int, int, int] | None:
+    """The rows of a head, or how many they were when it was traced, its features and classes."""
     head = head_of(product)
     assert head is not None
     value = product.meta["val"]
-    rows, classes = value.shape
-    hidden = head.input.meta["val"].shape[1]
-    if not isinstance(hidden, int) or not isinstance(classes, int) or classes < 2:
-        return None
-    if not value.is_floating_point() or hint_of(rows) < 2:
-        return None
-    count = hint_of(rows)
-    chunk = chunk_rows(count, hidden, classes, value.dtype, value.device, beside=1)
-    return chunk if held_rows(chunk, value.device, 1) / 2 <= count and chunk < count else None
+    hidden, classes, rows = head.input.meta["val"].shape[1], value.shape[1], hint_of(value.shape[0])
+    known = isinstance(hidden, int) and isinstance(classes, int) and classes > 1 and rows > 1
+    return (rows, hidden, classes) if known and value.is_floating_point() else None
+
+
+def _chunk(rows: Rows) -> int:
+    """How many rows of logits are held at a time.
+
+    Raises:
+        NotOfRowsError: all.
+    """
+    sizes, value = _sizes(rows.product), rows.product.meta["val"]
+    assert sizes is not None
+    sums = [end for end in rows.ends.values() if end.is_sum and end.other is not None]
+    chunk = rows_at_a_time(
+        len(rows.heads), bool(rows.ends), bool(sums), *sizes, value.dtype, value.device
+    )
+    if chunk >= sizes[0]:
+        raise NotOfRowsError("all of them are one chunk: nothing is saved")
+    return chunk
 
 
 def _costs(rows: Rows, chunk: int) -> tuple[Cost, Cost]:
