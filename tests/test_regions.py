@@ -101,6 +101,23 @@ class TestPrograms:
         assert_same(outcome(compiled, inputs), outcome(function, inputs))
         assert any(BY_CHUNKS in choice for choice in choices(compiled))
 
+    @pytest.mark.parametrize("is_teacher", [False, True])
+    def test_inputs_that_change_are_not_read_by_the_backward(self, is_teacher):
+        def function(h, w, changed):
+            if is_teacher:
+                logits = F.linear(h, w) - F.linear(h.detach(), changed)
+            else:
+                logits = F.linear(h, w) + changed
+            changed.add_(1)
+            return logits.clamp(-3, 3).logsumexp(-1).std()
+
+        h, w = programs.problem()[:2]
+        found, expected = (
+            outcome(f, (h, w, w.detach() / 2 if is_teacher else torch.ones_like(w[:, 0]).detach()))
+            for f in (Compiled(function, prefer_memory=True), function)
+        )
+        assert_same(found, expected)
+
     def test_one_product_is_made_of_another_without_gradients(self):
         inputs = programs.problem()
         compiled = Compiled(programs.stacked, prefer_memory=True)

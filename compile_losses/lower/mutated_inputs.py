@@ -7,7 +7,10 @@ forward computed from it. The backward then reads the new value.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.fx import Node
 
 from compile_losses.graphs import descendants
 from compile_losses.lower.aten_graph import AtenGraph
@@ -17,20 +20,24 @@ from compile_losses.lower.shared_with_forward import save
 _COPY = torch.ops.aten.copy_.default
 
 
+def changed_inputs(graph: AtenGraph) -> list[Node]:
+    """The inputs that the forward of a joint graph changes."""
+    copies = graph.graph.find_nodes(op="call_function", target=_COPY)
+    written: list[Any] = [copy.args[0] for copy in copies if copy not in graph.backward]
+    return [node for node in written if node.op == "placeholder"]
+
+
 def save_before_mutation(graph: AtenGraph) -> None:
     """Makes the forward of a joint graph save what the backward needs of inputs that it changes.
 
     The partitioner then saves a result of the marked nodes, or a later one, if the backward needs
     any. The backward reads no such input itself: autograd refuses saved tensors that have changed.
     """
-    copies = graph.graph.find_nodes(op="call_function", target=_COPY)
-    if not copies:
+    written = changed_inputs(graph)
+    if not written:
         return
     backward = graph.backward - {*graph.graph.find_nodes(op="output")}
-    for copy in copies:
-        written = copy.args[0]
-        if written.op != "placeholder" or copy in backward:
-            continue
-        for reader in readers_of(written):
+    for input in written:
+        for reader in readers_of(input):
             if not backward.isdisjoint(descendants([reader])):
                 save(reader)

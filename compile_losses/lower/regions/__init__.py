@@ -33,13 +33,14 @@ from compile_losses.graphs import (
     undone_if_it_fails,
 )
 from compile_losses.lower.aten_graph import AtenGraph
-from compile_losses.lower.cost import Cost, hint_of, nbytes_of
+from compile_losses.lower.cost import Cost, behind_views, hint_of, nbytes_of
 from compile_losses.lower.decision import REGION, Decision
 from compile_losses.lower.decompose import Decomposition, decomposition_of
 from compile_losses.lower.early_sizes import compute_sizes_early
 from compile_losses.lower.elementwise.find import linear_part
 from compile_losses.lower.fused_calls import Loss
 from compile_losses.lower.known_factors import is_one_number
+from compile_losses.lower.mutated_inputs import changed_inputs
 from compile_losses.lower.regions.rows import (
     COLUMN,
     EXTREMES_OF_TWO,
@@ -428,6 +429,9 @@ def _write_apart(
     reads = [r.node for r in known_reads(rows, nodes, given) if r.node not in given]
     if set(reads) & set(descendants(end.node for end in ends)):
         raise NotOfRowsError("its gradients depend on one another")
+    changed = set(changed_inputs(graph))
+    if any(behind_views(node) in changed for node in (*reads, *_layers(rows, nodes))):
+        raise NotOfRowsError("the forward changes what the backward would read")
     if not move_before([*reads, *(e.other for e in ends if e.other is not None)], place):
         raise NotOfRowsError("what is read with its gradients can't be computed before")
     flat = _write_forward(graph, rows, list(dict.fromkeys((*columns, *sorted(read)))), ends)
