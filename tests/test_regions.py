@@ -46,6 +46,13 @@ def assert_same(found, expected, tolerance=1e-11):
             torch.testing.assert_close(ours, torchs, rtol=tolerance, atol=tolerance)
 
 
+def assert_as_accurate(compiled, function, inputs, truth):
+    """By the one accuracy rule, against float64."""
+    for each in zip(outcome(compiled, inputs), outcome(function, inputs), truth, strict=True):
+        if each[0] is not None:
+            assert_accurate(*each)
+
+
 def choices(compiled):
     return [choice for site in compiled.sites for choice in site.plan]
 
@@ -175,16 +182,7 @@ class TestPrograms:
             w.detach().copy_(i).requires_grad_(w.requires_grad)
             for w, i in zip(wide, inputs, strict=True)
         ]
-        triples = zip(
-            *(
-                outcome(f, x)
-                for f, x in ((compiled, inputs), (function, inputs), (function, exact))
-            ),
-            strict=True,
-        )
-        for ours, eager, truth in triples:
-            if ours is not None:
-                assert_accurate(ours, eager, truth)
+        assert_as_accurate(compiled, function, inputs, outcome(function, exact))
         assert any(BY_CHUNKS in choice for choice in choices(compiled))
 
     def test_autocast(self):
@@ -194,15 +192,8 @@ class TestPrograms:
 
         inputs = programs.problem(torch.float32)
         compiled = Compiled(function, prefer_memory=True)
-        triples = zip(
-            outcome(compiled, inputs),
-            outcome(function, inputs),
-            outcome(programs.clamped, programs.problem()),
-            strict=True,
-        )
-        for ours, eager, truth in triples:
-            if ours is not None:
-                assert_accurate(ours, eager, truth)
+        truth = outcome(programs.clamped, programs.problem())
+        assert_as_accurate(compiled, function, inputs, truth)
         assert any(BY_CHUNKS in choice for choice in choices(compiled))
 
     def test_float16_computes_again(self):

@@ -64,9 +64,13 @@ def rows_at_a_time(
 class _Region:
     """A program with its tensors."""
 
-    program: Program
+    text: str
     rows: Sequence[Tensor]
     shared: Sequence[Tensor]
+
+    @property
+    def program(self) -> Program:
+        return parsed(self.text)
 
     @property
     def count(self) -> int:
@@ -110,7 +114,7 @@ class _Region:
         first = len(program.columns) + len(program.row_products)
         sums = results[first:]
         totals = [_total(each, wide) if self.count else each.zero_() for each in sums]
-        function = _function(program.text(), input.device)
+        function = _function(self.text, input.device)
         for start in range(0, self.count, chunk):
             self._add(function, slice(start, min(start + chunk, self.count)), results, totals)
         for result, total in zip(sums, totals, strict=True):
@@ -195,11 +199,11 @@ _NOT_COMPILED = "compile_losses: what reads the logits could not be compiled, an
 
 def _kernel(rows: list[Tensor], shared: list[Tensor], program: str) -> list[Tensor]:
     with autocast_off(rows[0]), torch.no_grad():
-        return _Region(parsed(program), rows, shared).run()
+        return _Region(program, rows, shared).run()
 
 
 def _fake(rows: list[Tensor], shared: list[Tensor], program: str) -> list[Tensor]:
-    region = _Region(parsed(program), rows, shared)
+    region = _Region(program, rows, shared)
     shapes = zip(region.shapes(), region.program.dtypes, strict=True)
     return [rows[0].new_empty(shape, dtype=dtype) for shape, dtype in shapes]
 

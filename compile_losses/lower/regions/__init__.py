@@ -13,7 +13,7 @@ logits again, in four.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from operator import attrgetter
 
 import torch
@@ -322,7 +322,7 @@ def _write_forward(
     """Computes columns in a call of their own, and replaces them; the nodes that hold them."""
     place = _first_reader(graph, rows, columns, ends)
     nodes = needed(rows, columns, {})
-    _move_known(rows, nodes, [], place)
+    _move_known(rows, nodes, place)
     with undone_if_it_fails(place):
         results = Writer(rows, place, {}, {}).call(columns, [])
         shaped = [result_of(r, c, rows, place) for r, c in zip(results, columns, strict=True)]
@@ -348,25 +348,27 @@ def _layers(rows: Rows, nodes: Iterable[Node]) -> list[Node]:
     return [n for head in heads for n in (head.input, head.columns, head.bias) if n is not None]
 
 
-def _check_known(rows: Rows, known: Iterable[Node]) -> None:
-    """Checks that what a call reads is not made of the call's own results.
-
-    Raises:
-        NotOfRowsError: something is.
-    """
-    late = next((node for node in known if node in rows.made), None)
-    if late is not None:
-        raise NotOfRowsError(f"{in_words(late)} mixes their rows")
-
-
-def _move_known(rows: Rows, nodes: Sequence[Node], others: Sequence[Node], place: Node) -> None:
+def _move_known(
+    rows: Rows,
+    nodes: Sequence[Node],
+    place: Node,
+    *,
+    others: Iterable[Node] = (),
+    copied: Container[Node] = (),
+) -> None:
     """Has all that a call reads stand before its place.
+
+    Args:
+        others: what it reads besides what nodes of the rows read.
+        copied: what is copied there, and so does not move.
 
     Raises:
         NotOfRowsError: something can't.
     """
-    known = [read.node for read in known_reads(rows, nodes)]
-    _check_known(rows, known)
+    known = [read.node for read in known_reads(rows, nodes) if read.node not in copied]
+    late = next((node for node in known if node in rows.made), None)
+    if late is not None:  # it is made of the call's own results
+        raise NotOfRowsError(f"{in_words(late)} mixes their rows")
     if not move_before([*_layers(rows, nodes), *known, *others], place):
         raise NotOfRowsError("what is read with them can't be computed before")
 
@@ -384,12 +386,9 @@ def _write_both(
     )
     before = [source for node in cone for source in node.all_input_nodes if source not in backward]
     others = [end.other for end in ends if end.other is not None]
-    known = [node for node in reads if node not in backward]
-    _check_known(rows, known)
-    if not all(map(is_movable, cone)) or not move_before(
-        [*_layers(rows, nodes), *known, *others, *before], place
-    ):
+    if not all(map(is_movable, cone)):
         raise NotOfRowsError("what is read with them can't be computed before")
+    _move_known(rows, nodes, place, others=[*others, *before], copied=backward)
     with undone_if_it_fails(place):
         value = tangent.meta["val"]
         kind = {"dtype": value.dtype, "device": value.device, "layout": torch.strided}

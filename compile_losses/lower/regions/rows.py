@@ -27,12 +27,9 @@ from compile_losses.lower.early_sizes import key_of
 from compile_losses.lower.known_factors import has_one_element
 from compile_losses.lower.node_relations import filled_with
 from compile_losses.op_traits import (
-    ALIASES,
     FILLED,
-    IN_ORDER,
     MEANS,
-    PARTS,
-    RESHAPES,
+    SAME_IF_AS_MANY,
     SCATTERS,
     TOTALS,
     TURNS,
@@ -191,7 +188,7 @@ class Rows:
         return any(read.node in self.made and self.step(read.node) is None for read in step.reads)
 
     def kind(self, node: Node) -> str | None:
-        step = self.steps.get(node) or self.beside.get(node)
+        step = self.step(node)
         return None if step is None else step.kind
 
     def step(self, node: Node) -> Step | None:
@@ -234,9 +231,9 @@ class Rows:
             return _largest(self, node, value, axis)
         if node.op != "call_function" or not isinstance(target, OpOverload):
             return None
-        for ops, rule in _RULES:
-            if target in ops:
-                return rule(self, node, value, axis)
+        rule = _RULES.get(target)
+        if rule is not None:
+            return rule(self, node, value, axis)
         return self._of_elements(node, value, axis) if is_of_elements(target) else None
 
     def read(self, argument: Any, kind: str, shape: Sequence[Any], axis: int = -1) -> Read | None:
@@ -579,15 +576,14 @@ def _of_index(rows: Rows, argument: Any, ones: Sequence[Any]) -> Any:
     return read if read is not None and read.kind == COLUMN else _NONE
 
 
-_RULES: tuple[tuple[Any, _Rule], ...] = (
-    (FILLED, _filled),
-    ((aten.full.default, aten.zeros.default), _filled),
-    ((*IN_ORDER, *RESHAPES, *ALIASES, *PARTS), _in_another_shape),
-    (TURNS, _turned),
-    (SCATTERS, _scattered),
-    ((*REDUCTIONS, *REDUCTIONS_OF_ONE), _reduced),
-    (INDEXED, _indexed),
-)
+_RULES: dict[Any, _Rule] = {
+    **dict.fromkeys((*FILLED, aten.full.default, aten.zeros.default), _filled),
+    **dict.fromkeys(SAME_IF_AS_MANY, _in_another_shape),
+    **dict.fromkeys(TURNS, _turned),
+    **dict.fromkeys(SCATTERS, _scattered),
+    **dict.fromkeys((*REDUCTIONS, *REDUCTIONS_OF_ONE), _reduced),
+    **dict.fromkeys(INDEXED, _indexed),
+}
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from compile_losses.graphs import straight_line
 from compile_losses.op_traits import FILLED
 from compile_losses.ops.linear.row_function import is_of_elements
-from compile_losses.ops.linear.steps import Operand, Step, decode, encode
+from compile_losses.ops.linear.steps import Operand, Step, decode, encode, given, name_of
 
 aten = torch.ops.aten
 
@@ -119,17 +119,11 @@ class Program:
             TypeError: a step is none, or has an argument that has no text.
         """
         plain = {**asdict(self), "steps": [encode(step, is_step) for step in self.steps]}
-        plain["dtypes"] = [str(dtype).removeprefix("torch.") for dtype in self.dtypes]
+        plain["dtypes"] = list(map(name_of, self.dtypes))
         return json.dumps(plain)
 
     def function(self) -> GraphModule:
         """The steps: a function of products and what is known, of the values that are read."""
-
-        def given(argument: Any, values: Sequence[Node]) -> Any:
-            if isinstance(argument, list):
-                return [given(each, values) for each in argument]
-            return values[argument.number] if isinstance(argument, Operand) else argument
-
         return straight_line(len(self.products) + len(self.known), self.steps, given, self.read)
 
 

@@ -90,12 +90,13 @@ def _decoded(argument: Any) -> Any:
 def call(step: Step, values: Sequence[Tensor]) -> Tensor:
     """The value that a step makes of the values before it."""
     op, args, kwargs = step
-    given = [_given(argument, values) for argument in args]
-    made: Tensor = op(*given, **{name: _given(a, values) for name, a in kwargs.items()})
+    values_of = [given(argument, values) for argument in args]
+    made: Tensor = op(*values_of, **{name: given(a, values) for name, a in kwargs.items()})
     return made
 
 
-def _given(argument: Any, values: Sequence[Tensor]) -> Any:
+def given(argument: Any, values: Sequence[Any]) -> Any:
+    """An argument of a step, with values, or the nodes that hold them, in the operands' place."""
     if isinstance(argument, list):
-        return [_given(each, values) for each in argument]
+        return [given(each, values) for each in argument]
     return values[argument.number] if isinstance(argument, Operand) else argument
