@@ -41,6 +41,8 @@ def filled_with(node: Node) -> int | float | None:
     filled: Any = None
     if node.target in (aten.zeros.default, aten.zeros_like.default):
         filled = 0
+    elif node.target in (aten.ones.default, aten.ones_like.default):
+        filled = 1
     elif node.target is aten.scalar_tensor.default:
         filled = node.args[0]
     elif node.target in (aten.full.default, aten.full_like.default):

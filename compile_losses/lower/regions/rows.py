@@ -476,8 +476,6 @@ def _scattered(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
 
 def _filled(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
     number = filled_with(node)
-    if number is None and node.target is aten.ones_like.default:
-        number = 1
     if number is None or not rows.is_logits(value, axis):
         return None
     like = Read(rows.product, LOGITS, ())
@@ -577,7 +575,7 @@ def _of_index(rows: Rows, argument: Any, ones: Sequence[Any]) -> Any:
 
 
 _RULES: dict[Any, _Rule] = {
-    **dict.fromkeys((*FILLED, aten.full.default, aten.zeros.default), _filled),
+    **dict.fromkeys((*FILLED, aten.full.default, aten.zeros.default, aten.ones.default), _filled),
     **dict.fromkeys(SAME_IF_AS_MANY, _in_another_shape),
     **dict.fromkeys(TURNS, _turned),
     **dict.fromkeys(SCATTERS, _scattered),
