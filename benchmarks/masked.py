@@ -6,7 +6,8 @@ others is a tensor, as of completions in reinforcement learning. A step is compi
 masks. Ways:
 
 - ``stock``: torch.compile;
-- ``ours``: with this package.
+- ``ours``: with this package;
+- ``ours_memory``: with this package and ``prefer_memory``, only if it is asked for.
 
 The ways and the masks take turns in a random order, and each has a step of its own first. ``bound``
 is the time that the share of rows that count would take, of that without a mask, and 0.3 ms.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from benchmarks.options import DTYPES, provenance
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 0.9)
 LOSSES = ("mean", "masked_mean", "grpo_cross_entropy", "ppo_entropy")
-WAYS = ("stock", "ours")
+WAYS = ("stock", "ours", "ours_memory")
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,10 @@ class Problem:
             self.batches[share] = replace(batch, mask=mask, target=target)
 
     def compiled(self, way: str) -> Callable[..., Tensor]:
-        backend = "inductor" if way == "stock" else "compile_losses"
-        step = torch.compile(self.given.eager, backend=backend, dynamic=False)
+        given = {"backend": "inductor" if way == "stock" else "compile_losses"}
+        if way == "ours_memory":
+            given["options"] = {"prefer_memory": True}
+        step = torch.compile(self.given.eager, dynamic=False, **given)
         self.call(step, 0.5)()
         return step
 
@@ -83,13 +86,15 @@ class Problem:
         return call
 
 
-def measured(problem: Problem, device: str, budget: float) -> dict[tuple[str, float], list[float]]:
+def measured(
+    problem: Problem, ways: Sequence[str], device: str, budget: float
+) -> dict[tuple[str, float], list[float]]:
     """Milliseconds and MiB of each way and share."""
     clock = make_clock(torch.device(device))
-    steps = {way: problem.compiled(way) for way in WAYS}
+    steps = {way: problem.compiled(way) for way in ways}
     calls = {
         (way, share): partial(problem.call, steps[way], share)
-        for way, share in itertools.product(WAYS, SHARES)
+        for way, share in itertools.product(ways, SHARES)
     }
     times = time_in_turns(list(calls.values()), clock, budget)
     return {
@@ -114,8 +119,10 @@ def draw(rows: list[Row], path: Path) -> None:
     for (shape, head), axes_row in zip(panels, grid, strict=True):
         for loss, axes in zip(losses, axes_row, strict=True):
             own = [r for r in rows if (r.shape, r.head, r.loss) == (shape, head, loss)]
-            for way, style in zip(WAYS, ("s-", "o-"), strict=True):
+            for way, style in zip(WAYS, ("s-", "o-", "^-"), strict=True):
                 found = [row for row in own if row.way == way]
+                if not found:
+                    continue
                 axes.plot([r.masked for r in found], [r.ms for r in found], style, label=way)
             bound = [row for row in own if row.way == "ours"]
             axes.plot(
@@ -139,6 +146,7 @@ def main() -> None:
     parser.add_argument("--shape", type=Shape.parse, nargs="+", default=[shape])
     parser.add_argument("--loss", nargs="+", choices=tokens.LOSSES, default=list(LOSSES))
     parser.add_argument("--head", nargs="+", choices=tokens.HEADS, default=list(tokens.HEADS))
+    parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS[:2]))
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if cuda else "float32")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--budget", type=float, default=0.5, help="seconds for each line")
@@ -150,7 +158,7 @@ def main() -> None:
     for shape, head, loss in itertools.product(given.shape, given.head, given.loss):
         torch._dynamo.reset()
         problem = Problem(loss, head, shape, DTYPES[given.dtype], given.device)
-        found = measured(problem, given.device, given.budget)
+        found = measured(problem, given.way, given.device, given.budget)
         for (way, share), (ms, mib) in found.items():
             bound = found[way, 0.0][0] * (1 - share) + 0.3
             figures = (round(ms, 3), round(mib), round(bound, 3))

@@ -6,8 +6,8 @@ for loss and layer, it is called as well, and where Liger has one. The loss and 
 checked against float32 or float64. All contenders are timed in turns, and the peak memory is
 measured that each allocates above its inputs, gradients included. ``mean``, the mean linear cross
 entropy, is the standard of comparison: it needs three products of matrices. In a ``frozen`` head
-the weight needs no gradient. ``--sweep classes`` and ``--sweep rows`` measure and draw time and
-memory against that size.
+the weight needs no gradient. An ``adapted`` head is a frozen one with a trained adapter of low rank
+(LoRA). ``--sweep classes`` and ``--sweep rows`` measure and draw time and memory against that size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,7 +32,9 @@ from benchmarks.options import DTYPES, add_options, provenance
 from benchmarks.workers import Figures, Worker, all_figures
 
 SEQUENCES = 8
-HEADS = ("trained", "frozen")
+HEADS = ("trained", "frozen", "adapted")
+#: Of an adapter, and the factor of its product.
+RANK, ALPHA = 16, 2.0
 MOST_ROWS = 16_384
 Cell = tuple[str, str, Shape]  # loss, head, shape
 #: The clipping of a ratio of log-probabilities, as in PPO.
@@ -120,6 +122,29 @@ def accuracy(logits: Tensor, batch: Batch) -> Tensor:
     return loss + hits.mean() + entropy.mean()
 
 
+def clamped(logits: Tensor, batch: Batch) -> Tensor:
+    return mean(logits.clamp(-30, 30), batch)
+
+
+def margin(logits: Tensor, batch: Batch) -> Tensor:
+    """Additive margin softmax of Wang et al., 2018, of logits that are cosines."""
+    own = F.one_hot(batch.target, logits.shape[-1]).to(logits.dtype)
+    return mean(8 * (logits - 0.35 * own), batch)
+
+
+def penalised(logits: Tensor, batch: Batch) -> Tensor:
+    """With a penalty on the sum of squared probabilities."""
+    squares = F.softmax(logits.float(), -1).square().sum(-1)
+    losses = 0.1 * squares - _cross_entropy(logits, batch.target)
+    return (losses * batch.mask).sum() / batch.mask.sum()
+
+
+def hinge(logits: Tensor, batch: Batch) -> Tensor:
+    """The sum over classes of Weston and Watkins, 1999: no softmax."""
+    own = logits.gather(-1, batch.target.unsqueeze(-1))
+    return (F.relu(1 + logits - own).float().sum(-1) * batch.mask).mean()
+
+
 LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
     "mean": mean,
     "z_loss": z_loss,
@@ -131,6 +156,10 @@ LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = {
     "dpo_cross_entropy": partial(dpo, _cross_entropy),
     "ppo_entropy": ppo_entropy,
     "accuracy": accuracy,
+    "clamped": clamped,
+    "margin": margin,
+    "penalised": penalised,
+    "hinge": hinge,
 }
 
 
@@ -171,6 +200,11 @@ class Problem:
         self.hidden = torch.randn(*size, shape.hidden, device=device).to(dtype).requires_grad_()
         weight = torch.randn(shape.classes, shape.hidden, device=device)
         self.weight = weight.div_(shape.hidden**0.5).to(dtype).requires_grad_(head == "trained")
+        sizes = [(RANK, shape.hidden), (shape.classes, RANK)] if head == "adapted" else []
+        self.adapter = [
+            torch.randn(*size, device=device).div_(size[1] ** 0.5).to(dtype).requires_grad_()
+            for size in sizes
+        ]
         target = torch.randint(shape.classes, size, device=device)
         with torch.no_grad():
             now = [
@@ -191,15 +225,26 @@ class Problem:
             self.eager, torch.float64 if narrow == torch.float32 else torch.float32
         )
 
-    def eager(self, hidden: Tensor, weight: Tensor, batch: Batch) -> Tensor:
-        return self.loss(F.linear(hidden, weight), batch)
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.hidden, self.weight, *self.adapter
+
+    def eager(self, hidden: Tensor, weight: Tensor, batch: Batch, *adapter: Tensor) -> Tensor:
+        logits = F.linear(hidden, weight)
+        if adapter:
+            inner, outer = adapter
+            logits = logits + ALPHA * F.linear(F.linear(hidden, inner), outer)
+        return self.loss(logits, batch)
 
     def _results(self, step: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
-        hidden = self.hidden.detach().to(dtype).requires_grad_()
-        weight = self.weight.detach().to(dtype).requires_grad_(self.weight.requires_grad)
-        value = step(hidden, weight, self.batch)
+        leaves = [t.detach().to(dtype).requires_grad_(t.requires_grad) for t in self.tensors]
+        value = self.value(step, leaves)
         value.backward()
-        return [value.detach(), *(leaf.grad for leaf in (hidden, weight) if leaf.grad is not None)]
+        return [value.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    def value(self, step: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+        hidden, weight, *adapter = tensors
+        return step(hidden, weight, self.batch, *adapter)
 
     def errors(self, step: Callable[..., Tensor]) -> list[float]:
         """The errors of the loss and the gradients."""
@@ -209,14 +254,15 @@ class Problem:
         ]
 
     def clear(self) -> None:
-        self.hidden.grad = self.weight.grad = None
+        for tensor in self.tensors:
+            tensor.grad = None
 
     def next_call(self, step: Callable[..., Tensor]) -> Call:
         self.clear()
         return partial(self._step, step)
 
     def _step(self, step: Callable[..., Tensor]) -> Tensor:
-        value = step(self.hidden, self.weight, self.batch)
+        value = self.value(step, self.tensors)
         value.backward()
         return value.detach()
 
@@ -230,16 +276,16 @@ def _ours(problem: Problem, prefer_memory: bool) -> Callable[..., Tensor]:
     return torch.compile(problem.eager, backend="compile_losses", options=options)
 
 
-def _z_loss_of(loss: Callable[..., Tensor]) -> float:
+def _z_loss_of(problem: Problem) -> float:
     """The factor of the z-loss of a mean cross entropy."""
     factors = {mean: 0.0, z_loss: Z_LOSS}
-    if loss not in factors:
-        raise UnavailableError("not of this loss")
-    return factors[loss]
+    if problem.loss not in factors or problem.adapter:
+        raise UnavailableError("not of this loss and head")
+    return factors[problem.loss]
 
 
 def _called(problem: Problem) -> Callable[..., Tensor]:
-    factor = _z_loss_of(problem.loss)
+    factor = _z_loss_of(problem)
     from compile_losses.linear import linear_cross_entropy
 
     def step(hidden: Tensor, weight: Tensor, batch: Batch) -> Tensor:
@@ -249,9 +295,9 @@ def _called(problem: Problem) -> Callable[..., Tensor]:
 
 
 def _liger(problem: Problem) -> Callable[..., Tensor]:
-    if isinstance(problem.loss, partial) and problem.loss.func is grpo:
+    if isinstance(problem.loss, partial) and problem.loss.func is grpo and not problem.adapter:
         return _liger_grpo()
-    factor = _z_loss_of(problem.loss)
+    factor = _z_loss_of(problem)
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss(lse_square_scale=factor)
@@ -297,7 +343,7 @@ def _plan(problem: Problem, options: dict[str, bool]) -> str:
     """The report of explain on each loss."""
     from compile_losses.explanation import explain_call
 
-    args = problem.hidden, problem.weight, problem.batch
+    args = problem.hidden, problem.weight, problem.batch, *problem.adapter
     plans = [site.plan for site in explain_call(problem.eager, args, options=options).sites]
     return "; ".join(dict.fromkeys(", ".join(plan) for plan in plans if plan))
 

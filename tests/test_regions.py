@@ -244,6 +244,17 @@ class TestPrograms:
 
 
 class TestCompiled:
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("function", [*programs.IN_THE_FORWARD, *programs.AGAIN])
+    def test_on_a_gpu(self, function, dtype):
+        inputs = programs.problem(dtype, device="cuda")
+        exact = [t.detach().double().requires_grad_(t.requires_grad) for t in inputs]
+        exact = [e if i.is_floating_point() else i for e, i in zip(exact, inputs, strict=True)]
+        compiled = Compiled(function, prefer_memory=True)
+        assert_as_accurate(compiled, function, inputs, outcome(function, exact))
+        assert any(BY_CHUNKS in choice for choice in choices(compiled))
+
     @pytest.mark.parametrize("function", [programs.adapted, programs.both_ways, programs.hinge])
     def test_steps_are_compiled(self, function):
         inputs = programs.problem()
