@@ -122,6 +122,11 @@ def register_body(
             kwargs[a.name] if a.name in kwargs else defaults[a.name] for a in given[len(args) :]
         )
         complete = (*args, *rest)
+        for argument, value in zip(given, complete, strict=True):
+            if value is None and isinstance(argument.type, torch.TensorType):
+                raise RuntimeError(
+                    f"{op.name()}: {argument.name} is None, where a tensor was expected"
+                )
         results = fake(*complete)
         body(results, *complete)
         return results

@@ -51,6 +51,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.kernels
 def test_the_command(folder, capsys):
     assert main(["run", "--compare", "2", "--json", "train.py", "100"]) == 0
     found = json.loads(capsys.readouterr().out)

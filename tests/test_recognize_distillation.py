@@ -154,6 +154,7 @@ def test_float16_computes_its_logits_once():
     assert "gradients in float16" in site.reason
 
 
+@pytest.mark.kernels
 def test_small_logits_stay(monkeypatch):
     monkeypatch.undo()
     check_alone(question_answering, "0.0 MiB of logits are one chunk", problem())
@@ -233,6 +234,7 @@ def test_inductor(door):
     torch.testing.assert_close(results[1], results[0])
 
 
+@pytest.mark.kernels
 def test_neither_logits_are_held(monkeypatch):
     """At sizes of its own choice, where either side's logits take 312 MiB."""
     monkeypatch.undo()

@@ -59,6 +59,7 @@ def test_near_misses_of_16_bits(name):
     check_alone(function, reason, head(torch.bfloat16), rtol=5e-2, atol=5e-2)
 
 
+@pytest.mark.kernels
 def test_copies_of_the_weight_pay_for_many_rows(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(with_head, "chunk_rows", lambda *_, **__: 4)

@@ -57,6 +57,7 @@ def test_float16_computes_its_logits_once():
     assert "gradients in float16" in site.reason
 
 
+@pytest.mark.kernels
 def test_small_logits_stay(monkeypatch):
     """One chunk would hold them all; the reason says how large they are."""
     monkeypatch.undo()
@@ -91,6 +92,7 @@ def test_memory_is_preferred(way, monkeypatch):
     assert any("linear_cross_entropy" in event.name for event in profiled.events())
 
 
+@pytest.mark.kernels
 def test_shifted_rows_are_two_chunks(monkeypatch):
     """A label less than twice a chunk's rows is no reason to keep the logits."""
     monkeypatch.undo()

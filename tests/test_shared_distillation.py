@@ -138,6 +138,7 @@ class TestRecognition:
 
         assert len(check(step, problem())) == 1
 
+    @pytest.mark.kernels
     def test_no_logits_are_held(self):
         """16 rows of the student's 144 and 8 of the teacher's at a time."""
         generator = torch.Generator().manual_seed(0)

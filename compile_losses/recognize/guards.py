@@ -92,13 +92,17 @@ def better_left_to_torch(match: Match, request: Request) -> str | None:
 
     In torch's ops an op of ours is slower than what Inductor makes of the same ops. So the plan
     decomposes such losses, if there will be one; a loss with its linear layer saves memory with any
-    ops.
+    ops, and of DTensors torch refuses some losses.
     """
     without = [t.device for t in _tensors(match) if not implementations.has_kernels(t.device)]
     if not without or match.op.startswith("linear_"):
         return None
-    if request.lowers and not any(map(are_dtensors, _tensors(match))):
+    if are_dtensors(*_tensors(match)):
         return None
+    if request.lowers:
+        if not match.inputs[0].users.keys() - match.span:
+            return None
+        return "there are no kernels, and Inductor shares what other readers of its input compute"
     reason = " and ".join(implementations.choose(without[0]).reasons)
     return f"no kernels on {without[0].type} ({reason}): the op would be slower than torch's"
 

@@ -89,18 +89,20 @@ def check_gain(match: Match, logits: Logits, request: Request, beside: float = 0
     Args:
         beside: tensors of the logits' size that the op holds besides them.
     """
-    output = example(logits.head.node)
+    whole = example(logits.head.node)
     needs_grad = example(match.root).requires_grad
-    output = shard_of(output)  # a rank holds the shard of a DTensor
+    output = shard_of(whole)  # a rank holds the shard of a DTensor
     if needs_grad and output.dtype == torch.float16:
         raise NotAbsorbedError("gradients in float16 would need the logits twice")
     hidden, classes = logits.input.fake.shape[logits.class_dim], output.shape[-1]
     if not isinstance(hidden, int) or not isinstance(classes, int):
         raise NotAbsorbedError("its sizes are not known")
     taken = shard_of(logits.input.fake)
-    if not implementations.has_kernels(output.device) and not request.prefer_memory:
+    if not implementations.has_kernels(output.device):
         least = constants_of(output.device).hidden_without_kernels
-        if least is None or hidden < least:
+        if request.prefer_memory and request.lowers and least is None and output is whole:
+            raise NotAbsorbedError("there are no kernels: Inductor computes chunks of its rows")
+        if not request.prefer_memory and (least is None or hidden < least):
             raise NotAbsorbedError(
                 "there are no kernels: chunks would save memory, and in torch's ops may take "
                 f"longer: {how_to_set(PREFER_MEMORY)} takes them"
