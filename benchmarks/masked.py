@@ -79,7 +79,7 @@ class Problem:
         self.given.clear()
 
         def call() -> Tensor:
-            value = step(self.given.hidden, self.given.weight, self.batches[share])
+            value = self.given.value(step, self.given.tensors, self.batches[share])
             value.backward()
             return value.detach()
 
@@ -119,6 +119,9 @@ def draw(rows: list[Row], path: Path) -> None:
     for (shape, head), axes_row in zip(panels, grid, strict=True):
         for loss, axes in zip(losses, axes_row, strict=True):
             own = [r for r in rows if (r.shape, r.head, r.loss) == (shape, head, loss)]
+            if not own:
+                axes.set_axis_off()
+                continue
             for way, style in zip(WAYS, ("s-", "o-", "^-"), strict=True):
                 found = [row for row in own if row.way == way]
                 if not found:
@@ -132,7 +135,7 @@ def draw(rows: list[Row], path: Path) -> None:
             axes.set_ylim(0)
             axes.set_xlabel("share of rows masked", fontsize=8)
             axes.set_ylabel("ms", fontsize=8)
-    grid[0][0].legend(fontsize=7)
+    grid[0][-1].legend(fontsize=7)
     first = rows[0]
     figure.suptitle(f"{first.device}, {first.dtype}, torch {first.torch}", fontsize=9)
     figure.savefig(path, dpi=130)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from benchmarks.report import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "kernels")))
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 #: Contenders of the reference cases, by their names in the files and in the tables.
@@ -94,8 +94,11 @@ def front() -> str:
     tokens = rows_of("tokens-nvidia-h100.csv")
     grpo = {"loss": "grpo_float32", "head": "trained"}
     ppo = {"loss": "ppo_entropy", "head": "trained"}
-    masked = rows_of("masked-nvidia-h200.csv")
-    three_quarters = {"loss": "grpo_cross_entropy", "head": "trained", "masked": "0.75"}
+    partly = rows_of("masked-nvidia-h200.csv")
+    three_quarters = {
+        "shape": "8192x2048x128256",
+        **{"loss": "grpo_cross_entropy", "head": "trained", "masked": "0.75"},
+    }
     distilled = rows_of("distillation-nvidia-h100.csv")
     mixed = "mixed 8192x2048x128256"
     whole = {"pass_": "fwd_bwd"}
@@ -112,8 +115,8 @@ def front() -> str:
         ),
         (
             "GRPO of cross entropies, three quarters of the tokens masked",
-            one(masked, way="stock", **three_quarters),
-            one(masked, way="ours", **three_quarters),
+            one(partly, way="stock", **three_quarters),
+            one(partly, way="ours", **three_quarters),
         ),
         (
             "PPO's loss with a bonus for entropy, none masked",
@@ -220,11 +223,28 @@ _TOKENS = {
     "dpo_cross_entropy": "DPO, `cross_entropy`",
     "ppo_entropy": "PPO with an entropy bonus, float32",
     "accuracy": "mean, with logged accuracy and entropy",
+    "clamped": "mean, logits clamped",
+    "margin": "mean, margin on the target",
+    "penalised": "masked mean, squared probabilities penalised",
+    "hinge": "hinge over all classes",
 }
+_HEADS = {"adapted": "frozen, with LoRA"}
 
 
 def tokens() -> str:
-    rows = rows_of("tokens-nvidia-h100.csv")
+    return _tokens("tokens-nvidia-h100.csv")
+
+
+def regions() -> str:
+    return _tokens("tokens-regions-nvidia-h200.csv")
+
+
+def without_kernels() -> str:
+    return _tokens("tokens-without-kernels-nvidia-h200.csv")
+
+
+def _tokens(file: str) -> str:
+    rows = rows_of(file)
     names = {
         "stock": "stock",
         "ours": "ours",
@@ -238,8 +258,26 @@ def tokens() -> str:
     for loss, head in dict.fromkeys((row["loss"], row["head"]) for row in rows):
         found = {r["contender"]: r for r in rows if (r["loss"], r["head"]) == (loss, head)}
         cells = [pair(found[name]) if name in found else "-" for name in contenders]
-        lines.append((_TOKENS[loss], head, *cells))
+        lines.append((_TOKENS[loss], _HEADS.get(head, head), *cells))
     header = ("loss", "head", *(names[name] for name in contenders))
+    return measured(header, lines, rows)
+
+
+def masked() -> str:
+    """Milliseconds of ours and of stock's."""
+    rows = rows_of("masked-nvidia-h200.csv")
+    shares = list(dict.fromkeys(row["masked"] for row in rows))
+    lines = []
+    for key in dict.fromkeys((r["shape"], r["loss"], r["head"], r["way"]) for r in rows):
+        shape, loss, head, way = key
+        if way == "stock":
+            continue
+        of_cell = [r for r in rows if (r["shape"], r["loss"], r["head"]) == key[:3]]
+        ms = {(r["way"], r["masked"]): float(r["ms"]) for r in of_cell}
+        cells = [f"{ms[way, share]:.1f}, {ms['stock', share]:.1f}" for share in shares]
+        preferred = ", memory preferred" if way == "ours_memory" else ""
+        lines.append((shape, _TOKENS[loss] + preferred, head, *cells))
+    header = ("shape", "loss", "head", *(f"{float(share):.0%} masked" for share in shares))
     return measured(header, lines, rows)
 
 
@@ -338,6 +376,9 @@ TABLES: dict[str, Callable[[], str]] = {
         linear,
         linear_h100,
         tokens,
+        regions,
+        without_kernels,
+        masked,
         returned,
         distillation,
         elementwise,

@@ -238,13 +238,14 @@ class Problem:
 
     def _results(self, step: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
         leaves = [t.detach().to(dtype).requires_grad_(t.requires_grad) for t in self.tensors]
-        value = self.value(step, leaves)
+        value = self.value(step, leaves, self.batch)
         value.backward()
         return [value.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
-    def value(self, step: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    @staticmethod
+    def value(step: Callable[..., Tensor], tensors: Sequence[Tensor], batch: Batch) -> Tensor:
         hidden, weight, *adapter = tensors
-        return step(hidden, weight, self.batch, *adapter)
+        return step(hidden, weight, batch, *adapter)
 
     def errors(self, step: Callable[..., Tensor]) -> list[float]:
         """The errors of the loss and the gradients."""
@@ -262,7 +263,7 @@ class Problem:
         return partial(self._step, step)
 
     def _step(self, step: Callable[..., Tensor]) -> Tensor:
-        value = self.value(step, self.tensors)
+        value = self.value(step, self.tensors, self.batch)
         value.backward()
         return value.detach()
 
