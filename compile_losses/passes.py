@@ -50,6 +50,7 @@ PASSES = (
     Pass(PLAN, "regions", "heads that are read row by row hold no logits, if memory is preferred"),
     Pass(PLAN, "kernels", "each loss stays a kernel, with its gradient, or becomes torch's ops"),
     Pass(PLAN, "head_factors", "losses of a head take the known factors of their gradients"),
+    Pass(PLAN, "one_weight", "heads of one weight make one gradient of it"),
     Pass(PLAN, "short_gradients", "gradients that torch reads fewer tensors for become its ops"),
     Pass(PLAN, "elementwise", "gradients of losses without an op go into the forward"),
     Pass(PLAN, "mutated_inputs", "what is made of inputs that change is saved", is_needed=True),

@@ -251,7 +251,7 @@ FAULTS = [
         "    return len(one) == len(other) and all(map(_same, one, other))",
         "    return len(one) == len(other)",
     ),
-    Fault("ops/linear_region.py", "starts=rows.start == 0", "starts=True"),
+    Fault("ops/linear/weight_sum.py", "starts = self.total is None", "starts = True"),
     Fault(
         "ops/linear/region_program.py",
         'and kwargs.get("keepdim") is True',

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from compile_losses.graphs import descendants, is_view
-from compile_losses.op_traits import SCATTERS, is_pointwise
+from compile_losses.op_traits import SCATTERS, TURNS, View, is_pointwise
 from compile_losses.torch_internals.graphs import is_tangent
 from compile_losses.torch_internals.tensors import storage_id
 
@@ -48,6 +48,19 @@ def filled_with(node: Node) -> int | float | None:
     elif node.target in (aten.full.default, aten.full_like.default):
         filled = node.args[1]
     return filled if isinstance(filled, int | float) else None
+
+
+def view_of(node: Node) -> View:
+    """A call of an op of one tensor, with its shapes."""
+    source = node.args[0].meta["val"]  # type: ignore[union-attr]
+    return View(node.target, node.args, source.shape, node.meta["val"].shape)
+
+
+def is_turned_matrix(node: Node) -> bool:
+    """Whether a node is another matrix turned."""
+    if node.target not in TURNS or node.meta["val"].dim() != 2:
+        return False
+    return view_of(node).order == [1, 0]
 
 
 def readers_of(node: Node) -> list[Node]:

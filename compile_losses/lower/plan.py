@@ -54,6 +54,7 @@ from compile_losses.lower.mutated_inputs import save_before_mutation
 from compile_losses.lower.node_relations import (
     is_fused_into_readers,
 )
+from compile_losses.lower.one_weight import join_heads
 from compile_losses.lower.regions import take_regions
 from compile_losses.lower.slow_paths import is_small, slow_path
 from compile_losses.lower.statistics import plan_statistics
@@ -307,6 +308,7 @@ _PIPELINE: Pipeline[AtenGraph] = Pipeline(
     regions=take_regions,
     kernels=_plan_kernels,
     head_factors=plan_linear,
+    one_weight=join_heads,
     short_gradients=_decompose_short_backwards,
     elementwise=move_gradients,
     mutated_inputs=save_before_mutation,

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from compile_losses import library
 from compile_losses.ops.linear.chunk_size import chunk_rows, sums_in_float32
-from compile_losses.ops.linear.matrix_products import add_product
 from compile_losses.ops.linear.reference import autocast_off
 from compile_losses.ops.linear.region_program import Product, Program, columns_of, parsed
+from compile_losses.ops.linear.weight_sum import WeightSum, current_sum, rows_of_sum
 from compile_losses.torch_internals.ops import BelowViews
 
 linear_region = library.define(
@@ -101,33 +101,53 @@ class _Region:
         input, columns = self.rows[first.input], self.shared[first.columns]
         needs = len(program.products), program.has_gradients, bool(program.sums)
         hidden, classes = columns.shape
-        return rows_at_a_time(*needs, self.count, hidden, classes, input.dtype, input.device)
+        count = rows_of_sum(self.count)
+        chunk = rows_at_a_time(*needs, count, hidden, classes, input.dtype, input.device)
+        return max(1, min(chunk, self.count))
 
     def run(self) -> list[Tensor]:
         program, chunk = self.program, self.chunk()
         input = self.rows[program.products[0].input]
-        wide = sums_in_float32(self.count, chunk, input.dtype)
-        results = [
-            input.new_empty(shape, dtype=dtype)
-            for shape, dtype in zip(self.shapes(), program.dtypes, strict=True)
-        ]
+        shapes, dtypes = self.shapes(), program.dtypes
         first = len(program.columns) + len(program.row_products)
-        sums = results[first:]
-        totals = [_total(each, wide) if self.count else each.zero_() for each in sums]
+        last = first + len(program.sums)
+        of_rows = [
+            input.new_empty(shape, dtype=dtype)
+            for shape, dtype in zip(shapes[:first], dtypes[:first], strict=True)
+        ]
+        shared = current_sum()
+        sums = [
+            shared
+            if shared is not None and place in shared.places
+            else WeightSum(self.count, dtypes[place])
+            for place in range(first, last)
+        ]
+        totals = [
+            input.new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32))
+            for shape, dtype in zip(shapes[last:], dtypes[last:], strict=True)
+        ]
+        wide = sums_in_float32(rows_of_sum(self.count), chunk, input.dtype)
         function = _function(self.text, input.device)
         for start in range(0, self.count, chunk):
-            self._add(function, slice(start, min(start + chunk, self.count)), results, totals)
-        for result, total in zip(sums, totals, strict=True):
-            if total is not result:
-                result.copy_(total)
-        return results
+            rows = slice(start, min(start + chunk, self.count))
+            self._add(function, rows, of_rows, sums, totals, wide=wide)
+        for each, shape in zip(sums, shapes[first:last], strict=True):
+            each.begin(input, shape)
+        return [
+            *of_rows,
+            *(input.new_empty(0) if each is shared else each.result() for each in sums),
+            *(total.to(dtype) for total, dtype in zip(totals, dtypes[last:], strict=True)),
+        ]
 
     def _add(
         self,
         function: Callable[..., Sequence[Tensor]],
         rows: slice,
         results: list[Tensor],
+        sums: list[WeightSum],
         totals: list[Tensor],
+        *,
+        wide: bool,
     ) -> None:
         """Computes a chunk of rows: its own results, and its part of the sums."""
         program = self.program
@@ -145,22 +165,12 @@ class _Region:
             next(places)[rows] = made[number].expand(rows.stop - rows.start, 1).squeeze(1)
         for each in program.row_products:
             torch.mm(made[each.value], self.shared[each.other], out=next(places)[rows])
-        sums = iter(totals)
-        for each_sum in program.sums:
+        for each_sum, total in zip(program.sums, sums, strict=True):
             of_logits, other = made[each_sum.value], self.rows[each_sum.other][rows]
             pair = (other, of_logits) if each_sum.is_turned else (of_logits, other)
-            add_product(next(sums), pair[0].t(), pair[1], starts=rows.start == 0)
-        for number in program.totals:
-            total = next(sums)
-            total += made[number].sum(0, dtype=total.dtype)
-
-
-def _total(result: Tensor, wide: bool) -> Tensor:
-    """What a sum over chunks is added up in: the result itself, or wider than that."""
-    dtype = torch.promote_types(result.dtype, torch.float32)
-    if result.dim() == 1:
-        return torch.zeros_like(result, dtype=dtype)
-    return torch.empty_like(result, dtype=dtype) if wide else result
+            total.add(pair[0].t(), pair[1], wide=wide)
+        for number, of_classes in zip(program.totals, totals, strict=True):
+            of_classes += made[number].sum(0, dtype=of_classes.dtype)
 
 
 @lru_cache(maxsize=128)

@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from compile_losses.graphs import (
     ancestors,
+    annotate,
     copy_nodes,
     descendants,
     emit,
@@ -65,6 +66,9 @@ fused = torch.ops.fused
 #: How the choices begin for what reads the logits of a region.
 BY_CHUNKS = "logits by chunks"
 
+#: Under which key a region's call has its losses: the mark, the name and the trace of each.
+LOSSES = "compile_losses_of_region"
+
 
 def take_regions(graph: AtenGraph) -> None:
     """Replaces each head that may be computed without its logits, if memory is preferred."""
@@ -97,19 +101,21 @@ def _take(graph: AtenGraph, product: Node) -> None:
             sites |= {site_of(loss.forward): loss.name for loss in losses}
         chunk = _chunk(rows)
         cost, trace = _costs(rows, chunk), _trace(rows)
+        told = [(site, name, trace) for site, name in (sites or {None: REGION}).items()]
+        annotate(product, LOSSES, told)  # which calls inherit
         choice = _replaced(graph, rows)
-    except NotOfRowsError as reason:
+    except NotOfRowsError as error:
         for loss in losses:
             sites.setdefault(site_of(loss.forward), loss.name)
         for site, name in sites.items():
-            decision = Decision(site, name, "with its logits", str(reason))
+            decision = Decision(site, name, "with its logits", str(error))
             if decision not in graph.decisions:  # another of several products has the same reason
                 graph.decisions.append(decision)
         return
-    told = f"{number_of(chunk, 'row')} of logits at a time"
+    reason = f"{number_of(chunk, 'row')} of logits at a time"
     figures: tuple[Cost | None, Cost | None] = cost  # of all losses together
-    for site, name in (sites or {None: REGION}).items():
-        graph.decisions.append(Decision(site, name, choice, told, *figures, trace))
+    for site, name, _ in told:
+        graph.decisions.append(Decision(site, name, choice, reason, *figures, trace))
         figures = None, None
 
 

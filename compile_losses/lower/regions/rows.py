@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from compile_losses.graphs import descendants
 from compile_losses.lower.early_sizes import key_of
 from compile_losses.lower.known_factors import has_one_element
-from compile_losses.lower.node_relations import filled_with
+from compile_losses.lower.node_relations import filled_with, is_turned_matrix, view_of
 from compile_losses.op_traits import (
     FILLED,
     MEANS,
@@ -33,7 +33,6 @@ from compile_losses.op_traits import (
     SCATTERS,
     TOTALS,
     TURNS,
-    View,
 )
 from compile_losses.ops.linear.region_program import (
     INDEXED,
@@ -380,7 +379,7 @@ class Rows:
         left, right = user.args
         if left is logits:
             return self._product(user, logits, right, is_sum=axis == -2)
-        is_turned = axis == -1 and isinstance(left, Node) and self._is_turned(left)
+        is_turned = axis == -1 and isinstance(left, Node) and is_turned_matrix(left)
         if not is_turned:
             return None
         return self._product(user, logits, left.args[0], is_sum=True, is_turned=True)  # type: ignore[union-attr]
@@ -391,17 +390,6 @@ class Rows:
         if not isinstance(other, Node) or other in self.made or other.meta["val"].dim() != 2:
             return None
         return End(node, logits, other, is_sum, is_turned)
-
-    def _is_turned(self, node: Node) -> bool:
-        """Whether a node is another matrix turned."""
-        if node.target not in TURNS or node.meta["val"].dim() != 2:
-            return False
-        return _view(node).order == [1, 0]
-
-
-def _view(node: Node) -> View:
-    source = node.args[0].meta["val"]  # type: ignore[union-attr]
-    return View(node.target, node.args, source.shape, node.meta["val"].shape)
 
 
 def _with_one(shape: Sequence[Any], axis: int) -> tuple[Any, ...]:
@@ -458,7 +446,7 @@ def _turned(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
     source = node.args[0]
     if not isinstance(source, Node) or rows.look_at(source, axis) != LOGITS:
         return None
-    read, order = rows.as_it_is(source), _view(node).order
+    read, order = rows.as_it_is(source), view_of(node).order
     place = read.axis % len(order)
     others = [dim for dim in order if dim != place]
     if others != sorted(others):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,9 @@ from torch import Tensor
 from compile_losses import switches
 from compile_losses.device_constants import constants_of
 from compile_losses.torch_internals.ops import has_kernel, key_of_device
+
+if TYPE_CHECKING:
+    from compile_losses.ops.linear.weight_sum import WeightSum
 
 aten = torch.ops.aten
 
@@ -161,6 +164,7 @@ class Gradients:
         rows: of input's gradient.
         wide: whether the weight's gradient is added up in float32.
         dtype: of the bias's sum.
+        total: what the weight's gradient is a part of; by default it is a result.
     """
 
     def __init__(
@@ -171,7 +175,9 @@ class Gradients:
         dtype: torch.dtype,
         *,
         wide: bool,
+        total: WeightSum | None = None,
     ) -> None:
+        self.total = total
         needs_input, self.needs_weight, self.needs_bias = needs
         classes, hidden = linear_weight.shape
         self.linear_weight, self.needs_input, self.wide = linear_weight, needs_input, wide
@@ -188,14 +194,16 @@ class Gradients:
         """
         dtype = torch.float32 if self.wide else self.linear_weight.dtype
         return self.linear_weight.new_empty(
-            self.linear_weight.shape if self.needs_weight else 0, dtype=dtype
+            self.linear_weight.shape if self.needs_weight and self.total is None else 0, dtype=dtype
         )
 
     def add(self, rows: slice, input: Tensor, of_logits: Tensor) -> None:
         """Adds the part of a chunk of rows, from the gradient of its logits."""
         if self.needs_input:
             torch.mm(of_logits, self.linear_weight, out=self.input[rows])
-        if self.needs_weight:
+        if self.total is not None:
+            self.total.add(of_logits.t(), input, wide=self.wide)
+        elif self.needs_weight:
             add_product(self.weight, of_logits.t(), input, starts=self.starts)
         if self.needs_bias:
             self.bias_sum += of_logits.sum(0)
@@ -203,7 +211,9 @@ class Gradients:
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients; empty if they are not needed."""
-        if self.starts:
+        if self.total is not None:
+            self.total.begin(self.linear_weight, self.linear_weight.shape)
+        elif self.starts:
             self.weight.zero_()
         dtype = self.linear_weight.dtype
         return self.input, self.weight.to(dtype), self.bias_sum.to(dtype)

@@ -58,6 +58,7 @@ from compile_losses.ops.linear.row_divergences import RowDivergences
 from compile_losses.ops.linear.row_function import RowFunction, known_gradients
 from compile_losses.ops.linear.row_losses import NONE, RowLosses
 from compile_losses.ops.linear.row_statistics import RowStatistics
+from compile_losses.ops.linear.weight_sum import current_sum, rows_of_sum
 
 Losses: TypeAlias = RowLosses | RowDivergences | RowStatistics
 
@@ -116,9 +117,14 @@ class Problem:
     def plan(self, needs_input: bool, needs_weight: bool) -> Plan:
         """How many rows of logits are held at a time for the gradients, and where."""
         beside = self.losses.beside(gradient=True)
-        if not needs_weight or self.losses.by_row or not isinstance(self.losses, RowLosses):
-            chunk = chunk_rows(*self.sizes, beside=beside, sums_weight=needs_weight, is_taken=True)
-            return Plan(chunk)
+        own = current_sum() is None
+        if not (needs_weight and own and isinstance(self.losses, RowLosses)) or self.losses.by_row:
+            rows, hidden, classes, dtype, device = self.sizes
+            chunk = chunk_rows(
+                rows_of_sum(rows), hidden, classes, dtype, device,
+                beside=beside, sums_weight=needs_weight, is_taken=True,
+            )  # fmt: skip
+            return Plan(max(1, min(chunk, rows)))
         return plan(
             *self.sizes,
             needs_input=needs_input,
@@ -324,8 +330,11 @@ def _prepared(
     needs_input, needs_weight, _ = needs
     losses = problem.losses
     how = problem.plan(needs_input, needs_weight)
-    wide = how.first is None and sums_in_float32(problem.rows, how.chunk, problem.input.dtype)
-    gradients = Gradients(problem.linear_weight, problem.rows, needs, losses.dtype, wide=wide)
+    rows = rows_of_sum(problem.rows)
+    wide = how.first is None and sums_in_float32(rows, how.chunk, problem.input.dtype)
+    gradients = Gradients(
+        problem.linear_weight, problem.rows, needs, losses.dtype, wide=wide, total=current_sum()
+    )
     first = None
     if how.first is not None and isinstance(losses, RowLosses):
         first = FirstRows(gradients, how.first, losses)
