@@ -245,10 +245,10 @@ FAULTS = [
         "tuple(Partial() if i in mesh_dims else Replicate() for i in range(mesh.ndim))",
         "tuple(Replicate() for i in range(mesh.ndim))",
     ),
-    Fault("lower/regions/rows.py", "    if others != sorted(others):", "    if not others:"),
+    Fault("lower/regions/rules.py", "    if others != sorted(others):", "    if not others:"),
     Fault(
-        "lower/regions/rows.py",
-        "    return len(one) == len(other) and all(map(_same, one, other))",
+        "lower/regions/steps.py",
+        "    return len(one) == len(other) and all(map(same, one, other))",
         "    return len(one) == len(other)",
     ),
     Fault("ops/linear/weight_sum.py", "starts = self.total is None", "starts = True"),

@@ -42,15 +42,9 @@ from compile_losses.lower.elementwise.find import linear_part
 from compile_losses.lower.fused_calls import Loss
 from compile_losses.lower.known_factors import is_one_number
 from compile_losses.lower.mutated_inputs import changed_inputs
-from compile_losses.lower.regions.rows import (
-    COLUMN,
-    EXTREMES_OF_TWO,
-    LOGITS,
-    End,
-    NotOfRowsError,
-    Rows,
-    head_of,
-)
+from compile_losses.lower.regions.rows import Rows
+from compile_losses.lower.regions.rules import EXTREMES_OF_TWO
+from compile_losses.lower.regions.steps import COLUMN, LOGITS, End, NotOfRowsError, head_of
 from compile_losses.lower.regions.write import Writer, in_shape_of, known_reads, needed, result_of
 from compile_losses.lower.row_gradients import has_as_many
 from compile_losses.lower.shared_with_forward import save

@@ -12,129 +12,40 @@ No values are tried. A node without a rule lies outside; if it reads logits, the
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from math import prod
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.graphs import descendants
-from compile_losses.lower.early_sizes import key_of
 from compile_losses.lower.known_factors import has_one_element
-from compile_losses.lower.node_relations import filled_with, is_turned_matrix, view_of
-from compile_losses.op_traits import (
-    FILLED,
-    MEANS,
-    SAME_IF_AS_MANY,
-    SCATTERS,
-    TOTALS,
-    TURNS,
+from compile_losses.lower.node_relations import is_turned_matrix
+from compile_losses.lower.regions.rules import EXTREMES_OF_TWO, RULES, largest_of_two
+from compile_losses.lower.regions.steps import (
+    CLASSES,
+    COLUMN,
+    LOGITS,
+    NONE,
+    NUMBER,
+    End,
+    Head,
+    NotOfRowsError,
+    Read,
+    Step,
+    broadcasts,
+    head_of,
+    same,
+    same_shape,
+    with_one,
 )
-from compile_losses.ops.linear.region_program import (
-    INDEXED,
-    REDUCTIONS,
-    REDUCTIONS_OF_ONE,
-    SPREAD,
-)
+from compile_losses.op_traits import MEANS, TOTALS
 from compile_losses.ops.linear.row_function import is_of_elements
 from compile_losses.sites import in_words
-from compile_losses.torch_internals.ops import OpOverload, named_arguments, schema_of
+from compile_losses.torch_internals.ops import OpOverload, named_arguments
 
 aten = torch.ops.aten
-
-#: The kinds of what steps read.
-LOGITS, COLUMN, CLASSES, NUMBER = "logits", "column", "classes", "number"
-
-
-@dataclass(frozen=True)
-class Read:
-    """A node as a step reads it.
-
-    Attributes:
-        kind: one of the kinds above.
-        shape: what the node is broadcast to before.
-        axis: the dimension of the classes, counted from the end; of logits.
-    """
-
-    node: Node
-    kind: str
-    shape: tuple[Any, ...] = field(compare=False)
-    axis: int = -1
-    #: The shape as a part of a key, which symbols can't be.
-    key: tuple[Any, ...] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "key", key_of(self.shape))
-
-
-@dataclass(frozen=True)
-class Step:
-    """How a node is computed of a chunk of rows.
-
-    Attributes:
-        kind: LOGITS or COLUMN.
-        op: None if the node is the first argument, in another shape.
-        args, kwargs: the nodes among them as a Read.
-        axis: the dimension of the classes, counted from the end; of logits.
-    """
-
-    kind: str
-    op: Any
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    axis: int = -1
-
-    @property
-    def reads(self) -> Iterator[Read]:
-        return (a for a in (*self.args, *self.kwargs.values()) if isinstance(a, Read))
-
-
-@dataclass(frozen=True)
-class Head:
-    """The product that makes logits, ``input @ columns``, with a bias or without."""
-
-    input: Node
-    columns: Node
-    bias: Node | None
-
-
-@dataclass(frozen=True)
-class End:
-    """A node that leaves the rows: a product of logits' gradients, or their sum over rows.
-
-    Attributes:
-        node: the result.
-        logits: what it is made of.
-        other: the other factor; None of a sum.
-        is_sum: whether it is a sum over the rows.
-        is_turned: whether ``other`` comes first.
-    """
-
-    node: Node
-    logits: Node
-    other: Node | None
-    is_sum: bool
-    is_turned: bool = False
-
-
-class NotOfRowsError(Exception):
-    """Why logits can't be left out."""
-
-
-def head_of(node: Node) -> Head | None:
-    """The head that a node is the product of, if it is one."""
-    if node.target is aten.mm.default:
-        input, columns = node.args
-        return Head(input, columns, None)  # type: ignore[arg-type]
-    if node.target is aten.addmm.default and not node.kwargs:
-        bias, input, columns = node.args
-        is_vector = bias.meta["val"].dim() == 1  # type: ignore[union-attr]
-        return Head(input, columns, bias) if is_vector else None  # type: ignore[arg-type]
-    return None
 
 
 class Rows:
@@ -198,13 +109,13 @@ class Rows:
         return (
             isinstance(value, Tensor)
             and value.dim() >= max(2, -axis)
-            and _same(value.shape[axis], self.classes)
-            and _same(value.numel(), self.rows * self.classes)
+            and same(value.shape[axis], self.classes)
+            and same(value.numel(), self.rows * self.classes)
         )
 
     def is_column(self, value: Any) -> bool:
         """Whether a tensor has as many numbers as there are rows."""
-        return isinstance(value, Tensor) and _same(value.numel(), self.rows)
+        return isinstance(value, Tensor) and same(value.numel(), self.rows)
 
     def _step(self, node: Node, axis: int = -1) -> Step | None:
         """How a node is computed; None where no rule says.
@@ -227,10 +138,10 @@ class Rows:
         if not isinstance(value, Tensor) or value.is_complex():
             return None
         if target is operator.getitem:
-            return _largest(self, node, value, axis)
+            return largest_of_two(self, node, value, axis)
         if node.op != "call_function" or not isinstance(target, OpOverload):
             return None
-        rule = _RULES.get(target)
+        rule = RULES.get(target)
         if rule is not None:
             return rule(self, node, value, axis)
         return self._of_elements(node, value, axis) if is_of_elements(target) else None
@@ -249,23 +160,23 @@ class Rows:
         if own is None and has_one_element(value):
             return Read(argument, NUMBER, tuple(value.shape))
         if kind == COLUMN:
-            fits = own == COLUMN or (own is None and _broadcasts(value.shape, shape))
+            fits = own == COLUMN or (own is None and broadcasts(value.shape, shape))
             return Read(argument, COLUMN, shape) if fits else None
-        ones = _with_one(shape, axis)
+        ones = with_one(shape, axis)
         if own == COLUMN:
-            return Read(argument, COLUMN, ones) if _same_shape(value.shape, ones) else None
-        if own == LOGITS or _same_shape(value.shape, shape):
+            return Read(argument, COLUMN, ones) if same_shape(value.shape, ones) else None
+        if own == LOGITS or same_shape(value.shape, shape):
             step = self.step(argument)
             if step is None:
                 is_known = argument not in self.made
             else:
-                is_known = step.axis == axis and _same_shape(value.shape, shape)
+                is_known = step.axis == axis and same_shape(value.shape, shape)
             return Read(argument, LOGITS, shape, axis) if is_known else None
         padded = (*[1] * (len(shape) - value.dim()), *value.shape)
-        if _same(padded[axis], 1) and _broadcasts(value.shape, ones):
+        if same(padded[axis], 1) and broadcasts(value.shape, ones):
             return Read(argument, COLUMN, ones)
-        if all(_same(size, 1) for size in _with_one(padded, axis)):
-            is_of_classes = _same(padded[axis], self.classes)
+        if all(same(size, 1) for size in with_one(padded, axis)):
+            is_of_classes = same(padded[axis], self.classes)
             return Read(argument, CLASSES, tuple(value.shape)) if is_of_classes else None
         return None
 
@@ -311,11 +222,11 @@ class Rows:
             if not isinstance(given, Node):
                 return given
             read = self.read(given, kind, value.shape, axis)
-            return _NONE if read is None else read
+            return NONE if read is None else read
 
         args = [argument(given) for given in node.args]
         kwargs = {name: argument(given) for name, given in named.items()}
-        if any(given is _NONE for given in (*args, *kwargs.values())):
+        if any(given is NONE for given in (*args, *kwargs.values())):
             return None
         step = Step(kind, node.target, tuple(args), kwargs, axis)
         kinds = {read.kind for read in step.reads}
@@ -390,199 +301,3 @@ class Rows:
         if not isinstance(other, Node) or other in self.made or other.meta["val"].dim() != 2:
             return None
         return End(node, logits, other, is_sum, is_turned)
-
-
-def _with_one(shape: Sequence[Any], axis: int) -> tuple[Any, ...]:
-    """A shape with one along an axis."""
-    place = axis % len(shape)
-    return (*shape[:place], 1, *shape[place + 1 :])
-
-
-#: An argument that no step can read.
-_NONE: Any = object()
-
-_Rule: TypeAlias = Callable[[Rows, Node, Tensor, int], Step | None]
-
-
-def _in_another_shape(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
-    """The same numbers in the same order; or a column's for all classes."""
-    source = node.args[0]
-    if not isinstance(source, Node):
-        return None
-    kind = rows.look_at(source, axis)
-    of_product = Read(rows.product, LOGITS, ())
-    spreads = node.target is aten.expand.default and rows.is_logits(value, axis)
-    if kind is None:
-        spread = rows.read(source, LOGITS, value.shape, axis) if spreads else None
-        if spread is None or spread.kind == LOGITS:
-            return None
-        return Step(LOGITS, SPREAD, (spread, of_product), axis=axis)
-    read = rows.as_it_is(source)
-    if kind == LOGITS:
-        is_same = _same_shape(value.shape, read.shape)
-        new = read.axis if is_same else _axis_after(read, value.shape)
-        return None if new is None else Step(LOGITS, None, (read,), axis=new)
-    if rows.is_column(value):
-        return Step(COLUMN, None, (read,))
-    if spreads and _same_shape(read.shape, _with_one(value.shape, axis)):
-        return Step(LOGITS, SPREAD, (read, of_product), axis=axis)
-    return None
-
-
-def _axis_after(read: Read, after: Sequence[Any]) -> int | None:
-    """Where the classes are in another shape of the same numbers; None if they are cut, or merged
-    with rows."""
-    place = read.axis % len(read.shape)
-    first, classes, last = read.shape[:place], read.shape[place], read.shape[place + 1 :]
-    for new, size in enumerate(after):
-        sides = _same(prod(first), prod(after[:new])), _same(prod(last), prod(after[new + 1 :]))
-        if _same(size, classes) and all(sides):
-            return new - len(after)
-    return None
-
-
-def _turned(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
-    """Logits whose classes move, while the rows stay in their order."""
-    source = node.args[0]
-    if not isinstance(source, Node) or rows.look_at(source, axis) != LOGITS:
-        return None
-    read, order = rows.as_it_is(source), view_of(node).order
-    place = read.axis % len(order)
-    others = [dim for dim in order if dim != place]
-    if others != sorted(others):
-        return None
-    return Step(LOGITS, None, (read,), axis=order.index(place) - len(order))
-
-
-def _scattered(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
-    """A column that fills all of what it is put into."""
-    source = node.args[1]
-    if isinstance(source, Node) and rows.look_at(source) == COLUMN and rows.is_column(value):
-        return Step(COLUMN, None, (rows.as_it_is(source),))
-    return None
-
-
-def _filled(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
-    number = filled_with(node)
-    if number is None or not rows.is_logits(value, axis):
-        return None
-    like = Read(rows.product, LOGITS, ())
-    dtype = {"dtype": value.dtype}
-    return Step(LOGITS, aten.full_like.default, (like, number), dtype, axis)
-
-
-def _reduced(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
-    """A number of each row, of all classes."""
-    named = named_arguments(node)
-    names = [argument.name for argument in schema_of(node.target).arguments]
-    source, dim = named.pop(names[0]), named.pop("dim")
-    named.pop("keepdim", None)
-    if not isinstance(source, Node) or any(isinstance(v, Node) for v in named.values()):
-        return None
-    of_source = source.meta["val"]
-    dims = dim if isinstance(dim, list | tuple) else [dim]
-    if not rows.is_column(value) or len(dims) != 1 or dims[0] is None:
-        return None
-    place = dims[0] % of_source.dim()
-    kind = rows.look_at(source, place - of_source.dim())
-    if kind is None:
-        return None
-    read = rows.as_it_is(source)
-    if kind == COLUMN:
-        is_one = node.target in _OF_ONE_NUMBER and _same(of_source.shape[place], 1)
-        is_plain = named.get("dtype") in (None, of_source.dtype) and value.dtype == of_source.dtype
-        return Step(COLUMN, None, (read,)) if is_one and is_plain else None
-    if place != read.axis % of_source.dim():
-        return None
-    options = {name: v for name, v in named.items() if v is not None}
-    which: Any = [1] if node.target in REDUCTIONS else 1
-    return Step(COLUMN, node.target, (read, which), {**options, "keepdim": True})
-
-
-#: Of one number they are that number.
-_OF_ONE_NUMBER = (*(aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default),)
-
-
-def _largest(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
-    """The largest logit of each row, or its place: one of two results."""
-    both: Any
-    index: Any
-    both, index = node.args
-    ops = EXTREMES_OF_TWO.get(both.target)
-    if ops is None:
-        return None
-    named = named_arguments(both)
-    source = named["self"]
-    if rows.look_at(source, axis) != LOGITS or not rows.is_column(value):
-        return None
-    read, rank = rows.as_it_is(source), source.meta["val"].dim()
-    if named["dim"] % rank != read.axis % rank:
-        return None
-    which: Any = [1] if index == 0 else 1
-    return Step(COLUMN, ops[index], (read, which), {"keepdim": True})
-
-
-#: What the results are of the ops that return the largest or smallest numbers and their places.
-EXTREMES_OF_TWO: dict[Any, tuple[Any, Any]] = {
-    aten.max.dim: (aten.amax.default, aten.argmax.default),
-    aten.min.dim: (aten.amin.default, aten.argmin.default),
-}
-
-
-def _indexed(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
-    """One class of each row is read, or written."""
-    base: Any
-    dim: Any
-    base, dim, index, *rest = node.args
-    if node.kwargs or not isinstance(index, Node):
-        return None
-    shape = base.meta["val"].shape
-    axis = dim % len(shape) - len(shape)
-    if not rows.is_logits(base.meta["val"], axis):
-        return None
-    of_base = rows.read(base, LOGITS, shape, axis)
-    ones = _with_one(shape, axis)
-    if of_base is None or not _same_shape(index.meta["val"].shape, ones):
-        return None
-    of_index = rows.read(index, COLUMN, ones)
-    values = [_of_index(rows, each, ones) for each in rest]
-    if of_index is None or of_index.kind == NUMBER or any(each is _NONE for each in values):
-        return None
-    kind = COLUMN if node.target is aten.gather.default else LOGITS
-    return Step(kind, node.target, (of_base, 1, of_index, *values), axis=axis)
-
-
-def _of_index(rows: Rows, argument: Any, ones: Sequence[Any]) -> Any:
-    """What is written to the class of each row: a number, or a column of the index's shape."""
-    if not isinstance(argument, Node):
-        return argument
-    if not _same_shape(argument.meta["val"].shape, ones):
-        return _NONE
-    read = rows.read(argument, COLUMN, ones)
-    return read if read is not None and read.kind == COLUMN else _NONE
-
-
-_RULES: dict[Any, _Rule] = {
-    **dict.fromkeys((*FILLED, aten.full.default, aten.zeros.default, aten.ones.default), _filled),
-    **dict.fromkeys(SAME_IF_AS_MANY, _in_another_shape),
-    **dict.fromkeys(TURNS, _turned),
-    **dict.fromkeys(SCATTERS, _scattered),
-    **dict.fromkeys((*REDUCTIONS, *REDUCTIONS_OF_ONE), _reduced),
-    **dict.fromkeys(INDEXED, _indexed),
-}
-
-
-def _same(one: Any, other: Any) -> bool:
-    return bool(statically_known_true(one == other))
-
-
-def _same_shape(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(map(_same, one, other))
-
-
-def _broadcasts(shape: Sequence[Any], to: Sequence[Any]) -> bool:
-    """Whether a shape is broadcast to another one, whose numbers are at least as many."""
-    if len(shape) > len(to):
-        return False
-    pairs = zip(reversed(shape), reversed(to), strict=False)
-    return all(_same(one, 1) or _same(one, other) for one, other in pairs)

@@ -12,7 +12,8 @@ from torch.fx import Node
 
 from compile_losses.graphs import emit
 from compile_losses.lower.early_sizes import size_node
-from compile_losses.lower.regions.rows import (
+from compile_losses.lower.regions.rows import Rows
+from compile_losses.lower.regions.steps import (
     CLASSES,
     COLUMN,
     LOGITS,
@@ -20,7 +21,6 @@ from compile_losses.lower.regions.rows import (
     End,
     NotOfRowsError,
     Read,
-    Rows,
 )
 from compile_losses.lower.row_gradients import as_broadcast
 from compile_losses.ops.linear.region_program import (
