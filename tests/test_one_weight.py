@@ -280,7 +280,7 @@ def example():
         "steps": [],
         "columns": [],
         "row_products": [{"value": 0, "other": 1}],
-        "sums": [{"value": 0, "other": 0, "is_turned": False}],
+        "sums": [{"value": 0, "other": 0, "is_turned": False, "classes": 9}],
         "totals": [],
         "dtypes": ["float64"] * 2,
     }

@@ -307,10 +307,10 @@ def example():
         "columns": [3],
         "row_products": [{"value": 2, "other": 1}],
         "sums": [
-            {"value": 2, "other": 0, "is_turned": False},
-            {"value": 2, "other": 0, "is_turned": True},
+            {"value": 2, "other": 0, "is_turned": False, "classes": 9},
+            {"value": 2, "other": 0, "is_turned": True, "classes": 9},
         ],
-        "totals": [2],
+        "totals": [{"value": 2, "classes": 9}],
         "dtypes": ["float64"] * 5,
     }
     z = (x @ w) * known

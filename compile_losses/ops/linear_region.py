@@ -37,7 +37,7 @@ linear_region = library.define(
 
 
 def rows_at_a_time(
-    heads: int,
+    widths: Sequence[int],
     has_gradients: bool,
     sums_weight: bool,
     rows: int,
@@ -49,11 +49,11 @@ def rows_at_a_time(
     """How many rows of logits a region holds.
 
     Args:
-        heads: how many products have such rows.
+        widths: how many classes each product has.
         has_gradients: whether the gradient of a chunk's logits lies beside them.
         sums_weight, rows, hidden, classes, dtype, device: as for :func:`chunk_rows`.
     """
-    beside = heads - 1 + has_gradients
+    beside = sum(widths) / max(widths) - 1 + has_gradients
     return chunk_rows(
         rows, hidden, classes, dtype, device,
         beside=beside, sums_weight=sums_weight, is_taken=True,
@@ -79,14 +79,14 @@ class _Region:
     def shapes(self) -> list[tuple[Any, ...]]:
         """Of the results."""
         program, rows, shared = self.program, self.rows, self.shared
-        count, classes = rows[0].shape[0], shared[program.products[0].columns].shape[1]
-        of_sums = [(classes, rows[each.other].shape[1]) for each in program.sums]
+        count = rows[0].shape[0]
+        of_sums = [(each.classes, rows[each.other].shape[1]) for each in program.sums]
         turned = [each.is_turned for each in program.sums]
         return [
             *[(count,)] * len(program.columns),
             *((count, shared[each.other].shape[1]) for each in program.row_products),
             *(shape[::-1] if turn else shape for shape, turn in zip(of_sums, turned, strict=True)),
-            *[(classes,)] * len(program.totals),
+            *((each.classes,) for each in program.totals),
         ]
 
     def logits(self, product: Product, rows: slice) -> Tensor:
@@ -97,10 +97,11 @@ class _Region:
 
     def chunk(self) -> int:
         program = self.program
-        first = program.products[0]
-        input, columns = self.rows[first.input], self.shared[first.columns]
-        needs = len(program.products), program.has_gradients, bool(program.sums)
-        hidden, classes = columns.shape
+        input = self.rows[program.products[0].input]
+        widths = [self.shared[product.columns].shape[1] for product in program.products]
+        needs = widths, program.has_gradients, bool(program.sums)
+        classes = max(widths)
+        hidden = self.shared[program.products[widths.index(classes)].columns].shape[0]
         count = rows_of_sum(self.count)
         chunk = rows_at_a_time(*needs, count, hidden, classes, input.dtype, input.device)
         return max(1, min(chunk, self.count))
@@ -169,8 +170,8 @@ class _Region:
             of_logits, other = made[each_sum.value], self.rows[each_sum.other][rows]
             pair = (other, of_logits) if each_sum.is_turned else (of_logits, other)
             total.add(pair[0].t(), pair[1], wide=wide)
-        for number, of_classes in zip(program.totals, totals, strict=True):
-            of_classes += made[number].sum(0, dtype=of_classes.dtype)
+        for each_total, of_classes in zip(program.totals, totals, strict=True):
+            of_classes += made[each_total.value].sum(0, dtype=of_classes.dtype)
 
 
 @lru_cache(maxsize=128)

@@ -22,7 +22,7 @@ from compile_losses.recognize.logits import Logits, find_logits
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.returned_logits import lazy_outputs
 from compile_losses.recognize.symbolic_tensors import Value, has_gradient, whole
-from compile_losses.recognize.with_head import check_gain, check_rows, loss_dtype
+from compile_losses.recognize.with_head import check_copy, check_gain, check_rows, loss_dtype
 from compile_losses.request import Request
 
 
@@ -52,8 +52,7 @@ def take_divergence(match: Match, replay: AtenReplay, request: Request) -> Match
         of_teacher = find_logits(match, replay, teacher)
         if of_teacher is not None:
             _check(match, of_teacher)
-            if of_teacher.copies_weight:
-                raise NotAbsorbedError("its layer's weight would be copied")
+            check_copy(of_teacher)
             if of_teacher.outputs:
                 raise NotAbsorbedError("they are returned")
             found = taken(of_teacher)

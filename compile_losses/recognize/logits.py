@@ -540,12 +540,18 @@ class _Walk:
         self._note(f"a cast from {str(before).removeprefix('torch.')}")
 
     def _pick(self, step: Value) -> None:
-        """Rows taken by an index."""
+        """Rows taken by an index, or classes, the same of each row."""
         logits, name = self.logits, step.node.name
-        if step.op is aten.index_select.default:
-            if step.args[1] % step.args[0].fake.dim() == logits.class_dim:
-                raise NotAbsorbedError(f"{name} takes only some classes of a row")
-        else:
+        selects = step.op is aten.index_select.default
+        given = [step.args[2]] if selects else step.args[1]
+        if not all(index is None or index.whole for index in given):
+            raise NotAbsorbedError(f"{name} takes some of the logits by a list of constants")
+        index = self._index_of_classes(step)
+        if index is not None:
+            self._some_classes(step, aten.index_select.default, index)
+            self._note("classes picked by an index")
+            return
+        if step.op is not aten.index_select.default:
             indices = step.args[1]
             if len(indices) > logits.class_dim or not all(isinstance(i, Value) for i in indices):
                 raise NotAbsorbedError(f"{name} takes only some classes of a row")
@@ -564,7 +570,8 @@ class _Walk:
         if op is aten.slice.Tensor:
             _check_constant(step, rest)
             if logits.class_dim in view.dims:
-                self._first_classes(step, rest[1:])
+                self._some_classes(step, aten.slice.Tensor, *rest[1:])
+                self._note("a slice of the classes")
                 return
         place = view.place_of(logits.class_dim)
         if place is None:
@@ -581,13 +588,26 @@ class _Walk:
         _check_constant(step, rest)
         logits.input = computed(op, logits.input, *rest)
 
-    def _first_classes(self, step: Value, bounds: tuple[Any, ...]) -> None:
+    def _index_of_classes(self, step: Value) -> Value | None:
+        """The index that a step picks classes by; None if it picks rows."""
+        place = self.logits.class_dim
+        if step.op is aten.index_select.default:
+            _, dim, index = step.args
+            return index if dim % step.args[0].fake.dim() == place else None
+        indices = step.args[1]
+        if len(indices) != place + 1 or any(each is not None for each in indices[:-1]):
+            return None
+        index = indices[-1]
+        is_plain = index.fake.dim() == 1 and index.fake.dtype in (torch.int64, torch.int32)
+        return index if is_plain else None
+
+    def _some_classes(self, step: Value, op: Any, *rest: Any) -> None:
+        """Takes some rows of the weight, and some elements of the bias."""
         logits = self.logits
         self.classes = step.fake.shape[logits.class_dim]
-        logits.weight = computed(aten.slice.Tensor, logits.weight, 0, *bounds)
-        logits.bias = logits.bias and computed(aten.slice.Tensor, logits.bias, 0, *bounds)
+        logits.weight = computed(op, logits.weight, 0, *rest)
+        logits.bias = logits.bias and computed(op, logits.bias, 0, *rest)
         logits.copies_weight = True  # its gradient is
-        self._note("a slice of the classes")
 
 
 def _check_size(step: Value) -> None:

@@ -71,7 +71,7 @@ from compile_losses.recognize.symbolic_tensors import (
     sources,
 )
 from compile_losses.recognize.verify import verify as compare
-from compile_losses.recognize.with_head import check_gain, check_rows, rows_of
+from compile_losses.recognize.with_head import check_copy, check_gain, check_rows, rows_of
 from compile_losses.request import Request
 from compile_losses.sites import in_words, left_out
 from compile_losses.torch_internals.ops import schema_of
@@ -525,8 +525,7 @@ class Taking:
             check_no_dtensors(found)
             if found.scale != 1:
                 raise NotAbsorbedError(SCALED)
-            if found.copies_weight:
-                raise NotAbsorbedError("its layer's weight would be copied")
+            check_copy(found)
             if found.class_dim != reading.dim:
                 raise NotAbsorbedError("its classes are in another dimension")
             if found.weight.fake.shape[0] != self.shared.head.weight.fake.shape[0]:

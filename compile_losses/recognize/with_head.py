@@ -127,6 +127,18 @@ def check_gain(match: Match, logits: Logits, request: Request, beside: float = 0
         )
 
 
+def check_copy(of_teacher: Logits) -> None:
+    """Checks that a teacher's weight is not copied, unless it is a part of it that takes at most
+    half as much as the logits that are not held."""
+    if not of_teacher.copies_weight:
+        return
+    logits, layer = example(of_teacher.head.node), of_teacher.head.weight.fake
+    made, copied = (size_hint(each.numel()) for each in (logits, of_teacher.weight.fake))
+    is_part = of_teacher.weight.fake.numel() < layer.numel()
+    if not is_part or made is None or copied is None or 2 * copied > made:
+        raise NotAbsorbedError("its layer's weight would be copied")
+
+
 def check_rows(match: Match, reduction: int, logits: Logits, request: Request) -> None:
     """Checks that an unreduced loss with a gradient is lowered, or may compute its logits twice."""
     if not example(match.root).requires_grad or reduction != REDUCTIONS["none"]:

@@ -61,6 +61,8 @@ ABSORBED = {
     "mask by where": lambda h, w, b: torch.where(PADDING, -1e3, F.linear(h, w)),
     "kept by where": lambda h, w, b: torch.where(~PADDING, F.linear(h, w, b), -1e3),
     "factor, then mask": lambda h, w, b: (F.linear(h, w, b) * 3).masked_fill(PADDING, -8.0),
+    "classes picked": lambda h, w, b: F.linear(h, w, b)[..., torch.tensor([1, 2])],
+    "classes selected": lambda h, w, b: F.linear(h, w).index_select(2, torch.tensor([1, 0, 3])),
     "soft-cap": lambda h, w, b: 5 * torch.tanh(F.linear(h, w, b) / 5),
     "tanh": lambda h, w, b: torch.tanh(F.linear(h, w, b)),
     "turned over": lambda h, w, b: -4 * torch.tanh(F.linear(h, w, b) / 4),
@@ -161,11 +163,12 @@ REFUSED = {
     "rows apart": (
         lambda h, w, b: F.linear(h, w).transpose(1, 2).reshape(2, -1), "takes the classes of a row",
     ),
-    "classes picked": (lambda h, w, b: F.linear(h, w)[..., [1, 2]], "only some classes"),
-    "one class": (lambda h, w, b: F.linear(h, w)[..., 1], "only some classes"),
-    "classes selected": (
-        lambda h, w, b: F.linear(h, w).index_select(2, torch.tensor([1])), "only some classes",
+    "rows by a list": (lambda h, w, b: F.linear(h, w).view(-1, CLASSES)[[3, 1]], "a list of"),
+    "classes by a list": (lambda h, w, b: F.linear(h, w)[..., [1, 2]], "a list of constants"),
+    "classes by a mask": (
+        lambda h, w, b: F.linear(h, w)[..., PADDING], "only some classes",
     ),
+    "one class": (lambda h, w, b: F.linear(h, w)[..., 1], "only some classes"),
     "repeated": (lambda h, w, b: F.linear(h, w)[:1] * torch.ones(2, 1, 1).double(), "repeats"),
     "narrowed": (lambda h, w, b: F.linear(h, w).float(), "a cast of the logits"),
     "gathered": (lambda h, w, b: F.linear(h, w).gather(-1, torch.tensor([[[1]]])), "picks classes"),

@@ -66,6 +66,17 @@ OF_ROWS = {
     "of all": lambda z, r, c, y: z.exp().sum(),
     "mean of all": lambda z, r, c, y: in_batch(z).square().mean(),
     "known logits": lambda z, r, c, y: (z * (r[:, None] + c).cos()).sum(1),
+    "some classes": lambda z, r, c, y: z[:, 1:].exp().sum(1),
+    "classes by index": lambda z, r, c, y: z[:, y % CLASSES].sum(1),
+    "classes selected": lambda z, r, c, y: (z.index_select(1, y % CLASSES) * r[:, None]).amax(1),
+    "classes of a batch": lambda z, r, c, y: in_batch(z)[..., :3].exp().sum(2),
+    "classes second, some": lambda z, r, c, y: in_batch(z).transpose(1, 2)[:, 1:4].sum(1),
+    "classes put": lambda z, r, c, y: (
+        torch.zeros_like(z).index_add(1, y % CLASSES, z[:, y % CLASSES]).square().sum(1)
+    ),
+    "classes written": lambda z, r, c, y: z.slice_scatter(z[:, 2:4] * 2, 1, 1, 3).exp().sum(1),
+    "some classes of each kind": lambda z, r, c, y: z[:, 1:].amax(1) + z[:, :3].sum(1) * z.sum(1),
+    "looked up": lambda z, r, c, y: z.sum(1) * c[z.argmax(1)],
 }
 
 #: What mixes rows, or has other numbers than one of each row.
@@ -75,9 +86,9 @@ OF_NO_ROWS = {
     "rolled": lambda z, r, c, y: z.roll(1, 0).sum(1),
     "flipped": lambda z, r, c, y: z.flip(0).sum(1),
     "some rows": lambda z, r, c, y: z[1:].sum(1),
-    "some classes": lambda z, r, c, y: z[:, 1:].sum(1),
     "rows by index": lambda z, r, c, y: z[y.clamp(max=ROWS - 1)].sum(1),
     "tokens first": lambda z, r, c, y: in_batch(z).transpose(0, 1).sum(2),
+    "every other class": lambda z, r, c, y: z[:, ::2].sum(1),
     "of pairs": lambda z, r, c, y: z.view(ROWS * CLASSES // 10, 10).sum(1),
     "sorted": lambda z, r, c, y: z.sort(1).values[:, 0],
     "of all to each": lambda z, r, c, y: (z - z.mean()).exp().sum(1),

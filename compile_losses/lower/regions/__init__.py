@@ -19,6 +19,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.graphs import (
     ancestors,
@@ -46,7 +47,6 @@ from compile_losses.lower.regions.rows import Rows
 from compile_losses.lower.regions.rules import EXTREMES_OF_TWO
 from compile_losses.lower.regions.steps import COLUMN, LOGITS, End, NotOfRowsError, head_of
 from compile_losses.lower.regions.write import Writer, in_shape_of, known_reads, needed, result_of
-from compile_losses.lower.row_gradients import has_as_many
 from compile_losses.lower.shared_with_forward import save
 from compile_losses.ops.linear.chunk_size import chunk_rows, held_rows
 from compile_losses.ops.linear_region import rows_at_a_time
@@ -81,7 +81,7 @@ def _take(graph: AtenGraph, product: Node) -> None:
     losses: list[Loss] = []
     try:
         while True:  # torch's ops of one loss may show products that others read
-            others = [loss for loss in graph.losses if _reads_as_many(loss, product)]
+            others = [loss for loss in graph.losses if _reads_rows(loss, product)]
             compute_sizes_early(graph.graph)  # no logits are read for their sizes
             made = {product, *descendants([product])}
             losses = [loss for loss in others if made.intersection(loss.forward.all_input_nodes)]
@@ -132,10 +132,16 @@ def _calls(loss: Loss) -> list[Node]:
     return [loss.forward, *loss.backwards]
 
 
-def _reads_as_many(loss: Loss, product: Node) -> bool:
-    """Whether a loss reads a tensor of as many numbers as a product has."""
-    read = [n for n in loss.forward.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
-    return any(has_as_many(node, product) for node in read)
+def _reads_rows(loss: Loss, product: Node) -> bool:
+    """Whether a loss reads a tensor of several numbers for each row of a product."""
+    rows = product.meta["val"].shape[0]
+    read = [n.meta.get("val") for n in loss.forward.all_input_nodes]
+    return any(
+        isinstance(size, int) and size > 1 and statically_known_true(value.numel() == rows * size)
+        for value in read
+        if isinstance(value, Tensor)
+        for size in value.shape
+    )
 
 
 def _reads(loss: Loss, rows: Rows) -> bool:
@@ -181,12 +187,12 @@ def _chunk(rows: Rows) -> int:
     Raises:
         NotOfRowsError: all.
     """
-    sizes, value = _sizes(rows.product), rows.product.meta["val"]
+    value = rows.product.meta["val"]
+    widths = [product.meta["val"].shape[1] for product in rows.heads]
+    sizes = _sizes(max(rows.heads, key=lambda product: product.meta["val"].shape[1]))
     assert sizes is not None
     sums = [end for end in rows.ends.values() if end.is_sum and end.other is not None]
-    chunk = rows_at_a_time(
-        len(rows.heads), bool(rows.ends), bool(sums), *sizes, value.dtype, value.device
-    )
+    chunk = rows_at_a_time(widths, bool(rows.ends), bool(sums), *sizes, value.dtype, value.device)
     if chunk >= sizes[0]:
         raise NotOfRowsError("all of them are one chunk: nothing is saved")
     return chunk
@@ -194,15 +200,15 @@ def _chunk(rows: Rows) -> int:
 
 def _costs(rows: Rows, chunk: int) -> tuple[Cost, Cost]:
     """Bytes of logits, of their gradients and of the sums of the others, ours and torch's."""
-    logits = nbytes_of(rows.product.meta["val"])
-    heads, sums = len(rows.heads), [end for end in rows.ends.values() if end.is_sum]
+    of_heads = [nbytes_of(product.meta["val"]) for product in rows.heads]
+    held, logits = sum(of_heads), max(of_heads)
+    sums = [end for end in rows.ends.values() if end.is_sum]
     # Written by a product and read; written and read again, and by a product for each gradient.
-    moved = (2 * heads + 2 * bool(rows.ends) + len(rows.ends)) * logits
+    moved = 2 * held + (2 * bool(rows.ends) + len(rows.ends)) * logits
     count = hint_of(rows.rows)
     again = sum(2 * (-(-count // chunk) - 1) * nbytes_of(end.node.meta["val"]) for end in sums)
-    held = heads * logits
-    beside = heads + bool(rows.ends)
-    return Cost(moved + again, beside * logits * chunk // count), Cost(moved, held)
+    at_a_time = (held + bool(rows.ends) * logits) * chunk // count
+    return Cost(moved + again, at_a_time), Cost(moved, held)
 
 
 def _trace(rows: Rows) -> str:

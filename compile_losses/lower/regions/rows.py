@@ -56,6 +56,8 @@ class Rows:
         opaque: calls of fused ops that will be torch's ops of the logits.
 
     Attributes:
+        sizes: how many classes logits have, each number with a node that has so many. Those of a
+            product are its own; a part of them that an index picks is a number, too.
         steps: how each node of the rows is computed, in the graph's order.
         beside: the same of nodes that are made of no logits but have their size.
         heads: the products among both.
@@ -69,7 +71,10 @@ class Rows:
 
     def __init__(self, products: Sequence[Node], opaque: Iterable[Node] = ()) -> None:
         self.product, self.opaque = products[0], set(opaque)
-        self.rows, self.classes = self.product.meta["val"].shape
+        self.rows = self.product.meta["val"].shape[0]
+        self.sizes: dict[int, Node | None] = {}
+        for product in products:
+            self.sizes.setdefault(product.meta["val"].shape[1], product)
         self.steps: dict[Node, Step] = dict.fromkeys(products, Step(LOGITS, None))
         self.beside: dict[Node, Step] = {}
         self.heads: dict[Node, Head] = {}
@@ -109,9 +114,30 @@ class Rows:
         return (
             isinstance(value, Tensor)
             and value.dim() >= max(2, -axis)
-            and same(value.shape[axis], self.classes)
-            and same(value.numel(), self.rows * self.classes)
+            and isinstance(value.shape[axis], int)
+            and value.shape[axis] in self.sizes
+            and same(value.numel(), self.rows * value.shape[axis])
         )
+
+    def of_size(self, classes: Any) -> Read | None:
+        """Logits of so many classes, for what has their size; None if there are none."""
+        node = self.sizes.get(classes)
+        return None if node is None else Read(node, LOGITS, ())
+
+    def look_at_whole(self, node: Any, axis: int) -> str | None:
+        """The kind of what a part of the classes is picked of, which may be more than any logits
+        have so far."""
+        value = node.meta.get("val") if isinstance(node, Node) else None
+        if not isinstance(value, Tensor) or value.dim() < max(2, -axis):
+            return None
+        classes = value.shape[axis]
+        is_new = isinstance(classes, int) and classes > 1 and classes not in self.sizes
+        if is_new:
+            self.sizes[classes] = None
+        kind = self.look_at(node, axis)
+        if is_new and self.sizes[classes] is None:
+            del self.sizes[classes]
+        return kind
 
     def is_column(self, value: Any) -> bool:
         """Whether a tensor has as many numbers as there are rows."""
@@ -176,7 +202,7 @@ class Rows:
         if same(padded[axis], 1) and broadcasts(value.shape, ones):
             return Read(argument, COLUMN, ones)
         if all(same(size, 1) for size in with_one(padded, axis)):
-            is_of_classes = same(padded[axis], self.classes)
+            is_of_classes = same(padded[axis], shape[axis])
             return Read(argument, CLASSES, tuple(value.shape)) if is_of_classes else None
         return None
 
@@ -200,6 +226,8 @@ class Rows:
         if head is not None:
             if axis == -1 and not {head.input, head.columns, head.bias} & self.made:
                 self.beside[node], self.heads[node] = Step(LOGITS, None), head
+                if self.sizes[value.shape[-1]] is None:
+                    self.sizes[value.shape[-1]] = node
             return
         step = self._step(node, axis)
         if step is None:

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from compile_losses.lower.node_relations import filled_with, view_of
 from compile_losses.lower.regions.steps import (
+    CLASSES,
     COLUMN,
     LOGITS,
     NONE,
@@ -29,6 +30,7 @@ from compile_losses.lower.regions.steps import (
 from compile_losses.op_traits import FILLED, SAME_IF_AS_MANY, SCATTERS, TURNS
 from compile_losses.ops.linear.region_program import (
     INDEXED,
+    LOOK_UP,
     REDUCTIONS,
     REDUCTIONS_OF_ONE,
     SPREAD,
@@ -50,13 +52,13 @@ def _in_another_shape(rows: Rows, node: Node, value: Tensor, axis: int) -> Step 
     if not isinstance(source, Node):
         return None
     kind = rows.look_at(source, axis)
-    of_product = Read(rows.product, LOGITS, ())
-    spreads = node.target is aten.expand.default and rows.is_logits(value, axis)
+    like = rows.of_size(value.shape[axis]) if rows.is_logits(value, axis) else None
+    spreads = node.target is aten.expand.default and like is not None
     if kind is None:
         spread = rows.read(source, LOGITS, value.shape, axis) if spreads else None
         if spread is None or spread.kind == LOGITS:
             return None
-        return Step(LOGITS, SPREAD, (spread, of_product), axis=axis)
+        return Step(LOGITS, SPREAD, (spread, like), axis=axis)
     read = rows.as_it_is(source)
     if kind == LOGITS:
         is_same = same_shape(value.shape, read.shape)
@@ -65,8 +67,121 @@ def _in_another_shape(rows: Rows, node: Node, value: Tensor, axis: int) -> Step 
     if rows.is_column(value):
         return Step(COLUMN, None, (read,))
     if spreads and same_shape(read.shape, with_one(value.shape, axis)):
-        return Step(LOGITS, SPREAD, (read, of_product), axis=axis)
+        return Step(LOGITS, SPREAD, (read, like), axis=axis)
     return None
+
+
+def _cut(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
+    """A part of the classes, one after another; or as many numbers as there were."""
+    named = named_arguments(node)
+    source, dim, start, end = (named[name] for name in ("self", "dim", "start", "end"))
+    if not isinstance(source, Node):
+        return None
+    if same(source.meta["val"].numel(), value.numel()):
+        return _in_another_shape(rows, node, value, axis)
+    if named["step"] != 1 or isinstance(start, Node) or isinstance(end, Node):
+        return None
+    return _part(rows, node, source, dim, aten.slice.Tensor, (1, start, end))
+
+
+def _looked_up(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
+    """Classes that an index picks, the same of all rows; or what a table has of each row."""
+    source: Any
+    indices: Any
+    source, indices = node.args
+    given = [place for place, index in enumerate(indices) if index is not None]
+    if len(given) != 1:
+        return None
+    (place,) = given
+    index, table = indices[place], source.meta["val"]
+    if table.dim() > 1:
+        return _picked(rows, node, source, place, index)
+    if not rows.is_column(value) or rows.look_at(index) != COLUMN or source in rows.made:
+        return None
+    if index.meta["val"].dtype != torch.int64:
+        return None
+    of_table = Read(source, CLASSES, tuple(table.shape))
+    return Step(COLUMN, LOOK_UP, (of_table, rows.as_it_is(index)))
+
+
+def _selected(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
+    source, dim, index = node.args
+    return _picked(rows, node, source, dim, index)
+
+
+def _picked(rows: Rows, node: Node, source: Any, dim: Any, index: Any) -> Step | None:
+    """The classes that an index picks, the same of all rows."""
+    of_index = _of_classes(rows, index)
+    if of_index is None or not isinstance(source, Node):
+        return None
+    return _part(rows, node, source, dim, aten.index_select.default, (1, of_index))
+
+
+def _of_classes(rows: Rows, index: Any) -> Read | None:
+    """How an index of classes is read; None if it is none that is known."""
+    value = index.meta.get("val") if isinstance(index, Node) else None
+    if not isinstance(value, Tensor) or value.dim() != 1 or value.dtype != torch.int64:
+        return None
+    known = index not in rows.made and rows.step(index) is None
+    return Read(index, CLASSES, tuple(value.shape)) if known else None
+
+
+def _part(
+    rows: Rows, node: Node, source: Node, dim: int, op: Any, args: Sequence[Any]
+) -> Step | None:
+    """A part of the classes.
+
+    Args:
+        op, args: what picks it, and what the op takes after the source.
+    """
+    value, of_source = node.meta["val"], source.meta["val"]
+    axis = dim % of_source.dim() - of_source.dim()
+    classes = value.shape[axis]
+    if value.dim() != of_source.dim() or not isinstance(classes, int) or classes < 2:
+        return None
+    if rows.look_at_whole(source, axis) != LOGITS:
+        return None
+    read = rows.as_it_is(source)
+    if read.axis != axis:
+        return None
+    rows.sizes.setdefault(classes, node)
+    return Step(LOGITS, op, (read, *args), axis=axis)
+
+
+def _put(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
+    """Numbers of some classes that are added to those of all: the gradient of a part."""
+    named = named_arguments(node)
+    dim: Any
+    if node.target is aten.index_put.default:
+        base, indices, source = named["self"], named["indices"], named["values"]
+        places = [place for place, index in enumerate(indices) if index is not None]
+        if not named["accumulate"] or len(places) != 1:
+            return None
+        dim, index = places[0], indices[places[0]]
+    else:
+        base, dim, index, source = node.args
+        if named["alpha"] != 1:
+            return None
+    of_index = _of_classes(rows, index)
+    both = _whole_and_part(rows, value, base, source, dim)
+    if both is None or of_index is None:
+        return None
+    whole, part, axis = both
+    return Step(LOGITS, aten.index_add.default, (whole, 1, of_index, part), axis=axis)
+
+
+def _whole_and_part(
+    rows: Rows, value: Tensor, base: Any, source: Any, dim: int
+) -> tuple[Read, Read, int] | None:
+    """How logits and a part of the classes are read that is put into them; and the axis."""
+    axis = dim % value.dim() - value.dim()
+    if not rows.is_logits(value, axis):
+        return None
+    if rows.look_at(base, axis) != LOGITS or rows.look_at(source, axis) != LOGITS:
+        return None
+    whole, part = rows.as_it_is(base), rows.as_it_is(source)
+    fits = same_shape(with_one(whole.shape, axis), with_one(part.shape, axis))
+    return (whole, part, axis) if fits and whole.axis == part.axis == axis else None
 
 
 def _axis_after(read: Read, after: Sequence[Any]) -> int | None:
@@ -95,8 +210,16 @@ def _turned(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
 
 
 def _scattered(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
-    """A column that fills all of what it is put into."""
-    source = node.args[1]
+    """A part of the classes that is put into all; or a column that fills all of its place."""
+    named = named_arguments(node)
+    source, dim = named["src"], named["dim"]
+    if node.target is aten.slice_scatter.default and rows.is_logits(value, axis):
+        both = _whole_and_part(rows, value, named["self"], source, dim)
+        start, end = named["start"], named["end"]
+        if both is None or named["step"] != 1 or isinstance(start, Node) or isinstance(end, Node):
+            return None
+        whole, part, axis = both
+        return Step(LOGITS, aten.slice_scatter.default, (whole, part, 1, start, end), axis=axis)
     if isinstance(source, Node) and rows.look_at(source) == COLUMN and rows.is_column(value):
         return Step(COLUMN, None, (rows.as_it_is(source),))
     return None
@@ -106,8 +229,10 @@ def _filled(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
     number = filled_with(node)
     if number is None or not rows.is_logits(value, axis):
         return None
-    like = Read(rows.product, LOGITS, ())
+    like = rows.of_size(value.shape[axis])
     dtype = {"dtype": value.dtype}
+    if like is None:
+        return None
     return Step(LOGITS, aten.full_like.default, (like, number), dtype, axis)
 
 
@@ -206,6 +331,10 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((*FILLED, aten.full.default, aten.zeros.default, aten.ones.default), _filled),
     **dict.fromkeys(SAME_IF_AS_MANY, _in_another_shape),
     **dict.fromkeys(TURNS, _turned),
+    aten.slice.Tensor: _cut,
+    aten.index.Tensor: _looked_up,
+    aten.index_select.default: _selected,
+    **dict.fromkeys((aten.index_put.default, aten.index_add.default), _put),
     **dict.fromkeys(SCATTERS, _scattered),
     **dict.fromkeys((*REDUCTIONS, *REDUCTIONS_OF_ONE), _reduced),
     **dict.fromkeys(INDEXED, _indexed),

@@ -29,6 +29,7 @@ from compile_losses.ops.linear.region_program import (
     Program,
     RowProduct,
     Sum,
+    Total,
 )
 from compile_losses.ops.linear.steps import Operand
 
@@ -127,8 +128,11 @@ class Writer:
             tuple(steps),
             tuple(numbers[node] for node in columns),
             tuple(RowProduct(numbers[e.logits], self._shared(e.other)) for e in row_products),
-            tuple(Sum(numbers[e.logits], self._of_rows(e.other), e.is_turned) for e in sums),
-            tuple(numbers[end.logits] for end in totals),
+            tuple(
+                Sum(numbers[e.logits], self._of_rows(e.other), e.is_turned, self._classes(e))
+                for e in sums
+            ),
+            tuple(Total(numbers[end.logits], self._classes(end)) for end in totals),
             (
                 *(self._dtype(node) for node in columns),
                 *(e.node.meta["val"].dtype for e in (*row_products, *sums, *totals)),
@@ -151,6 +155,13 @@ class Writer:
         order = [*columns, *(end.node for end in (*row_products, *sums, *totals))]
         places = dict(zip(order, results, strict=True))
         return [places[node] for node in (*columns, *(end.node for end in ends))]
+
+    def _classes(self, end: End) -> int:
+        """How many classes the logits of an end have."""
+        step = self.of.step(end.logits)
+        assert step is not None
+        classes: int = end.logits.meta["val"].shape[step.axis]
+        return classes
 
     def _dtype(self, column: Node) -> torch.dtype:
         whole = self.of.wholes.get(column)
@@ -181,7 +192,7 @@ class Writer:
         whole = as_broadcast(node, read.shape, self.place, self.of.product)
         if whole is None:
             raise NotOfRowsError(f"the size of {node.name} is not known before it")
-        columns = 1 if read.kind == COLUMN else self.of.classes
+        columns = 1 if read.kind == COLUMN else read.shape[-1]
         flat = self._reshaped(whole, [-1, columns])
         return Place(True, self._of_rows(flat))
 

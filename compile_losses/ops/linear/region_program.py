@@ -47,6 +47,11 @@ REDUCTIONS_OF_ONE = (
 )
 #: Ops that read or write classes by their index, along dimension 1.
 INDEXED = (*(aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default),)
+#: Ops that pick classes, or put some into all, the same of each row, along dimension 1.
+PICKS = (aten.index_select.default, aten.slice.Tensor)
+PUTS = (aten.index_add.default, aten.slice_scatter.default)
+#: What a table, one number of each class, has of the class of each row.
+LOOK_UP = aten.take.default
 #: What is read with all classes of each row.
 SPREAD = aten.expand_as.default
 
@@ -78,11 +83,24 @@ class RowProduct:
 
 @dataclass(frozen=True)
 class Sum:
-    """``value.T @ rows[other]``, or ``rows[other].T @ value`` if it is turned."""
+    """``value.T @ rows[other]``, or ``rows[other].T @ value`` if it is turned.
+
+    Attributes:
+        classes: how many the value has.
+    """
 
     value: int
     other: int
     is_turned: bool
+    classes: int
+
+
+@dataclass(frozen=True)
+class Total:
+    """The sum over rows of a value that has so many classes."""
+
+    value: int
+    classes: int
 
 
 @dataclass(frozen=True)
@@ -90,7 +108,7 @@ class Program:
     """See the module.
 
     Attributes:
-        columns, totals: the numbers of the values.
+        columns: the numbers of the values.
         dtypes: of all results, in their order: columns, row_products, sums, totals.
     """
 
@@ -100,14 +118,14 @@ class Program:
     columns: tuple[int, ...]
     row_products: tuple[RowProduct, ...]
     sums: tuple[Sum, ...]
-    totals: tuple[int, ...]
+    totals: tuple[Total, ...]
     dtypes: tuple[torch.dtype, ...]
 
     @property
     def read(self) -> list[int]:
         """The values that results are made of, each once."""
-        of_logits = [each.value for each in self.row_products] + [e.value for e in self.sums]
-        return list(dict.fromkeys((*self.columns, *of_logits, *self.totals)))
+        ends: tuple[RowProduct | Sum | Total, ...] = (*self.row_products, *self.sums, *self.totals)
+        return list(dict.fromkeys((*self.columns, *(end.value for end in ends))))
 
     @property
     def has_gradients(self) -> bool:
@@ -137,7 +155,13 @@ def is_step(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return args[1] == ([1] if op in REDUCTIONS else 1) and kwargs.get("keepdim") is True
     if op in INDEXED:
         return args[1] == 1 and isinstance(args[2], Operand)
-    return op is SPREAD and isinstance(args[1], Operand)
+    if op in PICKS:
+        return args[1] == 1
+    if op is aten.slice_scatter.default:
+        return isinstance(args[1], Operand) and args[2] == 1
+    if op is aten.index_add.default:
+        return args[1] == 1 and all(isinstance(each, Operand) for each in args[2:])
+    return op in (SPREAD, LOOK_UP) and isinstance(args[1], Operand)
 
 
 @lru_cache(maxsize=128)
@@ -155,7 +179,7 @@ def parsed(text: str) -> Program:
         tuple(written["columns"]),
         each("row_products", RowProduct),
         each("sums", Sum),
-        tuple(written["totals"]),
+        each("totals", Total),
         tuple(getattr(torch, name) for name in written["dtypes"]),
     )
 

@@ -1,0 +1,158 @@
+"""Losses of draft models, over a part of the teacher's classes or over all of them.
+
+Each program takes what :func:`problem` makes, and returns a number.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+ROWS, CLASSES, OWN, HIDDEN = 72, 60, 24, 16
+
+
+def problem(dtype=torch.float64, *, batch=3, tokens=24, seed=0):
+    """The draft's hidden states, its head of some classes and one of all; the teacher's hidden
+    states and head; which of the teacher's classes the draft has, and whether it has each; and
+    whether each row counts."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape, scale=1.0, trained=False):
+        drawn = scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return drawn.to(dtype).requires_grad_(trained)
+
+    index = torch.randperm(CLASSES, generator=generator)[:OWN].sort().values
+    has = torch.zeros(CLASSES, dtype=torch.bool).index_fill(0, index, True)
+    mask = torch.rand(batch, tokens, generator=generator, dtype=torch.float64) < 0.7
+    return (
+        normal(batch, tokens, HIDDEN, trained=True),
+        normal(OWN, HIDDEN, scale=0.7, trained=True),
+        normal(CLASSES, HIDDEN, scale=0.7, trained=True),
+        normal(batch, tokens, HIDDEN),
+        normal(CLASSES, HIDDEN, scale=0.7),
+        index,
+        has,
+        mask.to(dtype),
+    )
+
+
+def total_variation(h, own, w, teacher, its, index, has, mask):
+    p, q = F.linear(h, w).softmax(-1), F.linear(teacher, its).softmax(-1)
+    return (0.5 * (p - q).abs().sum(-1) * mask).sum() / mask.sum()
+
+
+def overlap(h, own, w, teacher, its, index, has, mask):
+    """One minus the probability that a draft's token is accepted."""
+    p, q = F.linear(h, w).softmax(-1), F.linear(teacher, its).softmax(-1)
+    return 1 - torch.minimum(p, q).sum(-1).mean()
+
+
+def log_overlap(h, own, w, teacher, its, index, has, mask):
+    p, q = F.linear(h, w).softmax(-1), F.linear(teacher, its).softmax(-1)
+    return -(torch.minimum(p, q).sum(-1).clamp(min=1e-8).log() * mask).sum() / mask.sum()
+
+
+def likely_and_overlapping(h, own, w, teacher, its, index, has, mask):
+    """A mixture of a divergence and the overlap, whose weight the overlap itself decides."""
+    log_p, q = F.linear(h, w).log_softmax(-1), F.linear(teacher, its).softmax(-1)
+    accepted = torch.minimum(log_p.exp(), q).sum(-1)
+    weight = (-3 * accepted.detach()).exp()
+    divergence = F.kl_div(log_p, q, reduction="none").sum(-1)
+    return (weight * divergence - (1 - weight) * accepted).mean()
+
+
+def both_directions(h, own, w, teacher, its, index, has, mask):
+    p, q = F.linear(h, w).log_softmax(-1), F.linear(teacher, its).log_softmax(-1)
+    there = F.kl_div(p, q, reduction="batchmean", log_target=True)
+    return 0.7 * there + 0.3 * F.kl_div(q, p, reduction="batchmean", log_target=True)
+
+
+def of_two_teachers(h, own, w, teacher, its, index, has, mask):
+    log_p = F.linear(h, w).log_softmax(-1)
+    first, second = (F.linear(teacher, each).softmax(-1) for each in (its, its * 0.8))
+    one, two = (F.kl_div(log_p, q, reduction="batchmean") for q in (first, second))
+    return one + 0.5 * two
+
+
+def without_infinities(h, own, w, teacher, its, index, has, mask):
+    """Terms of classes that the student's logits exclude are left out, as in torchtune."""
+    logits = F.linear(h, w).masked_fill(has, float("-inf"))
+    q = F.linear(teacher, its).softmax(-1)
+    log_p = logits.log_softmax(-1)
+    return -(torch.where(torch.isinf(logits), 0.0, q * log_p).sum(-1) * mask).sum() / mask.sum()
+
+
+def without_infinities_in_reverse(h, own, w, teacher, its, index, has, mask):
+    logits = F.linear(h, w).masked_fill(has, float("-inf"))
+    log_p, log_q = logits.log_softmax(-1), F.linear(teacher, its).log_softmax(-1)
+    terms = torch.where(torch.isinf(logits), 0.0, log_p.exp() * (log_p - log_q))
+    return (terms.sum(-1) * mask).sum() / mask.sum()
+
+
+def skewed(h, own, w, teacher, its, index, has, mask):
+    """Skewed forward and reverse divergences, masked, as of DistiLLM."""
+    p, q = F.linear(h, w).softmax(-1), F.linear(teacher, its).softmax(-1)
+    mixed, other = 0.1 * q + 0.9 * p, 0.9 * q + 0.1 * p
+    there = (q * (q.log() - mixed.log())).sum(-1)
+    back = (p * (p.log() - other.log())).sum(-1)
+    return ((there + back) * mask).sum() / mask.sum()
+
+
+def of_picked_logits(h, own, w, teacher, its, index, has, mask):
+    q = F.linear(teacher, its)[..., index].softmax(-1)
+    return -(F.linear(h, own).log_softmax(-1) * q).sum(-1).mean()
+
+
+def of_picked_columns(h, own, w, teacher, its, index, has, mask):
+    """``index_select``, and a teacher that is read for its total over all classes, too."""
+    log_q = F.linear(teacher, its).log_softmax(-1).index_select(-1, index)
+    log_p = F.linear(h, own).log_softmax(-1)
+    return (log_q.exp() * (log_q - log_p)).sum(-1).mean()
+
+
+def of_picked_weights(h, own, w, teacher, its, index, has, mask):
+    q = F.linear(teacher, its[index]).softmax(-1)
+    return -(F.linear(h, own).log_softmax(-1) * q).sum(-1).mean()
+
+
+def eagle(h, own, w, teacher, its, index, has, mask):
+    """EAGLE-3: rows whose likeliest class the draft does not have are left out."""
+    logits = F.linear(teacher, its)
+    counts = has[logits.argmax(-1)].unsqueeze(-1).to(mask.dtype) * mask.unsqueeze(-1)
+    q = logits[..., index].softmax(-1).detach()
+    log_p = F.linear(h, own).log_softmax(-1)
+    return -(counts * (log_p * q)).sum(2).mean()
+
+
+def eagle_of_all_classes(h, own, w, teacher, its, index, has, mask):
+    """The same without a part of the classes, with the accuracy beside it."""
+    logits, own_logits = F.linear(teacher, its), F.linear(h, w)
+    likeliest = logits.argmax(-1)
+    counts = has[likeliest].to(mask.dtype) * mask
+    hits = ((own_logits.argmax(-1) == likeliest) * counts).sum()
+    each = (own_logits.log_softmax(-1) * logits.softmax(-1)).sum(-1)
+    return -(counts * each).mean() + 0 * hits.detach()
+
+
+def of_first_classes(h, own, w, teacher, its, index, has, mask):
+    """A padded vocabulary, cut off by a slice, in a loss that only regions take."""
+    logits = F.linear(h, w)[..., : CLASSES - 7].clamp(-2, 2)
+    q = F.linear(teacher, its)[..., : CLASSES - 7].softmax(-1)
+    return 0.5 * (logits.softmax(-1) - q).abs().sum(-1).mean()
+
+
+def of_trained_picks(h, own, w, teacher, its, index, has, mask):
+    """The draft's own head is read at some of its classes."""
+    logits = F.linear(h, w).clamp(-2, 2)
+    return (logits[..., index].logsumexp(-1) - logits.logsumexp(-1)).mean()
+
+
+TAKEN = (
+    *(total_variation, overlap, log_overlap, likely_and_overlapping, both_directions),
+    *(of_two_teachers, without_infinities, without_infinities_in_reverse, skewed),
+    *(of_picked_logits, of_picked_columns, of_picked_weights, eagle),
+    *(of_first_classes, of_trained_picks),
+)
+#: Their values are torch's, and the teacher's logits are held: recognition takes the student's head
+#: for an op that reads them.
+TEACHER_HELD = (eagle_of_all_classes,)

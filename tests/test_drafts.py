@@ -1,0 +1,62 @@
+"""Draft models and their divergences from a teacher's rows, which regions read by chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compile_losses.lower.regions import BY_CHUNKS
+from tests import draft_programs as programs
+from tests.accuracy import assert_accurate
+from tests.graphs import Compiled, recorded
+from tests.heads import small_chunks  # noqa: F401
+
+
+def outcome(function, inputs):
+    leaves = [t for t in inputs if t.requires_grad]
+    loss = function(*inputs)
+    return [loss, *torch.autograd.grad(loss * 0.5, leaves, allow_unused=True)]
+
+
+def assert_same(found, expected, tolerance=1e-11):
+    for ours, torchs in zip(found, expected, strict=True):
+        assert (ours is None) == (torchs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, torchs, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.usefixtures("no_code")
+class TestPrograms:
+    @pytest.mark.parametrize("function", programs.TAKEN)
+    def test_no_logits_are_held(self, function, monkeypatch):
+        inputs = programs.problem()
+        with recorded(monkeypatch) as graphs:
+            compiled = Compiled(function, prefer_memory=True)
+            found = outcome(compiled, inputs)
+        assert_same(found, outcome(function, inputs))
+        (graph,) = graphs["joint"]
+        assert "mm.default" not in graph, [s.details for s in compiled.sites]
+        assert "fused.linear_" in graph, [s.details for s in compiled.sites]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize(
+        "function", [programs.total_variation, programs.log_overlap, programs.eagle]
+    )
+    def test_accuracy(self, function, dtype):
+        inputs = programs.problem(dtype)
+        exact = [
+            t.double() if t.is_floating_point() else t for t in map(torch.Tensor.detach, inputs)
+        ]
+        exact = [e.requires_grad_(i.requires_grad) for e, i in zip(exact, inputs, strict=True)]
+        compiled = Compiled(function, prefer_memory=True)
+        results = zip(
+            *(
+                outcome(f, i)
+                for f, i in ((compiled, inputs), (function, inputs), (function, exact))
+            ),
+            strict=True,
+        )
+        for each in results:
+            if each[0] is not None:
+                assert_accurate(*each)
+        assert any(BY_CHUNKS in choice for site in compiled.sites for choice in site.plan)
