@@ -156,3 +156,5 @@ TAKEN = (
 #: Their values are torch's, and the teacher's logits are held: recognition takes the student's head
 #: for an op that reads them.
 TEACHER_HELD = (eagle_of_all_classes,)
+#: Their gradients of each row depend on other rows.
+OF_ALL_ROWS = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from compile_losses.lower.regions import BY_CHUNKS
 from tests import draft_programs as programs
@@ -59,4 +60,31 @@ class TestPrograms:
         for each in results:
             if each[0] is not None:
                 assert_accurate(*each)
+        assert any(BY_CHUNKS in choice for site in compiled.sites for choice in site.plan)
+
+    @pytest.mark.parametrize("function", programs.TAKEN)
+    def test_gradients_are_made_in_the_forward(self, function):
+        compiled = Compiled(function, prefer_memory=True)
+        outcome(compiled, programs.problem())
+        again = [c for site in compiled.sites for c in site.plan if "again" in c]
+        assert bool(again) == (function in programs.OF_ALL_ROWS), again
+
+    @pytest.mark.parametrize("function", programs.TEACHER_HELD)
+    def test_a_teacher_that_is_held(self, function):
+        inputs = programs.problem()
+        compiled = Compiled(function, prefer_memory=True)
+        assert_same(outcome(compiled, inputs), outcome(function, inputs))
+        assert any("they have other readers" in site.reason for site in compiled.sites)
+
+    def test_kinks(self):
+        """Where both sides are equal, the gradient of the smaller is shared, and of |0| is 0."""
+
+        def function(h, own, w, *others):
+            p = F.linear(h, w).softmax(-1)
+            q = F.linear(h.detach(), w.detach()).softmax(-1)
+            return torch.minimum(p, q).square().sum() + (p - q).abs().sum() * 3
+
+        inputs = programs.problem()
+        compiled = Compiled(function, prefer_memory=True)
+        assert_same(outcome(compiled, inputs), outcome(function, inputs))
         assert any(BY_CHUNKS in choice for site in compiled.sites for choice in site.plan)

@@ -140,17 +140,23 @@ def _is_linear(node: Node, dependent: list[Node], backward: set[Node]) -> bool:
     return False
 
 
+#: What sums up or takes some of the elements of the first argument.
+_TAKES = (aten.sum.dim_IntList, aten.slice.Tensor, aten.index.Tensor, aten.index_select.default)
+
+
 def _is_moved(node: Node, dependent: list[Node]) -> bool:
     """Whether a node is linear in a tangent, but puts zeros around elements, sums them up, takes
     some of them or joins them."""
     if node.target is aten.constant_pad_nd.default:
         value = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
         return dependent == [node.args[0]] and isinstance(value, int | float) and value == 0
-    if node.target in (aten.sum.dim_IntList, aten.slice.Tensor):
+    if node.target in _TAKES:
         return dependent == [node.args[0]]
     if node.target in SCATTERS:
         return dependent == [node.args[1]] and _is_zero(node.args[0])
-    if node.target in (aten.scatter.src, aten.scatter_add.default):
+    if node.target is aten.index_put.default:
+        return dependent == [node.args[2]] and _is_zero(node.args[0])
+    if node.target in (aten.scatter.src, aten.scatter_add.default, aten.index_add.default):
         return dependent == [node.args[3]] and _is_zero(node.args[0])
     if node.target is aten.cat.default:
         parts: Any = node.args[0]
