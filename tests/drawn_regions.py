@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -42,6 +42,8 @@ class Inputs:
     #: Neither is trained.
     mask: Tensor
     soft: Tensor
+    #: Some classes, of which some may be twice there; negative places count from the end.
+    index: Tensor
 
     def all(self) -> list[Tensor]:
         return list(vars(self).values())
@@ -69,6 +71,7 @@ def inputs_of(sizes: Shape, classes: int, seed: int, ignored: float) -> Inputs:
         normal(),
         (torch.rand(sizes, generator=generator) < 0.7).double(),
         normal(*sizes, classes, trained=False).softmax(-1),
+        torch.randint(-classes, classes, (max(2, classes - 2),), generator=generator),
     )
 
 
@@ -178,8 +181,26 @@ BETWEEN: dict[str, Between] = {
     "by bool": lambda x, i: x * (x > x.mean(-1, keepdim=True)),
     "infinite": lambda x, i: x.masked_fill(i.of_classes > 0.8, float("-inf")),
     "by count": lambda x, i: x / (x > 0).sum(-1, keepdim=True).clamp(min=1),
+    "some put back": lambda x, i: torch.zeros_like(x).index_add(
+        -1, i.index % x.shape[-1], x[..., i.index]
+    ),
+    "some doubled": lambda x, i: x.slice_scatter(x[..., 1:] * 2, x.dim() - 1, 1),
+    "some copied": lambda x, i: x.index_copy(-1, i.index[:1].abs() % 2, x[..., :1] + 1),
+    "by some": lambda x, i: x + x[..., i.index].logsumexp(-1, keepdim=True),
+    "by the first": lambda x, i: x * x[..., : x.shape[-1] // 2 + 1].square().mean(-1, keepdim=True),
+    "looked up": lambda x, i: x * i.of_classes.detach()[x.argmax(-1)][..., None],
+    "looked up, trained": lambda x, i: x * i.of_classes[x.argmax(-1)][..., None],
+    "less some of more": lambda x, i: x - _of_more(i, i.h.detach())[..., 1 : x.shape[-1] + 1],
+    "with some of more": lambda x, i: (
+        x + _of_more(i, i.h)[..., torch.arange(0, 2 * x.shape[-1], 2)].tanh()
+    ),
     "power": lambda x, i: x.abs().add(0.5).pow(i.of_rows[..., None].abs()),
 }
+
+
+def _of_more(i: Inputs, h: Tensor) -> Tensor:
+    """Logits of twice as many classes."""
+    return F.linear(h, torch.cat([i.w, i.other]))
 
 
 def _in_place(x: Tensor, i: Inputs) -> Tensor:
@@ -252,6 +273,17 @@ READERS: dict[str, Between] = {
     "place": lambda x, i: x.gather(-1, x.argmax(-1, keepdim=True)).squeeze(-1),
     "hits": lambda x, i: x.logsumexp(-1) * (x.argmax(-1) == i.labels),
     "count": lambda x, i: x.mean(-1) * (x > 0).any(-1),
+    "overlap": lambda x, i: torch.minimum(x.softmax(-1), i.soft).sum(-1),
+    "log overlap": lambda x, i: -torch.minimum(x.softmax(-1), i.soft).sum(-1).log(),
+    "total variation": lambda x, i: (x.softmax(-1) - i.soft).abs().sum(-1),
+    "of some": lambda x, i: x[..., i.index].logsumexp(-1),
+    "soft of some": lambda x, i: (
+        -(i.soft[..., i.index] * x.index_select(-1, i.index % x.shape[-1]).log_softmax(-1)).sum(-1)
+    ),
+    "of the first": lambda x, i: x[..., : x.shape[-1] // 2 + 1].log_softmax(-1).amin(-1),
+    "of the last": lambda x, i: x[..., 1:].exp().sum(-1) / x.exp().sum(-1),
+    "finite": lambda x, i: torch.where(torch.isinf(x), 0.0, x.log_softmax(-1) * i.soft).sum(-1),
+    "by a table": lambda x, i: x.logsumexp(-1) * (i.of_classes.detach() > 0)[x.argmax(-1)],
     "labelled": lambda x, i: torch.where(i.labels >= 0, _own(x, i), i.of_rows),
 }
 
@@ -309,6 +341,8 @@ class Program:
     #: What each reads: the number of ops between that come before.
     readers: list[tuple[int, str, str, bool]] = field(default_factory=list)
     trained: tuple[bool, ...] = ()
+    #: How many heads of the same weight there are, of hidden states that are made of the last.
+    depths: int = 1
 
     @staticmethod
     def draw(seed: int) -> Program:
@@ -324,6 +358,7 @@ class Program:
                 (place, r.choice(list(READERS)), r.choice(list(LOSSES)), r.random() < 0.15)
             )
         program.trained = tuple(r.random() < 0.8 for _ in range(8))
+        program.depths = r.choice([1, 1, 1, 2, 3])
         return program
 
     def inputs(self) -> list[Tensor]:
@@ -341,13 +376,21 @@ class Program:
 
     def __call__(self, *tensors: Tensor) -> Any:
         i = Inputs(*tensors)
+        loss: Any = 0.0
+        beside: list[Tensor] = []
+        for depth in range(self.depths):
+            loss = loss + (0.5 if depth else 1.0) * self._of_head(i, beside)
+            i = replace(i, h=i.h + torch.tanh(0.7 * i.h), mask=1 - i.mask)
+        return loss, *beside
+
+    def _of_head(self, i: Inputs, beside: list[Tensor]) -> Any:
         logits = [HEADS[self.head](i)]
         for name in self.between:
             logits.append(BETWEEN[name](logits[-1], i))
-        loss, beside = 0.0, []
+        loss: Any = 0.0
         for place, reader, of_reader, is_returned in self.readers:
             numbers = READERS[reader](logits[place], i)
             loss = loss + LOSSES[of_reader](numbers, i)
             if is_returned:
                 beside.append(numbers)
-        return loss, *beside
+        return loss

@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_losses.lower import regions
+from compile_losses.lower import one_weight, regions
 from compile_losses.torch_internals.dynamo import maybe_mark_dynamic
 from tests.drawn_regions import Program
 from tests.graphs import Compiled
 from tests.heads import small_chunks  # noqa: F401
 
 IN_CI, ALL, AT_ONCE = 24, 1024, 50
+#: Without recognition all readers of logits are torch's ops.
+PASSES = "rewrite.known_heads,plan.regions,plan.one_weight,in_place"
 #: Of 50 programs so many have a head without its logits, at least.
 TAKEN = 8
 
-pytestmark = pytest.mark.usefixtures("no_code")
+pytestmark = pytest.mark.usefixtures("no_code", "heads_are_joined")
 
 
 def results(function, inputs):
@@ -31,6 +33,12 @@ def results(function, inputs):
     if not isinstance(total, torch.Tensor):
         return values
     return [*values, *torch.autograd.grad(total * 0.5, leaves, allow_unused=True)]
+
+
+@pytest.fixture
+def heads_are_joined(monkeypatch):
+    """Also heads whose rows are more than their few classes."""
+    monkeypatch.setattr(one_weight, "_may_wait", lambda call: True)
 
 
 @pytest.fixture
@@ -75,9 +83,8 @@ def check(seed: int, *, dynamic: bool = False) -> None:
 @pytest.mark.parametrize("first", range(0, IN_CI, 3))
 @pytest.mark.usefixtures("taken")
 def test_drawn_programs_are_like_torch(first, monkeypatch):
-    # Without recognition all readers of logits are torch's ops.
     if first % 2:
-        monkeypatch.setenv("COMPILE_LOSSES_PASSES", "rewrite.known_heads,plan.regions,in_place")
+        monkeypatch.setenv("COMPILE_LOSSES_PASSES", PASSES)
     for seed in range(first, first + 3):
         torch._dynamo.reset()
         check(seed)
@@ -87,7 +94,7 @@ def test_drawn_programs_are_like_torch(first, monkeypatch):
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("first", range(IN_CI, ALL, AT_ONCE))
 def test_many_drawn_programs_are_like_torch(first, dynamic, taken, monkeypatch):
-    monkeypatch.setenv("COMPILE_LOSSES_PASSES", "rewrite.known_heads,plan.regions,in_place")
+    monkeypatch.setenv("COMPILE_LOSSES_PASSES", PASSES)
     for seed in range(first, first + AT_ONCE):
         torch._dynamo.reset()
         check(seed, dynamic=dynamic)

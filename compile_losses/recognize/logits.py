@@ -548,7 +548,7 @@ class _Walk:
             raise NotAbsorbedError(f"{name} takes some of the logits by a list of constants")
         index = self._index_of_classes(step)
         if index is not None:
-            self._some_classes(step, aten.index_select.default, index)
+            self._some_classes(step, step.op, *((0, index) if selects else ([index],)))
             self._note("classes picked by an index")
             return
         if step.op is not aten.index_select.default:
@@ -570,7 +570,7 @@ class _Walk:
         if op is aten.slice.Tensor:
             _check_constant(step, rest)
             if logits.class_dim in view.dims:
-                self._some_classes(step, aten.slice.Tensor, *rest[1:])
+                self._some_classes(step, aten.slice.Tensor, 0, *rest[1:])
                 self._note("a slice of the classes")
                 return
         place = view.place_of(logits.class_dim)
@@ -605,8 +605,8 @@ class _Walk:
         """Takes some rows of the weight, and some elements of the bias."""
         logits = self.logits
         self.classes = step.fake.shape[logits.class_dim]
-        logits.weight = computed(op, logits.weight, 0, *rest)
-        logits.bias = logits.bias and computed(op, logits.bias, 0, *rest)
+        logits.weight = computed(op, logits.weight, *rest)
+        logits.bias = logits.bias and computed(op, logits.bias, *rest)
         logits.copies_weight = True  # its gradient is
 
 

@@ -62,6 +62,7 @@ ABSORBED = {
     "kept by where": lambda h, w, b: torch.where(~PADDING, F.linear(h, w, b), -1e3),
     "factor, then mask": lambda h, w, b: (F.linear(h, w, b) * 3).masked_fill(PADDING, -8.0),
     "classes picked": lambda h, w, b: F.linear(h, w, b)[..., torch.tensor([1, 2])],
+    "classes from the end": lambda h, w, b: F.linear(h, w, b)[..., torch.tensor([-1, 2])],
     "classes selected": lambda h, w, b: F.linear(h, w).index_select(2, torch.tensor([1, 0, 3])),
     "soft-cap": lambda h, w, b: 5 * torch.tanh(F.linear(h, w, b) / 5),
     "tanh": lambda h, w, b: torch.tanh(F.linear(h, w, b)),

@@ -68,6 +68,7 @@ OF_ROWS = {
     "known logits": lambda z, r, c, y: (z * (r[:, None] + c).cos()).sum(1),
     "some classes": lambda z, r, c, y: z[:, 1:].exp().sum(1),
     "classes by index": lambda z, r, c, y: z[:, y % CLASSES].sum(1),
+    "classes from the end": lambda z, r, c, y: (z[:, y % CLASSES - 2].exp()).sum(1),
     "classes selected": lambda z, r, c, y: (z.index_select(1, y % CLASSES) * r[:, None]).amax(1),
     "classes of a batch": lambda z, r, c, y: in_batch(z)[..., :3].exp().sum(2),
     "classes second, some": lambda z, r, c, y: in_batch(z).transpose(1, 2)[:, 1:4].sum(1),
@@ -76,6 +77,7 @@ OF_ROWS = {
     ),
     "classes written": lambda z, r, c, y: z.slice_scatter(z[:, 2:4] * 2, 1, 1, 3).exp().sum(1),
     "some classes of each kind": lambda z, r, c, y: z[:, 1:].amax(1) + z[:, :3].sum(1) * z.sum(1),
+    "looked up from the end": lambda z, r, c, y: z.sum(1) * c[z.argmax(1) - 2],
     "looked up": lambda z, r, c, y: z.sum(1) * c[z.argmax(1)],
 }
 

@@ -30,7 +30,6 @@ from compile_losses.lower.regions.steps import (
 from compile_losses.op_traits import FILLED, SAME_IF_AS_MANY, SCATTERS, TURNS
 from compile_losses.ops.linear.region_program import (
     INDEXED,
-    LOOK_UP,
     REDUCTIONS,
     REDUCTIONS_OF_ONE,
     SPREAD,
@@ -96,12 +95,12 @@ def _looked_up(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
     index, table = indices[place], source.meta["val"]
     if table.dim() > 1:
         return _picked(rows, node, source, place, index)
-    if not rows.is_column(value) or rows.look_at(index) != COLUMN or source in rows.made:
+    of_table = _known_vector(rows, source)
+    if of_table is None or not rows.is_column(value) or rows.look_at(index) != COLUMN:
         return None
     if index.meta["val"].dtype != torch.int64:
         return None
-    of_table = Read(source, CLASSES, tuple(table.shape))
-    return Step(COLUMN, LOOK_UP, (of_table, rows.as_it_is(index)))
+    return Step(COLUMN, aten.index.Tensor, (of_table, [rows.as_it_is(index)]))
 
 
 def _selected(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
@@ -111,19 +110,22 @@ def _selected(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
 
 def _picked(rows: Rows, node: Node, source: Any, dim: Any, index: Any) -> Step | None:
     """The classes that an index picks, the same of all rows."""
-    of_index = _of_classes(rows, index)
-    if of_index is None or not isinstance(source, Node):
+    of_index = _known_vector(rows, index)
+    if of_index is None or index.meta["val"].dtype != torch.int64 or not isinstance(source, Node):
         return None
-    return _part(rows, node, source, dim, aten.index_select.default, (1, of_index))
+    selects = node.target is aten.index_select.default
+    args = (1, of_index) if selects else ([None, of_index],)  # one of both takes negative places
+    return _part(rows, node, source, dim, node.target, args)
 
 
-def _of_classes(rows: Rows, index: Any) -> Read | None:
-    """How an index of classes is read; None if it is none that is known."""
-    value = index.meta.get("val") if isinstance(index, Node) else None
-    if not isinstance(value, Tensor) or value.dim() != 1 or value.dtype != torch.int64:
+def _known_vector(rows: Rows, node: Any) -> Read | None:
+    """How all rows read the same vector; None if it is none, or not known before."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    if not isinstance(value, Tensor) or value.dim() != 1:
         return None
-    known = index not in rows.made and rows.step(index) is None
-    return Read(index, CLASSES, tuple(value.shape)) if known else None
+    # What was looked at here and is not of the rows will never be.
+    is_known = rows.look_at(node) is None and node not in rows.made
+    return Read(node, CLASSES, tuple(value.shape)) if is_known else None
 
 
 def _part(
@@ -162,12 +164,15 @@ def _put(rows: Rows, node: Node, value: Tensor, axis: int) -> Step | None:
         base, dim, index, source = node.args
         if named["alpha"] != 1:
             return None
-    of_index = _of_classes(rows, index)
+    of_index = _known_vector(rows, index)
     both = _whole_and_part(rows, value, base, source, dim)
-    if both is None or of_index is None:
+    if both is None or of_index is None or index.meta["val"].dtype != torch.int64:
         return None
     whole, part, axis = both
-    return Step(LOGITS, aten.index_add.default, (whole, 1, of_index, part), axis=axis)
+    args = (whole, [None, of_index], part, True)
+    if node.target is aten.index_add.default:
+        args = (whole, 1, of_index, part)  # type: ignore[assignment]
+    return Step(LOGITS, node.target, args, axis=axis)
 
 
 def _whole_and_part(

@@ -46,7 +46,7 @@ class Step:
     Attributes:
         kind: LOGITS or COLUMN.
         op: None if the node is the first argument, in another shape.
-        args, kwargs: the nodes among them as a Read.
+        args, kwargs: the nodes among them as a Read, also in a list.
         axis: the dimension of the classes, counted from the end; of logits.
     """
 
@@ -58,7 +58,9 @@ class Step:
 
     @property
     def reads(self) -> Iterator[Read]:
-        return (a for a in (*self.args, *self.kwargs.values()) if isinstance(a, Read))
+        given = (*self.args, *self.kwargs.values())
+        each = (e for a in given for e in (a if isinstance(a, list) else [a]))
+        return (e for e in each if isinstance(e, Read))
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,8 @@ class Writer:
         steps: list[Any] = []
 
         def operand(argument: Any) -> Any:
+            if isinstance(argument, list):
+                return [operand(each) for each in argument]
             if not isinstance(argument, Read):
                 return argument
             found = numbers.get(argument)

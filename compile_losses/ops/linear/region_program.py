@@ -47,11 +47,11 @@ REDUCTIONS_OF_ONE = (
 )
 #: Ops that read or write classes by their index, along dimension 1.
 INDEXED = (*(aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default),)
-#: Ops that pick classes, or put some into all, the same of each row, along dimension 1.
+#: Ops that pick classes, the same of each row, along dimension 1.
 PICKS = (aten.index_select.default, aten.slice.Tensor)
-PUTS = (aten.index_add.default, aten.slice_scatter.default)
-#: What a table, one number of each class, has of the class of each row.
-LOOK_UP = aten.take.default
+#: The same by an index in a list: ``[None, index]`` of all rows' classes. ``[index]`` says what a
+#: table, one number of each class, has of the class of each row.
+BY_LISTS = (aten.index.Tensor, aten.index_put.default)
 #: What is read with all classes of each row.
 SPREAD = aten.expand_as.default
 
@@ -147,6 +147,10 @@ class Program:
 
 def is_step(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a step computes each row for itself."""
+    if op in BY_LISTS:
+        picks: Any = args[1] if len(args) > 1 else None
+        is_list = isinstance(picks, list) and isinstance(picks[-1], Operand)
+        return is_list and picks[:-1] in ([], [None])
     if is_of_elements(op) or op in FILLED:
         return not any(type(argument) is list for argument in (*args, *kwargs.values()))
     if len(args) < 2 or not isinstance(args[0], Operand):
@@ -161,7 +165,7 @@ def is_step(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         return isinstance(args[1], Operand) and args[2] == 1
     if op is aten.index_add.default:
         return args[1] == 1 and all(isinstance(each, Operand) for each in args[2:])
-    return op in (SPREAD, LOOK_UP) and isinstance(args[1], Operand)
+    return op is SPREAD and isinstance(args[1], Operand)
 
 
 @lru_cache(maxsize=128)
