@@ -168,6 +168,43 @@ def of_a_part_that_is_unused(h, w, b, lora_a, lora_b, labels, mask, soft, other)
     return F.cross_entropy(*flat(logits.clamp(-3, 3), labels))
 
 
+def scaled_by_learned_rows(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """The gradient of each row's scale is a number of the row."""
+    scales = F.linear(h, lora_a[:1]).exp()
+    return F.cross_entropy(*flat((F.linear(h, w) * scales).clamp(-3, 3), labels))
+
+
+def of_a_learned_temperature(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """The gradient of the temperature is a number of all logits."""
+    logits = F.linear(h, w, b) * lora_a[0, 0].exp()
+    return F.cross_entropy(*flat(logits.clamp(-9, 9), labels))
+
+
+def contrastive(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """InfoNCE: a product of two batches, and a learned temperature that is bounded, as CLIP's."""
+    one = F.normalize(h.flatten(0, 1), dim=-1)
+    two = F.normalize((h * lora_a[0]).flatten(0, 1), dim=-1)
+    scale = lora_a[1, 0].exp().clamp(max=100)
+    positives = (one * two).sum(-1) * scale
+    return ((one @ two.t() * scale).clamp(max=50).logsumexp(-1) - positives).mean()
+
+
+def without_themselves(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """NT-Xent of SimCLR: a batch with itself, without the diagonal."""
+    views = F.normalize(h.flatten(0, 1), dim=-1)
+    own = torch.eye(len(views), dtype=torch.bool, device=h.device)
+    similar = (views @ views.t() / 0.5).masked_fill(own, float("-inf"))
+    return F.cross_entropy(similar, torch.arange(len(views), device=h.device).roll(1))
+
+
+def of_each_pair(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """SigLIP, with its learned temperature and offset."""
+    one, two = h.flatten(0, 1), (h * lora_a[0]).flatten(0, 1)
+    logits = one @ two.t() * lora_a[1, 0].exp() + b[0]
+    signs = 2 * torch.eye(len(one), dtype=h.dtype, device=h.device) - 1
+    return -F.logsigmoid(signs * logits).sum() / len(one)
+
+
 #: Their gradients are made in the forward.
 IN_THE_FORWARD = (
     *(
@@ -181,7 +218,8 @@ IN_THE_FORWARD = (
     ),
     *(smoothed_by_hand, of_soft_labels, of_a_teacher_by_hand, two_temperatures, two_teachers),
     *(both_ways, with_the_largest, poly, hinge, of_each_class, of_classes, with_metrics),
-    *(of_learned_weights, of_a_part_that_is_unused),
+    *(of_learned_weights, of_a_part_that_is_unused, scaled_by_learned_rows),
+    *(of_a_learned_temperature, contrastive, without_themselves, of_each_pair),
 )
 
 
@@ -249,12 +287,6 @@ def hidden_layer(h, w, b, lora_a, lora_b, labels, mask, soft, other):
     return F.linear(F.gelu(F.linear(h, w, b)), w.t()).tanh().sum((0, 1)).amax()
 
 
-def scaled_by_learned_rows(h, w, b, lora_a, lora_b, labels, mask, soft, other):
-    """The gradient of each row's scale is a number of the row."""
-    scales = F.linear(h, lora_a[:1]).exp()
-    return F.cross_entropy(*flat((F.linear(h, w) * scales).clamp(-3, 3), labels))
-
-
 def stacked(h, w, b, lora_a, lora_b, labels, mask, soft, other):
     """One head's logits are made of another's."""
     logits = F.linear(h, w)
@@ -271,6 +303,5 @@ LEFT = {
     shifted: None,
     sorted_rows: None,
     hidden_layer: None,
-    scaled_by_learned_rows: "adds up their gradient",
     stacked: None,
 }

@@ -19,7 +19,17 @@ from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import behind_views
 from compile_losses.lower.known_factors import is_one_number
 from compile_losses.lower.node_relations import filled_with
-from compile_losses.op_traits import CASTS, IN_ORDER, PRODUCTS, QUOTIENTS, SCATTERS, SUMS, TURNS
+from compile_losses.op_traits import (
+    CASTS,
+    IN_ORDER,
+    MEANS,
+    PRODUCTS,
+    QUOTIENTS,
+    SCATTERS,
+    SUMS,
+    TOTALS,
+    TURNS,
+)
 from compile_losses.torch_internals.graphs import is_tangent
 
 aten = torch.ops.aten
@@ -141,7 +151,7 @@ def _is_linear(node: Node, dependent: list[Node], backward: set[Node]) -> bool:
 
 
 #: What sums up or takes some of the elements of the first argument.
-_TAKES = (aten.sum.dim_IntList, aten.slice.Tensor, aten.index.Tensor, aten.index_select.default)
+_TAKES = (*TOTALS, *MEANS, aten.slice.Tensor, aten.index.Tensor, aten.index_select.default)
 
 
 def _is_moved(node: Node, dependent: list[Node]) -> bool:

@@ -45,7 +45,14 @@ from compile_losses.lower.known_factors import is_one_number
 from compile_losses.lower.mutated_inputs import changed_inputs
 from compile_losses.lower.regions.rows import Rows
 from compile_losses.lower.regions.rules import EXTREMES_OF_TWO
-from compile_losses.lower.regions.steps import COLUMN, LOGITS, End, NotOfRowsError, head_of
+from compile_losses.lower.regions.steps import (
+    COLUMN,
+    LOGITS,
+    End,
+    NotOfRowsError,
+    Read,
+    head_of,
+)
 from compile_losses.lower.regions.write import Writer, in_shape_of, known_reads, needed, result_of
 from compile_losses.lower.shared_with_forward import save
 from compile_losses.ops.linear.chunk_size import chunk_rows, held_rows
@@ -226,9 +233,6 @@ def _check(graph: AtenGraph, rows: Rows) -> None:
     for end in rows.ends.values():
         if end.node not in graph.backward:
             raise NotOfRowsError(f"{in_words(end.node)} reads them")
-    for whole in rows.wholes:
-        if whole in graph.backward:
-            raise NotOfRowsError(f"{in_words(whole)} adds up their gradient")
     is_read = rows.opaque or rows.wholes
     if not is_read and not any(_is_number_of_logits(rows, node) for node in rows.steps):
         raise NotOfRowsError("no number of each row is read")
@@ -247,49 +251,59 @@ def _replaced(graph: AtenGraph, rows: Rows) -> str:
     """
     _check(graph, rows)
     ends = sorted(rows.ends.values(), key=attrgetter("node"))
-    outside = _read_outside(graph, rows)
+    outside, gradients = _read_outside(graph, rows)
     if not outside and not ends:
         raise NotOfRowsError("nothing reads what is made of them")
-    if not ends:
+    if not ends and not gradients:
         _write_forward(graph, rows, outside)
         _erase(rows)
         return BY_CHUNKS
-    tangent = _tangent(graph, rows, ends)
+    tangent = _tangent(graph, rows, ends, gradients)
     if isinstance(tangent, Node):
-        _write_both(graph, rows, outside, ends, tangent)
+        _write_both(graph, rows, outside, ends, gradients, tangent)
         _erase(rows)
         return f"{BY_CHUNKS}, gradient in forward"
-    _write_apart(graph, rows, outside, ends)
+    _write_apart(graph, rows, outside, ends, gradients)
     _erase(rows)
     return f"{BY_CHUNKS}, computed again in the backward: {tangent}"
 
 
-def _read_outside(graph: AtenGraph, rows: Rows) -> list[Node]:
-    """The forward's columns, and numbers of all logits, that something outside of the rows reads.
+def _read_outside(graph: AtenGraph, rows: Rows) -> tuple[list[Node], list[Node]]:
+    """The forward's columns and numbers of all logits that something outside of the rows reads; and
+    the backward's that are made of logits, as the gradient of a temperature.
 
-    A column of the backward that something outside reads stays in the graph, and is outside.
-
-    Raises:
-        NotOfRowsError: such a column is made of logits.
+    Other columns of the backward stay in the graph, and what they read is outside.
     """
     backward = graph.backward
     columns = [node for node in rows.steps if rows.kind(node) == COLUMN and _leaves(rows, node)]
-    found = dict.fromkeys(node for node in columns if node not in backward)
-    waiting = [node for node in columns if node in backward]
-    seen = set(waiting)
+    found, gradients = dict[Node, None](), list[Node]()
+    for column in columns:
+        if column not in backward:
+            found[column] = None
+            continue
+        reads = _made_there(rows, column, backward)
+        if any(read.kind == LOGITS for read in reads):
+            gradients.append(column)
+        else:
+            found |= {
+                r.node: None for r in reads if r.node in rows.steps and r.node not in backward
+            }
+    wholes = [whole for whole in rows.wholes if whole.users]
+    gradients += [whole for whole in wholes if whole in backward]
+    return [*sorted(found), *(w for w in wholes if w not in backward)], sorted(gradients)
+
+
+def _made_there(rows: Rows, column: Node, backward: Container[Node]) -> list[Read]:
+    """What a column of the backward reads, and those of the backward that it reads."""
+    reads: list[Read] = []
+    waiting, seen = [column], {column}
     while waiting:
-        node = waiting.pop()
-        for read in rows.steps[node].reads:
-            if read.kind == LOGITS:
-                raise NotOfRowsError(f"{in_words(node)} adds up their gradient")
-            if read.node in seen or read.node not in rows.steps:
-                continue
-            if read.node in backward:
+        for read in rows.steps[waiting.pop()].reads:
+            reads.append(read)
+            if read.kind != LOGITS and read.node in rows.steps and read.node in backward:
+                waiting += [read.node] * (read.node not in seen)
                 seen.add(read.node)
-                waiting.append(read.node)
-            else:
-                found[read.node] = None
-    return [*sorted(found), *(whole for whole in rows.wholes if whole.users)]
+    return reads
 
 
 def _leaves(rows: Rows, node: Node) -> bool:
@@ -297,10 +311,12 @@ def _leaves(rows: Rows, node: Node) -> bool:
     return any(user not in rows.steps and user not in rows.ends for user in node.users)
 
 
-def _tangent(graph: AtenGraph, rows: Rows, ends: Sequence[End]) -> Node | str:
+def _tangent(
+    graph: AtenGraph, rows: Rows, ends: Sequence[End], gradients: Sequence[Node]
+) -> Node | str:
     """The tangent that all gradients are multiples of, or why the backward has to make them."""
     backward = graph.backward
-    nodes = needed(rows, [end.logits for end in ends], {})
+    nodes = needed(rows, [*(end.logits for end in ends), *gradients], {})
     reads = [read.node for read in known_reads(rows, nodes)]
     cone = {node for node in ancestors(reads) if node in backward}
     tangents = {node for node in (*cone, *nodes) if node.op == "placeholder" and is_tangent(node)}
@@ -317,7 +333,7 @@ def _tangent(graph: AtenGraph, rows: Rows, ends: Sequence[End]) -> Node | str:
         return "the forward may run twice"
     (tangent,) = tangents
     linear = set(linear_part(tangent, backward, of_rows=True))
-    if not (cone - {tangent}) | {node for node in nodes if node in backward} <= linear:
+    if not (cone - {tangent}) | {n for n in (*nodes, *gradients) if n in backward} <= linear:
         return "its gradients are no multiples of the tangent"
     return tangent
 
@@ -380,12 +396,17 @@ def _move_known(
 
 
 def _write_both(
-    graph: AtenGraph, rows: Rows, columns: Sequence[Node], ends: Sequence[End], tangent: Node
+    graph: AtenGraph,
+    rows: Rows,
+    columns: Sequence[Node],
+    ends: Sequence[End],
+    gradients: Sequence[Node],
+    tangent: Node,
 ) -> None:
     """Computes columns and gradients in one call, and scales the gradients in the backward."""
     backward = graph.backward
     place = _first_reader(graph, rows, columns, ends)
-    nodes = needed(rows, [*columns, *(end.logits for end in ends)], {})
+    nodes = needed(rows, [*columns, *gradients, *(end.logits for end in ends)], {})
     reads = [read.node for read in known_reads(rows, nodes)]
     cone = sorted(
         node for node in set(ancestors(reads)) if node in backward and node is not tangent
@@ -403,24 +424,31 @@ def _write_both(
             tangent: emit(place, aten.full.default, args, kind, like=rows.product, value=value)
         }
         copy_nodes(cone, copies, lambda _: place, rows.product)
-        results = Writer(rows, place, copies, {}).call(columns, ends)
-        shaped = [result_of(r, c, rows, place) for r, c in zip(results, columns, strict=False)]
-    for column, result in zip(columns, shaped, strict=True):
+        numbers = [*columns, *gradients]
+        results = Writer(rows, place, copies, {}).call(numbers, ends)
+        shaped = [result_of(r, c, rows, place) for r, c in zip(results, numbers, strict=False)]
+    for column, result in zip(columns, shaped, strict=False):
         replace_uses(column, result)
-    for end, unit in zip(ends, results[len(columns) :], strict=True):
-        scaled = emit(
-            end.node, fused.scale.default, (unit, tangent), value=fresh_like(unit.meta["val"])
-        )
-        replace_uses(end.node, in_shape_of(scaled, end.node, end.node))
+    units = [*zip(gradients, shaped[len(columns) :], strict=True)]
+    units += zip((end.node for end in ends), results[len(numbers) :], strict=True)
+    for node, unit in units:
+        value = fresh_like(unit.meta["val"])
+        scaled = emit(node, fused.scale.default, (unit, tangent), value=value)
+        replace_uses(node, in_shape_of(scaled, node, node))
     save(results[0].args[0])  # type: ignore[arg-type]
 
 
 def _write_apart(
-    graph: AtenGraph, rows: Rows, columns: Sequence[Node], ends: Sequence[End]
+    graph: AtenGraph,
+    rows: Rows,
+    columns: Sequence[Node],
+    ends: Sequence[End],
+    gradients: Sequence[Node],
 ) -> None:
     """Computes columns in the forward, and gradients in the backward, from logits made again."""
     backward = graph.backward
-    of_logits = needed(rows, [end.logits for end in ends], {})
+    targets = [*(end.logits for end in ends), *gradients]
+    of_logits = needed(rows, targets, {})
     read = {
         read.node
         for node in of_logits
@@ -429,10 +457,11 @@ def _write_apart(
         if read.kind == COLUMN and read.node in rows.steps and read.node not in backward
     }
     given = dict.fromkeys(read)
-    nodes = needed(rows, [end.logits for end in ends], given)
-    place = min(end.node for end in ends)
+    nodes = needed(rows, targets, given)
+    made = [*(end.node for end in ends), *gradients]
+    place = min(made)
     reads = [r.node for r in known_reads(rows, nodes, given) if r.node not in given]
-    if set(reads) & set(descendants(end.node for end in ends)):
+    if set(reads) & set(descendants(made)):
         raise NotOfRowsError("its gradients depend on one another")
     changed = set(changed_inputs(graph))
     if any(behind_views(node) in changed for node in (*reads, *_layers(rows, nodes))):
@@ -440,8 +469,11 @@ def _write_apart(
     if not move_before([*reads, *(e.other for e in ends if e.other is not None)], place):
         raise NotOfRowsError("what is read with its gradients can't be computed before")
     flat = _write_forward(graph, rows, list(dict.fromkeys((*columns, *sorted(read)))), ends)
-    results = Writer(rows, place, {}, {node: flat[node] for node in read}).call([], ends)
-    for end, result in zip(ends, results, strict=True):
+    writer = Writer(rows, place, {}, {node: flat[node] for node in read})
+    results = writer.call(gradients, ends)
+    for node, result in zip(gradients, results, strict=False):
+        replace_uses(node, result_of(result, node, rows, place))
+    for end, result in zip(ends, results[len(gradients) :], strict=True):
         replace_uses(end.node, in_shape_of(result, end.node, end.node))
 
 
