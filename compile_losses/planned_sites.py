@@ -62,6 +62,10 @@ def _with_others(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[S
         if decision.cost is None or decision.stock is None:
             if not there:
                 result.append(Site(decision.loss, "declined", decision.reason, file, line))
+            for index in declined:
+                result[index] = replace(
+                    result[index], details=(f"{decision.choice}: {decision.reason}",)
+                )
             continue
         if there and not declined and decision.site is not None:
             continue  # a decomposed op; this is one more step of its plan

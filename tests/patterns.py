@@ -56,7 +56,7 @@ def page() -> str:
 def _calls() -> list[str]:
     rows = ["| function | op |", "| --- | --- |"]
     for loss in TABLE:
-        op = f"`fused.{loss.name}`" if loss.convert else "none yet: reported and left alone"
+        op = f"`fused.{loss.name}`" if loss.convert else "none: reported and left alone"
         rows.append(f"| `F.{loss.name}`, `aten.{loss.aten}` | {op} |")
     return rows
 

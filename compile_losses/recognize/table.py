@@ -1,7 +1,7 @@
 """The table of losses that are one call: torch.nn.functional's and ATen's, with every option.
 
 A row says which functions mean the loss, and how their arguments, bound to names, become those of
-the fused op. Losses without an op yet are rows as well, so that the report can name them.
+the fused op. A loss without an op is a row as well, so that the report can say why it has none.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ class Loss:
         name: the op's name, and that of torch.nn.functional's function.
         aten: the name of the ATen op.
         convert: from bound arguments to the op's positional and keyword arguments; raises
-            UnsupportedError. None if there is no op yet.
+            UnsupportedError. None if there is no op.
+        without: why there is none.
     """
 
     name: str
     aten: str
     convert: Callable[[Arguments], tuple[tuple[Any, ...], dict[str, Any]]] | None
+    without: str = ""
 
     @property
     def functions(self) -> dict[Any, inspect.Signature]:
@@ -160,7 +162,14 @@ TABLE = [
         "binary_cross_entropy_with_logits",
         _binary_cross_entropy_with_logits,
     ),
-    Loss("binary_cross_entropy", "binary_cross_entropy", None),
+    Loss(
+        "binary_cross_entropy",
+        "binary_cross_entropy",
+        None,
+        "torch bounds the logarithms of its rounded probabilities at -100, which no op does: if a "
+        "sigmoid makes them, F.binary_cross_entropy_with_logits of what the sigmoid is given has "
+        "an op, and keeps its gradient where the sigmoid rounds to 0 or 1",
+    ),
 ]
 
 _ROWS = {
@@ -193,7 +202,7 @@ def recognize_call(node: Node) -> Match | Decline | None:
         return bound
     loss, arguments = bound
     if loss.convert is None:
-        return Decline(node, loss.name, "there is no fused op for it yet")
+        return Decline(node, loss.name, loss.without)
     try:
         args, kwargs = loss.convert(arguments)
     except UnsupportedError as error:

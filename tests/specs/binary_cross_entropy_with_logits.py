@@ -79,7 +79,7 @@ NEAR_MISSES = [
         "of probabilities",
         lambda x, t: F.binary_cross_entropy(x.sigmoid(), t),
         logits_and_labels,
-        "no fused op",
+        "rounded probabilities",
     ),
     Spelling(
         "broadcast by aten",

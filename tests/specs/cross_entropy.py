@@ -150,7 +150,10 @@ MATCHES = [
 
 NEAR_MISSES = [
     Spelling(
-        "binary", lambda x, t: F.binary_cross_entropy(x.sigmoid(), t), soft_targets, "no fused op"
+        "binary",
+        lambda x, t: F.binary_cross_entropy(x.sigmoid(), t),
+        soft_targets,
+        "rounded probabilities",
     ),
 ]
 

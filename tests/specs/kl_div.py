@@ -84,7 +84,9 @@ NEAR_MISSES = [
         distributions,
         "batchmean",
     ),
-    Spelling("binary cross entropy", F.binary_cross_entropy, distributions, "no fused op"),
+    Spelling(
+        "binary cross entropy", F.binary_cross_entropy, distributions, "rounded probabilities"
+    ),
     Spelling("entropy", lambda p, q: -(p * p.log()).sum() + q.sum() * 0, distributions),
 ]
 
