@@ -31,6 +31,7 @@ from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.returned_logits import outputs_of, readers
 from compile_losses.recognize.symbolic_tensors import Value, fake_mode, has_gradient, sources
+from compile_losses.recognize.unrolled import JOINS
 from compile_losses.sites import in_words
 from compile_losses.torch_internals.graphs import GRAPH_ARGUMENT
 from compile_losses.torch_internals.ops import packet_of
@@ -64,8 +65,11 @@ _STAY = {
     ),
     aten.nan_to_num: "replaces what is not finite among the logits, which the op does not",
     aten.div: "rounds the logits",
-    aten.cat: "puts the logits of several layers together: one layer of all their weights can be "
-    "computed with its loss",
+    **dict.fromkeys(
+        (aten.cat, aten.stack),
+        "puts the logits of several layers together, and they are read as one: a loss of one "
+        "layer's own logits, or of one layer that has all their weights, can be computed with it",
+    ),
     aten.gather: "picks classes for each row",
 }
 
@@ -245,7 +249,7 @@ def _is_convolution_of_width_1(value: Value) -> bool:
 def _followed(value: Value) -> Value | None:
     """The argument of an ATen op that holds the logits: of two, the one of the result's size."""
     arguments = value.args
-    if value.op is aten.cat.default:
+    if value.op in JOINS:
         arguments = tuple(arguments[0][:1])
     elif value.op in (*PRODUCTS, aten.add.Tensor, aten.where.self):
         arguments = arguments[1:] if value.op is aten.where.self else arguments

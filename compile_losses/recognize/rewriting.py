@@ -21,6 +21,7 @@ from compile_losses.recognize.returned_logits import Lazily, add_logits_without_
 from compile_losses.recognize.shared_logits import Kept, Rewritten, take_shared_logits
 from compile_losses.recognize.steps import Steps
 from compile_losses.recognize.table import bind
+from compile_losses.recognize.taken_apart import read_parts
 from compile_losses.recognize.verify import verify as compare
 from compile_losses.recognize.with_head import (
     HELD,
@@ -49,6 +50,7 @@ _THROUGH_LINEAR: dict[str, Take] = {
     "softmax_kl_div": take_divergence,
 }
 #: The steps on whole graphs, as the report names them if one failed.
+_TAKEN_APART = "tensors that are put together and taken apart again"
 _SHARED = "heads whose logits several losses read"
 _PLAIN = "logits of which an entropy is read"
 _LAZY = "logits that are returned without a loss"
@@ -112,6 +114,11 @@ class Rewriting:
         if outer is not None:
             request = replace(request, lazily=Lazily("the graph is inside of another"))
         _PIPELINE.run(DynamoGraph(graph, self, request, outer, inside))
+
+    def taken_apart(self, indexed: DynamoGraph) -> None:
+        """Leaves out tensors that are put together and taken apart again."""
+        if indexed.inside is None:
+            self._change(_TAKEN_APART, lambda: read_parts(indexed.graph))
 
     def losses(self, indexed: DynamoGraph) -> None:
         """Replaces each loss by its op."""
@@ -269,6 +276,7 @@ class Rewriting:
 
 _PIPELINE: Pipeline[DynamoGraph] = Pipeline(
     REWRITE,
+    taken_apart=lambda graph: graph.rewriting.taken_apart(graph),
     losses=lambda graph: graph.rewriting.losses(graph),
     shared_logits=lambda graph: graph.rewriting.shared_logits(graph),
     plain_logits=lambda graph: graph.rewriting.plain_logits(graph),

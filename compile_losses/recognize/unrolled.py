@@ -168,16 +168,49 @@ def _piece(value: Value, stacks: bool, resolve: Resolve) -> _Piece | None:
     return _Piece(tensor.node, start, stop, rows)
 
 
-def _part(parts: Node, index: int, stacks: bool) -> _Piece | None:
+def _part(node: Node, index: int, stacks: bool) -> _Piece | None:
     """The piece at an index of a node that takes a tensor apart; None if that is not along
     dimension 0."""
-    if parts.target not in (_UNBINDS if stacks else _SPLITS) or not parts.args:
+    parts = parts_of(node)
+    if parts is None or parts.dim != 0 or parts.are_rows != stacks:
         return None
-    tensor, place = parts.args[0], 1 if stacks else 2
-    dim = parts.kwargs.get("dim", parts.args[place] if len(parts.args) > place else 0)
-    if dim != 0 or not isinstance(tensor, Node) or not isinstance(example(tensor), Tensor):
+    start, stop = parts.bounds(index)
+    return _Piece(parts.tensor, start, stop, sum(parts.sizes))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a node takes a tensor apart into.
+
+    Attributes:
+        tensor: the node that holds it.
+        dim: along which it is taken apart.
+        sizes: of the parts, one after the other.
+        are_rows: whether the parts lack the dimension.
+    """
+
+    tensor: Node
+    dim: int
+    sizes: list[Any]
+    are_rows: bool
+
+    def bounds(self, index: int) -> tuple[Any, Any]:
+        """Where a part begins and ends."""
+        start = sum(self.sizes[: index % len(self.sizes)])
+        return start, start + self.sizes[index]
+
+
+def parts_of(node: Node) -> Parts | None:
+    """What a node takes a tensor apart into; None if it does something else."""
+    are_rows = node.target in _UNBINDS
+    if not (are_rows or node.target in _SPLITS) or not node.args:
         return None
-    sizes = [1 if stacks else part.shape[0] for part in example(parts)]
-    index %= len(sizes)
-    start = sum(sizes[:index])
-    return _Piece(tensor, start, start + sizes[index], sum(sizes))
+    tensor, place = node.args[0], 1 if are_rows else 2
+    dim = node.kwargs.get("dim", node.args[place] if len(node.args) > place else 0)
+    if type(dim) is not int or not isinstance(tensor, Node):
+        return None
+    if not isinstance(example(tensor), Tensor):
+        return None
+    dim %= example(tensor).dim()
+    sizes = [1 if are_rows else part.shape[dim] for part in example(node)]
+    return Parts(tensor, dim, sizes, are_rows)

@@ -253,7 +253,7 @@ NEAR_MISSES = {
     "nan_to_num": (lambda h, w, b, t: flat(F.linear(h, w).nan_to_num(), t), "not finite"),
     "two layers": (
         lambda h, w, b, t: flat(torch.cat([F.linear(h, w[:9]), F.linear(h, w[9:])], -1), t),
-        "one layer of all their weights",
+        "one layer that has all their weights",
     ),
     "a margin": (cosface, "adds a tensor to the logits"),
     "rows masked": (
