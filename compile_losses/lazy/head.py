@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +51,10 @@ class Head:
     def with_tensors(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Head:
         return replace(self, input=input, weight=weight, bias=bias)
 
+    def opened(self) -> Head:
+        """The same, its tensors in the autograd graph."""
+        return self
+
     def output(self) -> Tensor:
         """The logits, as plain torch computes them; differentiable."""
         with torch.autocast(self.input.device.type, enabled=False):
@@ -74,6 +79,25 @@ class Head:
             if self.bias is not None and needed[2]:
                 found[2] = rows.sum(0).to(self.bias.dtype)
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class PickedHead(Head):
+    """A head of some rows, which are taken of another head's when it is opened.
+
+    Attributes:
+        whole: the other head, in the autograd graph; None only for the sake of defaults.
+        pick: takes the rows of its input.
+    """
+
+    whole: Head | None = None
+    pick: Callable[[Tensor], Tensor] | None = None
+
+    def opened(self) -> Head:
+        assert self.whole is not None
+        assert self.pick is not None
+        head = self.whole.opened()
+        return replace(head, input=self.pick(head.input))
 
 
 def apply(tensor: Tensor, steps: tuple[Step, ...]) -> Tensor:

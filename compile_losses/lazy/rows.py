@@ -1,14 +1,15 @@
-"""Reads of a lazy tensor that need the numbers of few rows, or few numbers of each row."""
+"""Reads of a lazy tensor that need the numbers of few rows, or few numbers of each row, and picks
+of rows, which are lazy as well."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compile_losses.lazy.head import Head, Step, apply, picked
+from compile_losses.lazy.head import Head, PickedHead, Step, apply, picked
 from compile_losses.op_traits import EXTREMES, named_dims
 from compile_losses.ops.linear.chunk_size import chunk_rows
 
@@ -81,3 +82,80 @@ def few_rows(lazy: Any) -> Tensor | None:
         return None
     lazy.source.rows = read
     return apply(head.output(), steps)
+
+
+@dataclass(frozen=True)
+class Picked:
+    """Rows of a lazy tensor that an index takes.
+
+    Attributes:
+        func, args: the op, and its arguments after the tensor. Nobody else has tensors of these.
+        head, steps: a head of these rows, and what follows its output.
+        origin: the same head in the autograd graph; None if no gradient goes there.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    head: Head
+    steps: tuple[Step, ...]
+    origin: Head | None
+
+
+def picked_rows(lazy: Any, func: Any, args: tuple[Any, ...], is_recorded: bool) -> Picked | None:
+    """The rows that an op takes of a lazy tensor; None if it does something else.
+
+    Args:
+        lazy: a lazy tensor.
+        args: of the op, after the tensor.
+        is_recorded: whether the result is in the autograd graph.
+    """
+    source = lazy.source
+    if lazy.is_traced or source is None or source.before_changes is not None:
+        return None
+    own = _own_indices(lazy, func, args) if lazy.is_unread() else None
+    if own is None or picked(source.head, lazy.steps) is None:
+        return None
+    source.check()
+    of, steps = source.head, lazy.steps
+
+    def pick(input: Tensor) -> Tensor:
+        source.check()  # the rows are taken when the head is opened, of what it holds then
+        found = picked(replace(of, input=input), steps)
+        assert found is not None
+        rows: Tensor = func(found[0].input, *own)
+        return rows
+
+    found = picked(of, steps)
+    assert found is not None
+    head = replace(of, input=pick(of.input))
+    whole, origin = lazy._origin, None
+    if whole is not None and is_recorded:
+        shown = head.input.detach().requires_grad_(whole.input.requires_grad)
+        origin = PickedHead(
+            shown, whole.weight, whole.bias, whole.dtype, whole.is_transposed, whole, pick
+        )
+    return Picked(func, own, head, found[1], origin)
+
+
+def _own_indices(lazy: Any, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Copies of the indices by which an op takes rows, masks as places; None if it takes none."""
+    rows = lazy.dim() - 1
+    if func is aten.index_select.default:
+        dim, index = args
+        return (dim % lazy.dim(), index.clone()) if dim % lazy.dim() < rows else None
+    if func is not aten.index.Tensor:
+        return None
+    indices: list[Tensor | None] = []
+    for index in args[0]:
+        if index is None:
+            indices.append(None)
+        elif type(index) is not Tensor:
+            return None
+        elif index.dtype not in (torch.bool, torch.uint8):
+            indices.append(index.clone())
+        else:
+            at = len(indices)
+            if index.shape != lazy.shape[at : at + index.dim()] or index.dim() == 0:
+                return None
+            indices += index.nonzero(as_tuple=True)
+    return (indices,) if len(indices) <= rows else None

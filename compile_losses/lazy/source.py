@@ -78,7 +78,7 @@ class Source:
         remedy: how a user keeps all logits.
 
     Attributes:
-        head: as above.
+        head, remedy: as above.
         rows: how many rows of its output were computed for readers of only some rows.
         memory: of the head's output, as long as a tensor lies in it.
         before_changes: is called with the source before the head may change.
@@ -88,7 +88,7 @@ class Source:
         self.head = head
         self.memory: ref[Memory] | None = None
         self.before_changes: Callable[[Source], None] | None = None
-        self._remedy = remedy
+        self.remedy = remedy
         self.rows = 0
         self._seen = self._look()
         self._refusal: str | None = None
@@ -126,7 +126,7 @@ class Source:
         if change is not None:
             raise RuntimeError(
                 f"these logits were not read yet, and can't be computed any more: {change} since "
-                f"the model returned them. Read them before, or set {self._remedy}, which keeps "
+                f"the model returned them. Read them before, or set {self.remedy}, which keeps "
                 "all logits"
             )
 

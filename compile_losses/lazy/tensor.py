@@ -14,7 +14,7 @@ from compile_losses.lazy.head import COPIES, Head, Step, apply
 from compile_losses.lazy.memory import Memory
 from compile_losses.lazy.methods import Methods
 from compile_losses.lazy.path import Path, nodes_to_head
-from compile_losses.lazy.rows import by_row, few_rows
+from compile_losses.lazy.rows import by_row, few_rows, picked_rows
 from compile_losses.lazy.source import Source
 from compile_losses.op_traits import ALIASES, VIEWS, is_one_view
 from compile_losses.torch_internals.dynamo import leave_to_eager
@@ -43,6 +43,8 @@ _IN_PLACE_VIEWS = {
     aten.squeeze_.dims: aten.squeeze.dims,
 }
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+#: Ops that take rows by an index, or by a mask.
+_PICKS = (aten.index.Tensor, aten.index_select.default)
 
 
 class LazyLogits(Methods):
@@ -171,7 +173,34 @@ class LazyLogits(Methods):
         if func is aten.unbind.int:
             dim = args[0] if args else kwargs.get("dim", 0)
             return [self._then(aten.select.int, (dim, i), {}) for i in range(self.size(dim))]
-        return None if is_read else by_row(self, func, args, kwargs)
+        if is_read:
+            return None
+        if func in _PICKS and not kwargs:
+            return self._pick(func, args)
+        return by_row(self, func, args, kwargs)
+
+    def _pick(self, func: Any, args: tuple[Any, ...]) -> LazyLogits | None:
+        """Some of the rows; None if an index takes something else."""
+        found = picked_rows(self, func, args, torch.is_grad_enabled())
+        if found is None or self.source is None:
+            return None
+        before, views = self._memory, self._views
+
+        def make() -> Tensor:
+            rows: Tensor = func(apply(before.read(), views), *found.args)
+            return rows
+
+        on_meta = tree_map_only(Tensor, lambda index: index.to("meta"), found.args)
+        return LazyLogits(
+            func(shape_of(self), *on_meta),
+            self.device,
+            Memory(make, before),
+            head=found.head,
+            origin=found.origin,
+            source=Source(found.head, self.source.remedy),
+            steps=found.steps,
+            before=self.path,
+        )
 
     def _then(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits:
         """The result of an op, to be computed later."""
@@ -317,7 +346,7 @@ class LazyLogits(Methods):
         assert head is not None
         if self.source is not None:
             self.source.check()
-        return head
+        return head.opened()
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         head = self.unread_head()
