@@ -16,9 +16,11 @@ from compile_losses.guard import Failure, attempt, is_restart
 from compile_losses.inductor_passes import installed_rewrite
 from compile_losses.known_heads import doors
 from compile_losses.lower.decision import WITHOUT_OP, Decision
+from compile_losses.lower.regions import BY_CHUNKS
 from compile_losses.no_losses import broken_in, foreign_calls
 from compile_losses.options import Settings
 from compile_losses.planned_sites import planned
+from compile_losses.recognize.head import NotAbsorbedError, find_head
 from compile_losses.recognize.known_heads import refused_heads
 from compile_losses.recognize.logits import OUTSIDE
 from compile_losses.recognize.returned_numbers import (
@@ -120,6 +122,7 @@ def explain_call(
         if is_rewritten or _is_trained(gm, example_inputs):
             try:
                 decisions = dry_run.decide(gm, example_inputs, settings)
+                found = _with_hints(found, gm, example_inputs, settings)
             except Exception as error:  # the graphs without a compiler still run
                 if is_restart(error):
                     raise
@@ -140,6 +143,41 @@ def explain_call(
     report.graph_breaks = _graph_breaks(before)
     report.left_alone = [f"{head}: {reason}" for head, reason in doors.left.items()]
     return report
+
+
+def _with_hints(
+    found: Report, gm: torch.fx.GraphModule, example_inputs: list[Any], settings: Settings
+) -> Report:
+    """A report that tells of each loss with held logits whether preferring memory would hold none."""
+    if settings.request.prefer_memory or not settings.request.lowers:
+        return found
+    if not any(map(_may_hold_logits, found.sites)) or not any(map(_is_product, gm.graph.nodes)):
+        return found
+    decisions = dry_run.decide(gm, example_inputs, replace(settings, prefer_memory=True))
+    taken = {each.site for each in decisions if each.choice.startswith(BY_CHUNKS)} - {None}
+    with switches.through(settings.door):
+        hint = f"{switches.how_to_set(switches.PREFER_MEMORY)} holds none of its logits"
+    sites = [
+        replace(site, reason="; ".join(filter(None, (site.reason, hint))))
+        if site.mark in taken and _may_hold_logits(site)
+        else site
+        for site in found.sites
+    ]
+    return replace(found, sites=sites)
+
+
+def _may_hold_logits(site: Site) -> bool:
+    """Whether a loss reads logits, perhaps of a head, and no hint is there yet."""
+    is_alone = site.status == "rewritten" and not site.op.startswith("linear_")
+    return is_alone and switches.PREFER_MEMORY not in site.reason
+
+
+def _is_product(node: Node) -> bool:
+    """Whether a node is a linear layer."""
+    try:
+        return find_head(node) is not None
+    except NotAbsorbedError:
+        return False
 
 
 def _without_kernels(tensors: Iterable[Any]) -> list[str]:
