@@ -148,7 +148,7 @@ def explain_call(
 def _with_hints(
     found: Report, gm: torch.fx.GraphModule, example_inputs: list[Any], settings: Settings
 ) -> Report:
-    """A report that tells of each loss with held logits whether preferring memory would hold none."""
+    """A report that says of held logits whether preferring memory would hold none of them."""
     if settings.request.prefer_memory or not settings.request.lowers:
         return found
     if not any(map(_may_hold_logits, found.sites)) or not any(map(_is_product, gm.graph.nodes)):

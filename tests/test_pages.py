@@ -3,6 +3,7 @@ Python runs, and the site has all of them."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import re
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks import pages
-from tests import ROOT, modules
+from tests import ROOT, modules, reasons
 
 pytestmark = pytest.mark.skipif(
     not pages.RESULTS.exists(), reason="benchmarks/results is in a checkout alone"
@@ -114,6 +115,33 @@ def test_python_runs(name):
             exec(compile(block, name, "exec"), names)
     finally:
         compile_losses.disable()
+
+
+def test_reasons_are_current():
+    """They are generated: python -m tests.reasons."""
+    text = reasons.PAGE.read_text()
+    assert reasons.filled(text) == text
+
+
+def test_reasons_are_read_off_the_source():
+    """Raised, returned, and of a table; what is put in is left out, and constants are not."""
+    source = """
+_STAY = {one: "rounds them", **dict.fromkeys((two, three), "bounds them too")}
+_ALSO = "and no more"
+
+def refusal(part) -> str | None:
+    return f"{part} is read, {_ALSO}" if part else "a part is missing"
+
+def other(part) -> int:
+    raise NotAbsorbedError(part.name or "it has no name")
+"""
+    assert [*reasons.sentences(ast.parse(source))] == [
+        "rounds them",
+        "bounds them too",
+        "... is read, and no more",
+        "a part is missing",
+        "it has no name",
+    ]
 
 
 def test_explained_example(tmp_path, monkeypatch, capsys):

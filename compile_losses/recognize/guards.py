@@ -55,7 +55,7 @@ def tensor_subclass(match: Match) -> str | None:
         if type(tensor) not in (FakeTensor, Tensor, torch.nn.Parameter) and not (
             are_dtensors(tensor)
         ):
-            return f"{type(tensor).__name__} arguments are not supported yet"
+            return f"{type(tensor).__name__} arguments are not supported: plain tensors are"
     # Tracing does not see a class without a __torch_dispatch__ of its own; the ops would get it.
     classes = memory_of(match.root.graph).classes
     for tensor in _tensors(match):
@@ -69,7 +69,7 @@ def tensor_subclass(match: Match) -> str | None:
 def not_strided(match: Match) -> str | None:
     for tensor in _tensors(match):
         if tensor.layout != torch.strided or tensor.is_nested:
-            return f"{tensor.layout} tensors are not supported"
+            return f"{tensor.layout} tensors are not supported: dense ones are"
     return None
 
 

@@ -44,6 +44,11 @@ _COPIES = (aten.clone.default, aten._to_copy.default, aten.alias.default)
 FURTHEST = 32
 #: Why the layer of some logits can't be found.
 OUTSIDE = "its logits are an input of this graph"
+#: Why rows that a mask takes of logits stay.
+MASKED = (
+    "and only data say how many: without capture_dynamic_output_shape_ops the graph breaks there, "
+    "and lazy_logits takes them with their layer"
+)
 #: Why an op without a scale of its product does not take a layer.
 SCALED = "the logits are scaled in float32 after a narrower product"
 #: How autograd names the backwards of layers, and of graphs that may have one.
@@ -440,9 +445,13 @@ class _Walk:
             self.logits.shifts.append(step.node)
             return  # nor does softmax change with a number for all logits of a row
         if each is None:
-            many = "a number to each row of" if shape[self.logits.class_dim] == 1 else "a tensor to"
+            if shape[self.logits.class_dim] == 1:
+                raise NotAbsorbedError(
+                    f"{step.node.name} adds a number to each row of the logits, which no bias for "
+                    "each class does"
+                )
             raise NotAbsorbedError(
-                f"{step.node.name} adds {many} the logits, which no bias for each class does"
+                f"{step.node.name} adds a tensor to the logits, which no bias for each class does"
             )
         self._check_dtype(step)
         self._apply_factor()
@@ -518,8 +527,10 @@ class _Walk:
         logits, shift = self.logits, self.shift
         if logits.cast is not None:  # as a bias it would be rounded with the product
             name = step.node.name
-            narrow = "in float32 after a narrower product"
-            raise NotAbsorbedError(f"a number is added to the logits before {name}, {narrow}")
+            raise NotAbsorbedError(
+                f"a number is added to the logits before {name}, in float32 after a narrower "
+                "product"
+            )
         if not math.isfinite(shift) or not isinstance(self.classes, int):
             self._check_unshifted(step)
         self._apply_factor()
@@ -560,7 +571,7 @@ class _Walk:
             if len(indices) > logits.class_dim or not all(isinstance(i, Value) for i in indices):
                 raise NotAbsorbedError(f"{name} takes only some classes of a row")
             if any(index.fake.dtype in (torch.bool, torch.uint8) for index in indices):
-                raise NotAbsorbedError(f"{name} takes rows by a mask, and only data say how many")
+                raise NotAbsorbedError(f"{name} takes rows by a mask, {MASKED}")
             ranks = [index.fake.dim() for index in indices]
             logits.class_dim += max(ranks) - len(indices)
         logits.input = computed(step.op, logits.input, *step.args[1:])
@@ -619,7 +630,7 @@ def _check_size(step: Value) -> None:
     followed = _followed(step)
     assert followed is not None
     if not same_sizes(step.fake.shape, followed.fake.shape):
-        raise NotAbsorbedError(f"{step.node.name} repeats the logits")
+        raise NotAbsorbedError(f"{step.node.name} repeats the logits, which broadcasts them")
 
 
 def _check_constant(step: Value, rest: tuple[Any, ...]) -> None:

@@ -54,6 +54,10 @@ _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _TRANSPARENT = ("torch", "_operator", "operator", "math", "builtins", "itertools", "numpy")
 
 
+#: Why a write is in the way that comes later than a loss.
+_AFTER = "after the loss, whose backward may read it"
+
+
 class Memory:
     """The writes to the memory of one graph's tensors.
 
@@ -120,7 +124,6 @@ class Memory:
         if storage in self.unexplained:
             return "is changed in place in this graph"
         is_trained = getattr(example(root), "requires_grad", True)
-        after = "after the loss, whose backward may read it"
         for writer in self.writers.get(storage, ()):
             if writer < first:
                 continue
@@ -129,9 +132,9 @@ class Memory:
             if not root < writer:
                 return f"is changed in place by {writer.name} while the loss is computed"
             if is_trained:
-                return f"is changed in place by {writer.name} {after}"
+                return f"is changed in place by {writer.name} {_AFTER}"
         if is_trained and storage in self.later:
-            return f"is changed in place by {self.later[storage]} {after}"
+            return f"is changed in place by {self.later[storage]} {_AFTER}"
         return None
 
 

@@ -47,6 +47,7 @@ class Lazily:
 
 
 _READ = "the logits have other users"
+_RETURNED = "its logits are returned"
 
 
 def readers(nodes: set[Node], root: Node | None) -> Iterator[Node]:
@@ -92,20 +93,21 @@ def lazy_outputs(
     """
     if not outputs:
         return []
-    returned = "its logits are returned"
+    for node in outputs:  # a number that is made of the logits is none of them
+        _steps(head.node, node, replay)
     logits = example(head.node)
     if not logits.requires_grad:
-        raise NotAbsorbedError(f"{returned}, and no gradients are recorded")
+        raise NotAbsorbedError(f"{_RETURNED}, and no gradients are recorded")
     tensors = [part for part in (head.input, head.weight, head.bias) if part is not None]
     if any(are_dtensors(part.fake) for part in tensors):
-        raise NotAbsorbedError(f"{returned}, and are those of a DTensor")
+        raise NotAbsorbedError(f"{_RETURNED}, and are those of a DTensor")
     if lazily is not None and lazily.refusal is not None:
-        raise NotAbsorbedError(f"{returned}, and can't be lazy: {lazily.refusal}")
+        raise NotAbsorbedError(f"{_RETURNED}, and can't be lazy: {lazily.refusal}")
     found = [_lazy_output(head, node, replay) for node in outputs]
     if lazily is None:
         size = logits.dtype.itemsize * math.prod(map(_hint, logits.shape))
         raise NotAbsorbedError(
-            f"{returned}: {how_to_set(LAZY_LOGITS)} would save {megabytes(size)}"
+            f"{_RETURNED}: {how_to_set(LAZY_LOGITS)} would save {megabytes(size)}"
         )
     return found
 
@@ -175,10 +177,10 @@ def _lazy_output(head: Head, node: Node, replay: AtenReplay) -> LazyOutput:
         value = example(source)
         storage = storage_of(value)
         if type(value) not in (FakeTensor, Tensor, Parameter) or storage in memory.classes:
-            raise NotAbsorbedError(f"its logits are returned, and {source} is no plain tensor")
+            raise NotAbsorbedError(f"{_RETURNED}, and {source} is no plain tensor")
         written = memory.conflict(storage, head.node, head.node)
         if written:
-            raise NotAbsorbedError(f"its logits are returned, and {source} {written}")
+            raise NotAbsorbedError(f"{_RETURNED}, and {source} {written}")
     dtype = example(head.node).dtype
     needs_grad = example(node).requires_grad
     return LazyOutput(node, input, weight, bias, dtype, is_transposed, steps, needs_grad, path)
@@ -191,7 +193,7 @@ def _made_of(part: Value) -> tuple[Node, bool]:
         if part.op is aten.t.default:
             is_transposed = not is_transposed
         elif part.op is not aten.to.dtype:
-            raise NotAbsorbedError(f"its logits are returned, and {part.op} makes its layer")
+            raise NotAbsorbedError(f"{_RETURNED}, and {part.op} makes its layer")
         part = part.args[0]
     return part.node, is_transposed
 

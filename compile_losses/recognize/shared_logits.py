@@ -307,7 +307,8 @@ class Taking:
             value = example(reader)
             if value.requires_grad and not set(reading.terms) <= set(range(self.differentiable)):
                 raise NotAbsorbedError(
-                    f"{in_words(reader)} has a gradient that goes to single logits"
+                    f"{in_words(reader)} has a gradient that goes to single logits, as that of a "
+                    "maximum does"
                 )
             if value.dtype == torch.float64 and logits.input.fake.dtype != torch.float64:
                 raise NotAbsorbedError(
@@ -519,9 +520,9 @@ class Taking:
         found = logits_of(divergence.teacher.argument, self.replay)
         if found is not None:
             if found.head.node is self.shared.head.node:
-                raise NotAbsorbedError("they are its own")
+                raise NotAbsorbedError("they are the student's own")
             if not self._only_readings(set(found.way), divergence):
-                raise NotAbsorbedError("they have other readers")
+                raise NotAbsorbedError("something else reads them, or what is made of them")
             check_no_dtensors(found)
             if found.scale != 1:
                 raise NotAbsorbedError(SCALED)

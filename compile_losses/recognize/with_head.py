@@ -17,7 +17,7 @@ from compile_losses.ops.linear.chunk_size import chunk_rows, held_rows
 from compile_losses.recognize.aten_replay import AtenReplay, aten
 from compile_losses.recognize.guards import refusal
 from compile_losses.recognize.head import NotAbsorbedError, computed
-from compile_losses.recognize.logits import Logits, OutsideError, find_logits
+from compile_losses.recognize.logits import MASKED, Logits, OutsideError, find_logits
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.returned_logits import lazy_outputs
 from compile_losses.request import Request
@@ -93,10 +93,12 @@ def check_gain(match: Match, logits: Logits, request: Request, beside: float = 0
     needs_grad = example(match.root).requires_grad
     output = shard_of(whole)  # a rank holds the shard of a DTensor
     if needs_grad and output.dtype == torch.float16:
-        raise NotAbsorbedError("gradients in float16 would need the logits twice")
+        raise NotAbsorbedError(
+            "gradients in float16 would need the logits twice, which those in bfloat16 do not"
+        )
     hidden, classes = logits.input.fake.shape[logits.class_dim], output.shape[-1]
     if not isinstance(hidden, int) or not isinstance(classes, int):
-        raise NotAbsorbedError("its sizes are not known")
+        raise NotAbsorbedError("the number of its features, or of its classes, is a symbol")
     taken = shard_of(logits.input.fake)
     if not implementations.has_kernels(output.device):
         least = constants_of(output.device).hidden_without_kernels
@@ -109,7 +111,7 @@ def check_gain(match: Match, logits: Logits, request: Request, beside: float = 0
             )
     made, picked = rows_of(output, classes), rows_of(taken, hidden)
     if made is None or picked is None:
-        raise NotAbsorbedError("its sizes are not known")
+        raise NotAbsorbedError(f"its rows are taken by a mask, {MASKED}")
     chunk = chunk_rows(picked, hidden, classes, output.dtype, output.device, beside=beside)
     held = held_rows(chunk, output.device, beside) / (1 + beside)  # of each tensor
     if held > (1 if request.prefer_memory else LARGEST_CHUNK) * made or chunk == made:
