@@ -17,10 +17,10 @@ def unet():
         in_channels=3,
         out_channels=3,
         layers_per_block=1,
-        block_out_channels=(16, 32),
+        block_out_channels=(16,),
         norm_num_groups=8,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        down_block_types=("AttnDownBlock2D",),
+        up_block_types=("AttnUpBlock2D",),
         attention_head_dim=8,
     )
 
@@ -64,16 +64,16 @@ def test_min_snr_weighting():
 def test_autoencoder_step():
     """Reconstruction error and the divergence of the latent distribution, which is no fused op."""
     model = diffusers.AutoencoderKL(
-        block_out_channels=(16, 32),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(16,),
+        down_block_types=("DownEncoderBlock2D",),
+        up_block_types=("UpDecoderBlock2D",),
         layers_per_block=1,
         norm_num_groups=8,
         latent_channels=4,
         sample_size=16,
     )
     images = torch.randn(2, 3, 16, 16)
-    noise = torch.randn(2, 4, 8, 8)
+    noise = torch.randn(2, 4, 16, 16)
 
     def step():
         posterior = model.encode(images).latent_dist

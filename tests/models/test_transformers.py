@@ -13,11 +13,12 @@ pytestmark = pytest.mark.usefixtures("kernels_for_small_losses")
 transformers = pytest.importorskip("transformers", reason="pip install .[models]")
 
 VOCABULARY = 256
+#: One layer: the losses know nothing of how many there are, and each takes long to compile.
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
 }
@@ -34,7 +35,7 @@ ENCODER_DECODER = {
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "image_size": 32,
     "patch_size": 8,
@@ -68,7 +69,7 @@ def gpt2():
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=32,
-        n_layer=2,
+        n_layer=1,
         n_head=4,
         n_positions=64,
         bos_token_id=0,
@@ -93,7 +94,7 @@ def t5():
         d_model=32,
         d_kv=8,
         d_ff=64,
-        num_layers=2,
+        num_layers=1,
         num_heads=4,
         decoder_start_token_id=0,
     )

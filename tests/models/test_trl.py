@@ -285,7 +285,7 @@ def test_entropies_beside_log_probabilities(bonus, chunks):
     assert site.plan[0] == "gradient in forward by row"
 
 
-def test_token_accuracy_beside_the_loss(chunks):
+def test_token_accuracy_beside_the_loss(chunks, no_code):
     """What SFTTrainer logs of each step, in the step, with the model's own loss."""
     chunks(4)
     model, batch = build("Qwen3")

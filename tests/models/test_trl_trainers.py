@@ -166,6 +166,7 @@ def test_step(build, model, options, tokenizer):
     assert all(site.reason == "trl's ChunkedLogProbFunction" for site in heads)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("build", [orpo, cpo], ids=lambda build: build.__name__)
 @pytest.mark.parametrize("options_of_ours", [{}, {"prefer_memory": True}], ids=str)
 def test_two_sets_of_classes(build, options_of_ours, model, options, tokenizer, chunks):

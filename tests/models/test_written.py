@@ -38,16 +38,14 @@ class SmallGPT(nn.Module):
     def __init__(self, vocabulary=64, width=32, length=16):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(2))
+        self.block = Block(width, 4)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens, targets=None):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        x = self.norm(x)
+        x = self.norm(self.block(x))
         if targets is None:
             return self.head(x[:, [-1], :]), None
         logits = self.head(x)
