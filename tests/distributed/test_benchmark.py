@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import linear_steps, plots, report
 from tests import ROOT
+from tests.distributed.chosen import chosen
 from tests.distributed.contenders import BROKEN
 
 OURS = ("ours", "ours_linear", "ours_compiled")
@@ -25,12 +26,14 @@ SHAPE = "96x16x1001"
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    """What two ranks write, all contenders in one run."""
+def rows(request, tmp_path_factory):
+    """What two ranks write, all contenders that are asked for in one run."""
     path = tmp_path_factory.mktemp("benchmark") / "steps.csv"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = ["--device=cpu", "--dtype=float32", f"--shape={SHAPE}", "--budget=0.01"]
     more = ["--timeout=25", "--commit=abc", "--no-plots", f"--output={path}"]
+    if names := [*chosen(test_who_breaks_has_a_reason, request), *chosen(test_figures, request)]:
+        more += ["--contender", *names]
     subprocess.run(
         [*command, "-m", "tests.distributed.contenders", *options, *more],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},

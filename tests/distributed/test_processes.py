@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests import ROOT
+from tests.distributed.chosen import chosen
 from tests.distributed.ranks import CHECKS, WORLD
 
 TWO_GPUS = [
@@ -28,10 +29,9 @@ def reports(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.distributed.ranks"]
+    given = [str(folder), request.param, *chosen(test_two_processes, request)]
     ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder), request.param], env=environment, cwd=ROOT
-        )
+        subprocess.Popen([*command, str(rank), *given], env=environment, cwd=ROOT)
         for rank in range(WORLD)
     ]
     wait(ranks, folder)
