@@ -58,8 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # time of a small graph without Inductor's code, for a number that no test reads.
     if hasattr(torch._dynamo.guards, "profile_guard_manager"):
         torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
-    # Compilations make many objects and little garbage.
+    # Compilations make many objects and little garbage: what is young is not collected after each.
     gc.set_threshold(50_000, 20, 100)
+    torch._dynamo.config.run_gc_after_compile = False
 
 
 #: Files whose tests share what processes of theirs took long to make: one worker runs them all.
@@ -75,6 +76,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
             return file if file in BY_ONE_WORKER else nodeid
+
+        def _pending_of(self, workload: dict[str, dict[str, bool]]) -> int:
+            """Forgets what is through, which would be counted again after each of thousands."""
+            for scope in [scope for scope, tests in workload.items() if all(tests.values())]:
+                del workload[scope]
+            return super()._pending_of(workload)
 
     return Scheduling(config, log) if config.getvalue("dist") == "load" else None
 
