@@ -41,6 +41,7 @@ def test_in_the_forward(name):
 
 
 @no_code
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("options", "plan"), [({}, LOGITS), ({"prefer_memory": True}, AGAIN)])
 @pytest.mark.parametrize("name", ACROSS_ROWS)
 def test_across_rows(name, options, plan):
@@ -67,7 +68,7 @@ def test_in_float64(name):
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_misses(name):
     function, reason = NEAR_MISSES[name]
-    compiled, inputs = Compiled(function), narrow_problem()
+    compiled, inputs = Compiled(function, inner_backend="eager"), narrow_problem()
     pair = outcome(compiled, inputs), outcome(function, inputs)
     torch.testing.assert_close(*pair, rtol=TOLERANCE, atol=TOLERANCE)
     assert not any(site.op.startswith("linear_") for site in compiled.sites)
