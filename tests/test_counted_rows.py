@@ -47,6 +47,7 @@ def masks_of(inputs):
 
 
 @pytest.mark.usefixtures("small_heads")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", COUNTED)
 def test_left_out(name, frozen, kept, device):
@@ -138,7 +139,7 @@ def test_reduced_loss_counts_at_the_front(kept, device):
 
 
 @pytest.mark.usefixtures("small_heads")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("first", range(0, 200, 20))
 def test_200_drawn_masks(first, kept, device):
     for seed in range(first, first + 20):

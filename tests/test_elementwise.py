@@ -112,6 +112,7 @@ def test_code(name):
 class TestLoopsOfRows:
     """A number that is read for each row keeps the loop of the sum for the gradient."""
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("name", LOSSES)
     def test_losses(self, name, dtype, graphs, no_code):
@@ -122,6 +123,8 @@ class TestLoopsOfRows:
         assert joint.count(MOVED) == gradients
         assert joint.count(ONES) == (not many)
 
+    @pytest.mark.sampled(2)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize(
         ("function", "name"),
         [
@@ -132,7 +135,6 @@ class TestLoopsOfRows:
             (LOSSES["kl_to_normal"][0], "kl_to_normal"),
         ],
     )
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_one_loop(self, function, name, dtype):
         """Over the classes of a row there is no second loop, for the gradient."""
         inputs = inputs_of(name, (32, 64), dtype)
@@ -174,6 +176,7 @@ class TestLoopsOfRows:
         loss.backward()
         assert any("comes after the sum" in str(decision.reason) for decision in decisions)
 
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize("seed", range(40))
     def test_random_losses(self, seed, no_code):
         check_random(seed)
@@ -270,6 +273,7 @@ RETAINED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("kernels_for_small_losses")
 @pytest.mark.parametrize("case", RETAINED)
 @pytest.mark.parametrize("retains", [(True, True, False), (False, False), (False, True)])
@@ -674,7 +678,7 @@ def check_random(seed):
     check(function, tensors, factor, like=worst_errors(function, tensors, factor), **options)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(60))
 def test_random_losses(seed, no_code):
     check_random(seed)

@@ -24,6 +24,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("case", CASES)
 def test_sums_out_of_range(case, inner):

@@ -250,6 +250,7 @@ def check(seed):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_fuzz(seed):
     check(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import compile_losses
 HEAVY = ("torch._dynamo", "torch._inductor", "torch._functorch.aot_autograd", "sympy")
 
 
+@functools.cache
 def loaded_after(script: str) -> set[str]:
     """The modules of HEAVY that a fresh process has loaded after a script."""
     script += "\nimport json, sys\nprint(json.dumps(list(sys.modules)))"

@@ -81,7 +81,7 @@ def test_no_factor(factor, graphs, no_code):
     assert "_with_grad" in graphs["joint"][0]
 
 
-def test_several_losses(graphs):
+def test_several_losses(graphs, no_code):
     """Each of them has its own factor; a term without one stays as it is."""
 
     class Detector(Head):

@@ -109,6 +109,7 @@ READS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("view", VIEWS)
 def test_view_of_logits_that_were_read(view, read):
@@ -228,6 +229,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_detached", [False, True])
 @pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize("pair", PAIRS)
@@ -341,7 +343,7 @@ def test_function_that_takes_the_memory_unseen():
     assert torch.equal(torch.from_dlpack(dlpack.to_dlpack(lg)), F.linear(h, w))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 @pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize("view", ["itself", "inner rows", "detached"])

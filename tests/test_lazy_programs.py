@@ -135,7 +135,7 @@ def groups(count: int, size: int) -> list[Any]:
     ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seeds", groups(1000, 10))
 def test_programs(seeds, monkeypatch):
     """Graphs are not forgotten between the programs, so that guards tell them apart."""
@@ -145,8 +145,8 @@ def test_programs(seeds, monkeypatch):
     assert found["documented"] + found["saved"] <= 4, found
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("seeds", groups(2000, 20))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("seeds", groups(2000, 10))
 def test_programs_that_ask_for_nothing(seeds, monkeypatch):
     with interpreted(monkeypatch), without_recompile_limits():
         found = Counter(verdict(seed, "auto") for seed in seeds)

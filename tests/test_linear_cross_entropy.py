@@ -393,6 +393,7 @@ def worst_error(sample, dtype, index):
 
 
 @needs_torchs
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("variant", ["", "chunked", "chunked_none"])
 @dtypes
 def test_opinfo_samples(dtype, variant, chunks, device):

@@ -649,6 +649,7 @@ def test_transforms_with_softcaps(softcaps, loss, chunks, device):
         torch.testing.assert_close(*(transform(of(f))(x) for f in (ours, torchs)))
 
 
+@pytest.mark.sampled(3)
 @losses
 @pytest.mark.parametrize("teacher", ["logits", "layer with a bias"])
 @pytest.mark.parametrize("reduction", [0, 2])
@@ -716,6 +717,7 @@ def test_one_chunk_of_all_rows(loss, reduction, chunks):
     assert held <= most <= held + tensors[0].nbytes + tensors[1].nbytes / 10
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("teacher", ["logits", "layer"])
 @pytest.mark.parametrize("function", ["mean", "by row", "of other rows"])
 @caps

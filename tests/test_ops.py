@@ -113,10 +113,10 @@ def test_repeatable(spec, dtype, device):
             torch.testing.assert_close(other, first, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.sampled(5)
-@specs
-@dtypes
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("shape", [(600, 4099), (5, 131_101)], ids=["rows", "wide rows"])
+@dtypes
+@specs
 def test_repeatable_20_times(spec, dtype, shape, device):
     """Bit for bit where all threads or blocks share a loss; in torch's deterministic mode, too."""
     tensors = tuple(t.to(device) for t in spec.operands(*shape, dtype=dtype))
@@ -201,7 +201,7 @@ def value_arguments(spec, forward, args):
     return tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in values)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @specs
 def test_opcheck_leaves(spec, device):
     check_leaves(spec, device)

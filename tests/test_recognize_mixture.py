@@ -221,6 +221,7 @@ def program(seed):
     return function, wrong is None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(60))
 def test_drawn_mixtures(seed):
     """Whatever is drawn, results are eager mode's, and what is right is found."""

@@ -44,7 +44,7 @@ def problem(of_input, of_weight):
     return h, w, torch.randint(CLASSES, (ROWS,), generator=generator)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("by_backend", [True, False], ids=["backend", "enable"])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("head", HEADS)

@@ -148,6 +148,7 @@ class TestPrograms:
         assert_same(outcome(compiled, inputs), outcome(function, inputs), 1e-2)
         assert any(BY_CHUNKS in choice for choice in choices(compiled))
 
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize("function", programs.IN_THE_FORWARD)
     def test_without_the_option_nothing_changes(self, function):
         compiled = Compiled(function)
@@ -165,6 +166,7 @@ class TestPrograms:
             assert_same(outcome(compiled, inputs), outcome(function, inputs))
         assert any(BY_CHUNKS in choice for choice in choices(compiled))
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("function", programs.IN_THE_FORWARD)
     def test_without_gradients(self, function):
         inputs = programs.problem()
@@ -227,7 +229,7 @@ class TestPrograms:
         second = torch.autograd.grad(loss * 2, leaves)
         assert_same(second, [2 * each for each in first])
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize(
         "passes", ["", "rewrite.known_heads,plan.regions,plan.kernels,in_place"]
     )

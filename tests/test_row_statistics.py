@@ -738,7 +738,8 @@ def test_gradient_with_a_divergence(divergence, pair, softcap, dtype, device, op
     ours, before = logits.clone(memory_format=torch.preserve_format), teacher.clone()
     arguments = (ours, target, stats, IGNORED, softcap, grad_divergence, teacher, saved, reverse)
     op = getattr(fused, f"{name}_row_statistics_backward_")
-    if pair == "alike":
+    # Of each divergence two kinds of calls: traces of others are alike.
+    if pair == "alike" and (dtype, softcap) in ((torch.float32, None), (torch.bfloat16, 4.0)):
         opcheck(op.default, (*grads, ours.clone(), *arguments[1:], *options))
     op(*grads, *arguments, *options)
     assert torch.equal(teacher, before)

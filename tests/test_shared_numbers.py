@@ -20,8 +20,9 @@ def test_gradients_in_the_forward(name):
     assert "not verified" not in site.notes
 
 
-@pytest.mark.parametrize("name", BY_ROW)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", BY_ROW)
 def test_accuracy(name, dtype):
     check_accuracy(BY_ROW[name], problem(dtype))
 

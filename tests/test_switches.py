@@ -64,6 +64,8 @@ def test_names():
     assert switches.losses() == sorted([*public_ops(), "elementwise"])
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("way", ["backend", "enable"])
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -75,7 +77,6 @@ def test_names():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("way", ["backend", "enable"])
 def test_chosen_losses(options, expected, way, counted):
     compiled(way, **options)
     assert counted["rewritten"] == expected

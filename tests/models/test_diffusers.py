@@ -58,7 +58,7 @@ def test_min_snr_weighting():
         loss = loss.mean(dim=list(range(1, loss.dim()))) * weights
         return loss.mean()
 
-    check_step(model, step, ["mse_loss"], explained=True)
+    check_step(model, step, ["mse_loss"])
 
 
 def test_autoencoder_step():

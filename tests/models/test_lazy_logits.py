@@ -154,6 +154,7 @@ def qwen_vl():
 BROKEN = {"GPT-2": gpt2, "LLaVA": llava, "PaliGemma": paligemma, "Qwen2.5-VL": qwen_vl}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BROKEN)
 def test_steps_with_graph_breaks(name, reads):
     torch.manual_seed(0)
