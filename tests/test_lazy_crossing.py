@@ -148,7 +148,7 @@ MADE = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("of", ["logits", "made"])
 @pytest.mark.parametrize("kind", ["changes", "watches", "retains", "node", "post", "multi"])
 @pytest.mark.parametrize("made", MADE)

@@ -252,7 +252,7 @@ def test_transforms(loss, chunks, device):
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(6)
 @losses
 @pytest.mark.parametrize("teacher", ["logits", "layer with a bias"])
 @pytest.mark.parametrize("reduction", REDUCTIONS.values(), ids=REDUCTIONS)

@@ -52,6 +52,7 @@ def sites_of(function, inputs):
     return {s.op: s for s in compile_losses.explain(function, *inputs).losses}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TAKEN)
 def test_one_call(name):
     inputs = problem()

@@ -118,6 +118,7 @@ class Tagged(torch.Tensor):
     """Dynamo takes it for a plain tensor, and Inductor's code does not."""
 
 
+@pytest.mark.sampled(2)
 @WAYS
 @pytest.mark.parametrize(
     "loss",

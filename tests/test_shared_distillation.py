@@ -48,6 +48,7 @@ check = partial(check_outcome, trained=2, tolerance=1e-12)
 
 @pytest.mark.usefixtures("no_code", "chunks", "kernels_for_small_losses")
 class TestRecognition:
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("name", FORMS)
     def test_gradients_in_the_forward(self, name):
         inputs = problem()

@@ -12,6 +12,7 @@ from tests.heads import IN_THE_FORWARD, check, check_accuracy
 pytestmark = pytest.mark.usefixtures("no_code", "chunks", "kernels_for_small_losses")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BY_ROW)
 def test_gradients_in_the_forward(name):
     (site,) = check(BY_ROW[name], problem(), verify=True)

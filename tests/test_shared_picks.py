@@ -35,6 +35,7 @@ from tests.linear_problems import largest_allocation
 pytestmark = pytest.mark.usefixtures("no_code", "chunks", "kernels_for_small_losses")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", BY_ROW)
 def test_gradients_in_the_forward(name):
     inputs = sparse_problem()
