@@ -156,5 +156,35 @@ TAKEN = (
 #: Their values are torch's, and the teacher's logits are held: recognition takes the student's head
 #: for an op that reads them.
 TEACHER_HELD = (eagle_of_all_classes,)
-#: Their gradients of each row depend on other rows.
-OF_ALL_ROWS = ()
+
+
+def chosen(logits, index):
+    """A cross entropy of some classes, each row's label its place."""
+    labels = torch.arange(ROWS, device=logits.device) % len(index)
+    return F.cross_entropy(logits[..., index].flatten(0, 1), labels)
+
+
+def of_two_picks(h, own, w, teacher, its, index, has, mask):
+    logits = F.linear(h, w)
+    return chosen(logits, index) + 2 * chosen(logits, index.flip(0) - CLASSES)
+
+
+def of_a_pick_and_all(h, own, w, teacher, its, index, has, mask):
+    logits = F.linear(h, w)
+    return chosen(logits, index) + logits.logsumexp(-1).square().mean()
+
+
+def of_a_pick_by_row(h, own, w, teacher, its, index, has, mask):
+    logits = F.linear(h, w)[..., index].flatten(0, 1)
+    each = F.cross_entropy(logits, torch.arange(ROWS) % OWN, reduction="none")
+    return (each.view_as(mask) * mask).sum()
+
+
+def divergence_of_a_pick(h, own, w, teacher, its, index, has, mask):
+    log_q = F.linear(teacher, its)[..., index].log_softmax(-1)
+    log_p = F.linear(h, own).log_softmax(-1)
+    return F.kl_div(log_p, log_q, log_target=True, reduction="batchmean")
+
+
+#: Several readers of some classes, which recognition may take, or not.
+OF_PICKS = (of_two_picks, of_a_pick_and_all, of_a_pick_by_row, divergence_of_a_pick)

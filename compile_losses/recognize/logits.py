@@ -618,8 +618,10 @@ class _Walk:
 
     def _some_classes(self, step: Value, op: Any, *rest: Any) -> None:
         """Takes some rows of the weight, and some elements of the bias."""
-        logits = self.logits
+        logits, before = self.logits, self.classes
         self.classes = step.fake.shape[logits.class_dim]
+        if not statically_known_true(self.classes <= before):
+            raise NotAbsorbedError(f"{step.node.name} may take more classes than there are")
         logits.weight = computed(op, logits.weight, *rest)
         logits.bias = logits.bias and computed(op, logits.bias, *rest)
         logits.copies_weight = True  # its gradient is

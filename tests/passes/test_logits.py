@@ -165,6 +165,9 @@ REFUSED = {
         lambda h, w, b: F.linear(h, w).transpose(1, 2).reshape(2, -1), "takes the classes of a row",
     ),
     "rows by a list": (lambda h, w, b: F.linear(h, w).view(-1, CLASSES)[[3, 1]], "a list of"),
+    "more classes": (
+        lambda h, w, b: F.linear(h, w)[..., torch.tensor([1, 2] * CLASSES)], "more classes",
+    ),
     "classes by a list": (lambda h, w, b: F.linear(h, w)[..., [1, 2]], "a list of constants"),
     "classes by a mask": (
         lambda h, w, b: F.linear(h, w)[..., PADDING], "only some classes",
