@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from benchmarks.report import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "kernels")))
+_WITH_TABLES = ("performance", "kernels", "heads")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _WITH_TABLES))
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 #: Contenders of the reference cases, by their names in the files and in the tables.
@@ -366,6 +367,27 @@ def _steps(file: str) -> str:
     return measured(header, lines, rows)
 
 
+def libraries() -> str:
+    """Steps of other libraries, by kind: how many are taken, and why not the others."""
+    rows = rows_of("libraries.csv")
+    lines = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        own = [row for row in rows if row["kind"] == kind]
+        whole = [row["program"] for row in own if row["outcome"] == "with its head"]
+        others = [f"{row['program']}: {_why(row)}" for row in own if row["program"] not in whole]
+        lines.append((kind, ", ".join(whole), "; ".join(others)))
+    versions = ", ".join(dict.fromkeys(f"torch {row['torch']}" for row in rows))
+    commits = ", ".join(dict.fromkeys(row["commit"][:7] for row in rows))
+    table = markdown(("kind", "with the head", "otherwise"), lines)
+    return f"{table}\n{versions}, commit {commits}.\n"
+
+
+def _why(row: dict[str, str]) -> str:
+    """What became of a step, and why; without the paths of the machine."""
+    reason = re.sub(r"\S*/([\w.]+:\d+)", r"\1", row["reason"])
+    return f"{row['outcome']}, {reason}" if reason else row["outcome"]
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
@@ -385,6 +407,7 @@ TABLES: dict[str, Callable[[], str]] = {
         elementwise_cpu,
         steps,
         steps_h100,
+        libraries,
     )
 }
 

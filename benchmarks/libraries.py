@@ -1,0 +1,211 @@
+"""What is taken of other libraries' code, and why not the rest: ``python -m benchmarks.libraries``.
+
+Each program is a step of a library that is installed, with a small trunk and a head of real size.
+``explain`` runs it once, and says of each loss what became of it. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import report
+from compile_losses.explanation import explain_call
+from compile_losses.sites import Site
+
+OUTPUT = report.ROOT / "benchmarks" / "results" / "libraries.csv"
+#: So many that half of the logits are a chunk.
+TOKENS, HIDDEN, CLASSES = 2048, 64, 49152
+#: Special ones among the classes, in the place of those of a released model.
+_WORDS = {"vocab_size": CLASSES, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+FIELDS = ("kind", "library", "program", "losses", "outcome", "reason", "torch", "commit")
+#: Outcomes, the best first.
+WITH_HEAD, ALONE, LEFT, UNSEEN = "with its head", "loss alone", "left", "unseen"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step of a library.
+
+    Attributes:
+        kind: what it is a step of.
+        make: makes the function to explain, and what it is called with.
+    """
+
+    kind: str
+    library: str
+    name: str
+    make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+
+
+def of_transformers(name: str, **config: Any) -> Callable[[], Any]:
+    """A model of transformers, which makes its loss itself."""
+
+    def make() -> Any:
+        library = importlib.import_module("transformers")
+        model_class = getattr(library, name)
+        torch.manual_seed(0)
+        model = model_class(model_class.config_class(**_WORDS, **config))
+        ids = torch.randint(4, CLASSES, (2, TOKENS // 2))
+
+        def step(ids: Tensor) -> Tensor:
+            loss: Tensor = model(input_ids=ids, labels=ids).loss
+            return loss
+
+        return step, (ids,)
+
+    return make
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def of_head(make_loss: Callable[[], Loss]) -> Callable[[], Any]:
+    """A function of a library that is given logits and labels."""
+
+    def make() -> Any:
+        loss = make_loss()
+        torch.manual_seed(0)
+        head, hidden = nn.Linear(HIDDEN, CLASSES, bias=False), torch.randn(2, TOKENS // 2, HIDDEN)
+        labels = torch.randint(CLASSES, (2, TOKENS // 2))
+        return lambda hidden, labels: loss(head(hidden), labels), (hidden, labels)
+
+    return make
+
+
+def label_smoother() -> Loss:
+    smoother = importlib.import_module("transformers.trainer_pt_utils").LabelSmoother(0.1)
+    return lambda logits, labels: smoother({"logits": logits}, labels, shift_labels=True)
+
+
+def policy_gradient() -> Loss:
+    utils = importlib.import_module("trl.trainer.utils")
+    return lambda logits, labels: -utils.selective_log_softmax(logits, labels).mean()
+
+
+def policy_gradient_with_entropy() -> Loss:
+    utils = importlib.import_module("trl.trainer.utils")
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        entropy = utils.entropy_from_logits(logits).mean()
+        found: Tensor = -utils.selective_log_softmax(logits, labels).mean() - 0.01 * entropy
+        return found
+
+    return loss
+
+
+def perplexity() -> Loss:
+    metric = importlib.import_module("torchmetrics.functional.text").perplexity
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = metric(logits, labels)
+            return found
+
+    return loss
+
+
+_DECODER = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": HIDDEN,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": TOKENS,
+}
+_GPT2 = {"n_embd": HIDDEN, "n_layer": 1, "n_head": 2, "n_positions": TOKENS}
+_ENCODER = {k: _DECODER[k] for k in list(_DECODER)[:4]} | {"max_position_embeddings": TOKENS}
+_BART = {
+    "d_model": HIDDEN,
+    "max_position_embeddings": TOKENS,
+    **{f"{side}_layers": 1 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": HIDDEN for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 2 for side in ("encoder", "decoder")},
+}
+_T5 = {
+    "decoder_start_token_id": 0,
+    "d_model": HIDDEN,
+    "d_ff": HIDDEN,
+    "d_kv": 32,
+    "num_layers": 1,
+    "num_heads": 2,
+}
+_CAUSAL, _MASKED, _PAIRS = "causal language models", "masked language models", "encoder-decoders"
+_TRAINERS, _METRICS = "losses of trainers", "metrics"
+PROGRAMS = (
+    *(
+        Program(_CAUSAL, "transformers", name, of_transformers(f"{name}ForCausalLM", **_DECODER))
+        for name in ("Llama", "Mistral", "Qwen3", "Gemma2", "Phi3", "Olmo2", "Cohere", "Granite")
+    ),
+    Program(_CAUSAL, "transformers", "GPT2", of_transformers("GPT2LMHeadModel", **_GPT2)),
+    Program(
+        _CAUSAL, "transformers", "OPT",
+        of_transformers("OPTForCausalLM", ffn_dim=HIDDEN, word_embed_proj_dim=HIDDEN, **_ENCODER),
+    ),
+    *(
+        Program(_MASKED, "transformers", name, of_transformers(f"{name}ForMaskedLM", **_ENCODER))
+        for name in ("Bert", "Roberta", "Electra")
+    ),
+    Program(
+        _PAIRS, "transformers", "T5", of_transformers("T5ForConditionalGeneration", **_T5)
+    ),
+    Program(
+        _PAIRS, "transformers", "Bart", of_transformers("BartForConditionalGeneration", **_BART)
+    ),
+    Program(_TRAINERS, "transformers", "LabelSmoother", of_head(label_smoother)),
+    Program(_TRAINERS, "trl", "selective_log_softmax", of_head(policy_gradient)),
+    Program(_TRAINERS, "trl", "entropy_from_logits", of_head(policy_gradient_with_entropy)),
+    Program(_METRICS, "torchmetrics", "perplexity", of_head(perplexity)),
+)  # fmt: skip
+
+
+def outcome_of(sites: list[Site]) -> tuple[str, str]:
+    """The worst of a step's losses, and why it is no better."""
+    found = [(LEFT if s.status == "declined" else _how(s.op), s.reason) for s in sites]
+    if not found:
+        return UNSEEN, ""
+    worst = max(found, key=lambda each: (WITH_HEAD, ALONE, LEFT).index(each[0]))
+    return worst if worst[0] != WITH_HEAD else (WITH_HEAD, "")
+
+
+def _how(op: str) -> str:
+    return WITH_HEAD if op.startswith("linear_") else ALONE
+
+
+def outcomes() -> Iterator[dict[str, str]]:
+    """A row for each program whose library is installed."""
+    for program in PROGRAMS:
+        with suppress(ImportError):
+            importlib.import_module(program.library)
+            function, inputs = program.make()
+            sites = explain_call(function, inputs).losses
+            outcome, reason = outcome_of(sites)
+            values = (
+                *(program.kind, program.library, program.name, ", ".join(s.op for s in sites)),
+                *(outcome, reason, torch.__version__, report.current_commit()),
+            )
+            yield dict(zip(FIELDS, values, strict=True))
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    with OUTPUT.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        for row in outcomes():
+            print(f"{row['kind']}: {row['program']}: {row['outcome']}  {row['reason']}")
+            writer.writerow(row)
+    print(f"wrote {OUTPUT}")
+
+
+if __name__ == "__main__":
+    main()
