@@ -74,3 +74,31 @@ def test_by_the_door():
     finally:
         compile_losses.disable()
     assert site.reason.endswith("enable(prefer_memory=True) holds none of its logits")
+
+
+EVALUATED = {
+    "unreduced": lambda h, w, b, t: F.cross_entropy(
+        F.linear(h, w).view(-1, CLASSES), t.view(-1), reduction="none"
+    ),
+    "perplexity": lambda h, w, b, t: flat(F.linear(h, w), t).exp(),
+    "the mean is logged": lambda h, w, b, t: flat(x := F.linear(h, w), t) + x.mean(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", EVALUATED)
+def test_evaluation_holds_no_logits(name, dtype):
+    with torch.no_grad():
+        (site,) = explain_call(EVALUATED[name], head(dtype)).losses
+    assert site.op in ("linear_cross_entropy", "linear_row_statistics")
+
+
+def test_a_number_of_the_logits_is_none_of_them():
+    def step(h, w, b, t):
+        logits = F.linear(h, w)
+        return flat(logits, t), logits.std()
+
+    with torch.no_grad():
+        (site,) = explain_call(step, head()).losses
+    assert "are returned" not in site.reason
+    assert "std (" in site.reason
