@@ -231,7 +231,7 @@ class TestHeads:
 
         (site,) = check(loss, problem())
         assert site.reason.startswith(STUDENT)
-        assert "the teacher's logits are held: they have other readers" in site.reason
+        assert "the teacher's logits are held: something else reads them" in site.reason
 
 
 @pytest.mark.usefixtures("no_code", "chunks")

@@ -121,19 +121,19 @@ def test_losses_on_a_device_for_which_kernels_were_not_built(monkeypatch):
     reason = "not built: nvcc was not found"
     monkeypatch.setitem(library.kernels, "cpu", reason)
 
-    def two_losses(a, b):
-        return F.mse_loss(a, b) + F.l1_loss(a, b)
+    def two_losses(a, b, c):
+        return F.mse_loss(a, b) + F.l1_loss(c, b)
 
-    a, b = torch.rand(4), torch.rand(4)
+    inputs = tuple(torch.rand(4) for _ in range(3))
     with pytest.warns(UserWarning, match="no kernels for cpu.*nvcc was not found.*pip install"):
-        report = compile_losses.explain(two_losses, a, b)
+        report = compile_losses.explain(two_losses, *inputs)
     assert [site.plan for site in report.sites] == [("decomposed",), ("decomposed",)]
     assert report.without_kernels == [f"cpu: torch's ops: {reason}"]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="compile_losses")
         options = {"inner_backend": "aot_eager"}  # which needs no compiler
-        actual = torch.compile(two_losses, backend="compile_losses", options=options)(a, b)
-    torch.testing.assert_close(actual, two_losses(a, b))
+        actual = torch.compile(two_losses, backend="compile_losses", options=options)(*inputs)
+    torch.testing.assert_close(actual, two_losses(*inputs))
 
 
 @pytest.mark.kernels

@@ -70,7 +70,7 @@ class TestRecognition:
 
     def test_the_reason_why_a_teacher_is_held(self):
         (site,) = sites_of(of_given_logits, problem())
-        assert "the teacher's logits are held: they have other readers" in site.reason
+        assert "the teacher's logits are held: something else reads them" in site.reason
 
     def test_without_gradients(self):
         inputs = [t.detach() for t in problem()]

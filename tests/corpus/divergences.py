@@ -171,7 +171,7 @@ MATCHES = {
         lambda h, w, b, t, tw, tb: soft_targets(
             F.linear(h, w), taught(t, torch.cat([tw, tw]))[..., :CLASSES]
         ),
-        KL, STUDENT,
+        KL, BOTH,
     ),
     "a changed teacher": (changed_teacher, KL, STUDENT),
     "a teacher changed between": (changed_teacher_between, KL, STUDENT),
