@@ -115,6 +115,7 @@ def register_body(
     """
     given = schema_of(op).arguments
     defaults = {a.name: a.default_value for a in given if a.has_default_value()}
+    tensors = {i: a.name for i, a in enumerate(given) if isinstance(a.type, torch.TensorType)}
 
     @on_one_device(op)
     def computed(*args: Any, **kwargs: Any) -> Any:
@@ -122,11 +123,9 @@ def register_body(
             kwargs[a.name] if a.name in kwargs else defaults[a.name] for a in given[len(args) :]
         )
         complete = (*args, *rest)
-        for argument, value in zip(given, complete, strict=True):
-            if value is None and isinstance(argument.type, torch.TensorType):
-                raise RuntimeError(
-                    f"{op.name()}: {argument.name} is None, where a tensor was expected"
-                )
+        for place, name in tensors.items():
+            if complete[place] is None:
+                raise RuntimeError(f"{op.name()}: {name} is None, where a tensor was expected")
         results = fake(*complete)
         body(results, *complete)
         return results
