@@ -31,11 +31,12 @@ fused = torch.ops.fused
 
 
 @pytest.fixture(autouse=True)
-def without_kernels():
-    """As by the option ``kernels=False``."""
+def without_kernels(monkeypatch):
+    """As by the option ``kernels=False``. What a test has patched hides whether kernels are off."""
     before = switches.uses_kernels()
     implementations.use_kernels(False)
     yield
+    monkeypatch.undo()
     implementations.use_kernels(before)
 
 
