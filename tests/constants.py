@@ -25,6 +25,20 @@ def set_constants(patch: pytest.MonkeyPatch, **changes: Any) -> None:
     patch.setattr(inductor_passes, "fingerprint", lambda: f"{before()} {changes}")
 
 
+def move_gradients(patch: pytest.MonkeyPatch, longest_row: int) -> None:
+    """Gradients of losses without an op go into the forward on every device, whether it pays there
+    or not, for rows up to so many numbers."""
+    set_constants(
+        patch,
+        moves_gradients=True,
+        least_gradient_bytes=0,
+        longest_row=longest_row,
+        shortest_row=2,
+        many_rows=2,
+        merges_loops=False,
+    )
+
+
 def plan_small_as_large(patch: pytest.MonkeyPatch) -> None:
     """A small loss on a CPU is not decomposed for its size."""
     small = {"small_bytes": 0, "small_simple_bytes": 0}

@@ -167,6 +167,11 @@ class Compiled:
             for site in planned_sites.planned(found, decisions)
         ]
 
+    @property
+    def choices(self) -> list[str]:
+        """What was chosen for these losses, in the plans' order."""
+        return [choice for site in self.sites for choice in site.plan]
+
 
 def step(model, function, inputs, factor=1.0):
     model.zero_grad()

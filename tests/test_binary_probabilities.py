@@ -15,7 +15,7 @@ from torch import nn
 
 import compile_losses
 from compile_losses.backend import compile_losses as backend
-from tests.constants import set_constants
+from tests.constants import move_gradients
 
 MOVED = "fused.keep_gradient"
 #: Where float32's sigmoid is exact, where it rounds to 1, where torch's bound of the logarithm is
@@ -30,16 +30,7 @@ ROWS, COLS = len(LABELS) * 4, len(HURTING) * 2
 
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch):
-    """Gradients in the forward on every device, whether it pays there or not."""
-    set_constants(
-        monkeypatch,
-        moves_gradients=True,
-        least_gradient_bytes=0,
-        longest_row=4096,
-        shortest_row=2,
-        many_rows=2,
-        merges_loops=False,
-    )
+    move_gradients(monkeypatch, longest_row=4096)
 
 
 def logits(dtype, finite=False):

@@ -60,7 +60,7 @@ class TestPrograms:
         for each in results:
             if each[0] is not None:
                 assert_accurate(*each)
-        assert any(BY_CHUNKS in choice for site in compiled.sites for choice in site.plan)
+        assert any(BY_CHUNKS in choice for choice in compiled.choices)
 
     @pytest.mark.parametrize("function", programs.TAKEN)
     def test_gradients_are_made_in_the_forward(self, function):
@@ -93,4 +93,4 @@ class TestPrograms:
         inputs = programs.problem()
         compiled = Compiled(function, prefer_memory=True)
         assert_same(outcome(compiled, inputs), outcome(function, inputs))
-        assert any(BY_CHUNKS in choice for site in compiled.sites for choice in site.plan)
+        assert any(BY_CHUNKS in choice for choice in compiled.choices)

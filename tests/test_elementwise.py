@@ -18,7 +18,7 @@ from benchmarks.elementwise import LOSSES
 from compile_losses.backend import compile_losses as backend
 from compile_losses.lower.elementwise import move
 from tests.accuracy import SIMILAR, assert_accurate, similar
-from tests.constants import set_constants
+from tests.constants import move_gradients, set_constants
 from tests.corpus.elementwise import (
     SUMS_OF_ALL,
     charbonnier,
@@ -34,16 +34,7 @@ ONES = "fused.row_ones"
 
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch):
-    """On every device, whether it pays there or not."""
-    set_constants(
-        monkeypatch,
-        moves_gradients=True,
-        least_gradient_bytes=0,
-        longest_row=64,
-        shortest_row=2,
-        many_rows=2,
-        merges_loops=False,
-    )
+    move_gradients(monkeypatch, longest_row=64)
 
 
 @pytest.fixture

@@ -184,35 +184,32 @@ def outcome(function, inputs):
     return [*found, *torch.autograd.grad(total * 0.5, leaves)]
 
 
-def choices(compiled):
-    return [choice for site in compiled.sites for choice in site.plan]
+def compared(function, monkeypatch):
+    """A function that was compiled and does what torch does, and its joint graphs."""
+    inputs = problem()
+    with recorded(monkeypatch) as graphs:
+        compiled = Compiled(function, prefer_memory=True)
+        found = outcome(compiled, inputs)
+    torch.testing.assert_close(found, outcome(function, inputs), rtol=1e-11, atol=1e-11)
+    return compiled, graphs["joint"]
 
 
 @pytest.mark.usefixtures("no_code")
 class TestPrograms:
     @pytest.mark.parametrize("function", JOINED)
     def test_one_gradient_of_the_weight(self, function, monkeypatch):
-        inputs = problem()
-        with recorded(monkeypatch) as graphs:
-            compiled = Compiled(function, prefer_memory=True)
-            found = outcome(compiled, inputs)
-        torch.testing.assert_close(found, outcome(function, inputs), rtol=1e-11, atol=1e-11)
-        (graph,) = graphs["joint"]
+        compiled, (graph,) = compared(function, monkeypatch)
         assert graph.count("fused.joined_heads") == 1
         assert not re.search(
             r"target=torch\.ops\.fused\.linear_\w+(region|with_grad|backward)", graph
         )
-        assert any(ONE_GRADIENT in choice for choice in choices(compiled))
+        assert any(ONE_GRADIENT in choice for choice in compiled.choices)
 
     @pytest.mark.parametrize("function", APART)
     def test_gradients_that_stay_apart(self, function, monkeypatch):
-        inputs = problem()
-        with recorded(monkeypatch) as graphs:
-            compiled = Compiled(function, prefer_memory=True)
-            found = outcome(compiled, inputs)
-        torch.testing.assert_close(found, outcome(function, inputs), rtol=1e-11, atol=1e-11)
-        assert "joined_heads" not in graphs["joint"][0]
-        assert not any(ONE_GRADIENT in choice for choice in choices(compiled))
+        compiled, graphs = compared(function, monkeypatch)
+        assert "joined_heads" not in graphs[0]
+        assert not any(ONE_GRADIENT in choice for choice in compiled.choices)
 
     def test_without_the_option_nothing_changes(self, monkeypatch):
         with recorded(monkeypatch) as graphs:
@@ -229,7 +226,7 @@ class TestPrograms:
                     strict=True)  # fmt: skip
         for each in found:
             assert_accurate(*each)
-        assert any(ONE_GRADIENT in choice for choice in choices(compiled))
+        assert any(ONE_GRADIENT in choice for choice in compiled.choices)
 
     @pytest.mark.parametrize("function", [predicted, clamped])
     def test_autocast(self, function):
@@ -242,7 +239,7 @@ class TestPrograms:
         truth = outcome(function, problem())
         for each in zip(outcome(compiled, inputs), outcome(under, inputs), truth, strict=True):
             assert_accurate(*each)
-        assert any(ONE_GRADIENT in choice for choice in choices(compiled))
+        assert any(ONE_GRADIENT in choice for choice in compiled.choices)
 
     def test_backward_runs_twice(self):
         inputs = problem()

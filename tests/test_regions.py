@@ -53,10 +53,6 @@ def assert_as_accurate(compiled, function, inputs, truth):
             assert_accurate(*each)
 
 
-def choices(compiled):
-    return [choice for site in compiled.sites for choice in site.plan]
-
-
 @pytest.mark.usefixtures("no_code")
 class TestPrograms:
     @pytest.mark.parametrize("function", programs.IN_THE_FORWARD)
@@ -64,21 +60,21 @@ class TestPrograms:
         inputs = programs.problem()
         compiled = Compiled(function, prefer_memory=True)
         assert_same(outcome(compiled, inputs), outcome(function, inputs))
-        assert any(choice.endswith(FORWARD) for choice in choices(compiled))
+        assert any(choice.endswith(FORWARD) for choice in compiled.choices)
 
     @pytest.mark.parametrize("function", programs.AGAIN)
     def test_gradients_of_logits_computed_again(self, function):
         inputs = programs.problem()
         compiled = Compiled(function, prefer_memory=True)
         assert_same(outcome(compiled, inputs), outcome(function, inputs))
-        assert any("computed again" in choice for choice in choices(compiled))
+        assert any("computed again" in choice for choice in compiled.choices)
 
     @pytest.mark.parametrize(("function", "reason"), programs.LEFT.items())
     def test_left(self, function, reason):
         inputs = programs.problem()
         compiled = Compiled(function, prefer_memory=True)
         assert_same(outcome(compiled, inputs), outcome(function, inputs))
-        assert not any(BY_CHUNKS in choice for choice in choices(compiled))
+        assert not any(BY_CHUNKS in choice for choice in compiled.choices)
         if reason is not None:
             assert any(reason in detail for site in compiled.sites for detail in site.details)
 
@@ -106,7 +102,7 @@ class TestPrograms:
         inputs = h, w, torch.rand(h.shape[:2], dtype=h.dtype).requires_grad_()
         compiled = Compiled(function, prefer_memory=True)
         assert_same(outcome(compiled, inputs), outcome(function, inputs))
-        assert any(BY_CHUNKS in choice for choice in choices(compiled))
+        assert any(BY_CHUNKS in choice for choice in compiled.choices)
 
     @pytest.mark.parametrize("is_teacher", [False, True])
     def test_inputs_that_change_are_not_read_by_the_backward(self, is_teacher):
@@ -130,7 +126,7 @@ class TestPrograms:
         compiled = Compiled(programs.stacked, prefer_memory=True)
         with torch.no_grad():
             torch.testing.assert_close(compiled(*inputs), programs.stacked(*inputs))
-        assert not any(BY_CHUNKS in choice for choice in choices(compiled))
+        assert not any(BY_CHUNKS in choice for choice in compiled.choices)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_numbers_of_rows_that_are_larger_than_their_sum(self, dtype):
@@ -146,14 +142,14 @@ class TestPrograms:
         )
         compiled = Compiled(function, prefer_memory=True)
         assert_same(outcome(compiled, inputs), outcome(function, inputs), 1e-2)
-        assert any(BY_CHUNKS in choice for choice in choices(compiled))
+        assert any(BY_CHUNKS in choice for choice in compiled.choices)
 
     @pytest.mark.sampled(4)
     @pytest.mark.parametrize("function", programs.IN_THE_FORWARD)
     def test_without_the_option_nothing_changes(self, function):
         compiled = Compiled(function)
         outcome(compiled, programs.problem())
-        assert not any(BY_CHUNKS in choice for choice in choices(compiled))
+        assert not any(BY_CHUNKS in choice for choice in compiled.choices)
 
     @pytest.mark.parametrize("function", [programs.clamped, programs.adapted, programs.of_all_rows])
     def test_sizes_that_change(self, function):
@@ -164,7 +160,7 @@ class TestPrograms:
                 if tensor.dim() > 1 and tensor.shape[:2] == (batch, tokens):
                     mark_dynamic(tensor, (0, 1))
             assert_same(outcome(compiled, inputs), outcome(function, inputs))
-        assert any(BY_CHUNKS in choice for choice in choices(compiled))
+        assert any(BY_CHUNKS in choice for choice in compiled.choices)
 
     @pytest.mark.sampled(3)
     @pytest.mark.parametrize("function", programs.IN_THE_FORWARD)
@@ -185,7 +181,7 @@ class TestPrograms:
             for w, i in zip(wide, inputs, strict=True)
         ]
         assert_as_accurate(compiled, function, inputs, outcome(function, exact))
-        assert any(BY_CHUNKS in choice for choice in choices(compiled))
+        assert any(BY_CHUNKS in choice for choice in compiled.choices)
 
     def test_autocast(self):
         def function(*inputs):
@@ -196,13 +192,13 @@ class TestPrograms:
         compiled = Compiled(function, prefer_memory=True)
         truth = outcome(programs.clamped, programs.problem())
         assert_as_accurate(compiled, function, inputs, truth)
-        assert any(BY_CHUNKS in choice for choice in choices(compiled))
+        assert any(BY_CHUNKS in choice for choice in compiled.choices)
 
     def test_float16_computes_again(self):
         inputs = programs.problem(torch.float16)
         compiled = Compiled(programs.clamped, prefer_memory=True)
         assert_same(outcome(compiled, inputs), outcome(programs.clamped, inputs), 2e-2)
-        (choice,) = (c for c in choices(compiled) if BY_CHUNKS in c)
+        (choice,) = (c for c in compiled.choices if BY_CHUNKS in c)
         assert "underflow" in choice
 
     def test_frozen_weights_and_inputs(self):
@@ -211,7 +207,7 @@ class TestPrograms:
             inputs[frozen] = inputs[frozen].detach()
             compiled = Compiled(programs.clamped, prefer_memory=True)
             assert_same(outcome(compiled, inputs), outcome(programs.clamped, inputs))
-            assert any(BY_CHUNKS in choice for choice in choices(compiled))
+            assert any(BY_CHUNKS in choice for choice in compiled.choices)
 
     def test_checkpointed(self):
         def function(*inputs):
@@ -262,7 +258,7 @@ class TestCompiled:
         likes = errors_on_similar(function, inputs, numbers)
         for *results, like in zip(*found, likes, strict=True):
             assert_accurate(*results, like=like)
-        assert any(BY_CHUNKS in choice for choice in choices(compiled))
+        assert any(BY_CHUNKS in choice for choice in compiled.choices)
 
     @pytest.mark.parametrize("function", [programs.adapted, programs.both_ways, programs.hinge])
     def test_steps_are_compiled(self, function):

@@ -28,7 +28,7 @@ def load(head, *, alone=False):
     try:
         files = importlib.metadata.files(head.package)
     except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"pip install {head.package}")
+        pytest.skip(reason=f"pip install {head.package}")
     if alone:
         path = head.module.replace(".", "/") + ".py"
         (file,) = (file for file in files if str(file) == path)
@@ -111,7 +111,7 @@ class TestLiger:
     def function(self):
         pytest.importorskip("triton", reason="pip install triton")
         if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            pytest.skip("TRITON_INTERPRET=1 runs Triton's kernels on a CPU")
+            pytest.skip(reason="TRITON_INTERPRET=1 runs Triton's kernels on a CPU")
         return load(self.head)
 
     @staticmethod
@@ -130,7 +130,7 @@ class TestLiger:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_as_accurate(self, dtype, name, compiled, function, no_code):
         if name == "softcap" and DEVICE == "cpu":
-            pytest.skip("Triton's interpreter can't cast the number of a soft-cap")
+            pytest.skip(reason="Triton's interpreter can't cast the number of a soft-cap")
         given = problem(dtype, bias=name == "smoothing")
         options = (None, *{**OPTIONS, **LIGER[name]}.values())
         check(self.head, function.apply, self.reference, given, options, compiled=compiled)
