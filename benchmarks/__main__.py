@@ -3,8 +3,9 @@
 ``--size growth`` measures small to large sizes, for the plots of bandwidth against size and row
 width. ``python -m benchmarks plot FILE.csv`` draws an earlier run again. Other commands measure:
 ``compile-matrix`` compiled steps against stock torch.compile, ``elementwise`` losses that have no
-op, ``linear`` a linear layer with its cross entropy, ``tokens`` losses of tokens over such a layer,
-``distillation`` from one such layer into another, ``returned`` models that return their logits,
+op, ``criteria`` those of segmentation and the like, ``linear`` a linear layer with its cross
+entropy, ``tokens`` losses of tokens over such a layer, ``distillation`` from one such layer into
+another, ``returned`` models that return their logits,
 ``steps`` whole training steps of models, ``attention`` those of a Llama whose attention is called
 in other ways, ``overhead`` eager calls against torch, and ``profile`` the limits of the kernels.
 """
@@ -20,6 +21,7 @@ import torch
 
 from benchmarks import (
     attention,
+    criteria,
     distillation,
     elementwise,
     linear,
@@ -68,11 +70,12 @@ def parser() -> argparse.ArgumentParser:
     main.add_argument("--no-plots", dest="plots", action="store_false")
     commands = main.add_subparsers(
         dest="command",
-        metavar="{plot,compile-matrix,elementwise,linear,tokens,distillation,returned,steps,"
-        "attention,overhead,profile}",
+        metavar="{plot,compile-matrix,elementwise,criteria,linear,tokens,distillation,returned,"
+        "steps,attention,overhead,profile}",
     )
     matrix.add_command(commands)
     elementwise.add_command(commands)
+    criteria.add_command(commands)
     linear.add_command(commands)
     steps.add_command(commands)
     attention.add_command(commands)
@@ -148,6 +151,8 @@ def main() -> int:
         return matrix.run(arguments)
     if arguments.command == "elementwise":
         return elementwise.run(arguments)
+    if arguments.command == "criteria":
+        return criteria.run(arguments)
     if arguments.command == "linear":
         return linear.run(arguments)
     if arguments.command == "tokens":

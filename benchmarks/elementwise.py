@@ -206,10 +206,16 @@ class Run:
 
 def contenders(cell: Cell, inputs: list[Tensor], *, tuned: bool) -> list[Run]:
     """Stock's, ours, and perhaps stock's max-autotune."""
+    torch._dynamo.reset()
+    return contenders_of(LOSSES[cell[0]][0], inputs, tuned=tuned)
+
+
+def contenders_of(
+    function: Callable[..., Tensor], inputs: list[Tensor], *, tuned: bool = False
+) -> list[Run]:
+    """The same of a function, after a reset of Dynamo."""
     from compile_losses.backend import compile_losses as backend
 
-    torch._dynamo.reset()
-    function = LOSSES[cell[0]][0]
     compile = partial(torch.compile, function, dynamic=False)
     compiled = [compile(), compile(backend=backend)]
     if tuned:
@@ -276,21 +282,22 @@ class ElementwiseWorker(Worker[Cell]):
         bandwidth: Bandwidth = self.arguments.bandwidth
         with self.alone:
             check(cell, inputs, runs)
-            return figures(runs, self.clock, self.arguments.budget, bandwidth)
+            moved = sum(t.nbytes for t in inputs) + sum(t.nbytes for t in runs[0].leaves)
+            floor = bandwidth.floor_ms(moved, writes=True)
+            return figures(runs, self.clock, self.arguments.budget, floor)
 
     def failed(self, reason: str) -> Figures:
         return {"reason": reason}
 
 
-def figures(runs: list[Run], clock: Clock, budget_s: float, bandwidth: Bandwidth) -> Figures:
+def figures(runs: list[Run], clock: Clock, budget_s: float, floor: float) -> Figures:
+    """Of stock's, ours, and perhaps a third run, beside a floor in ms."""
     calls = [run.next_call for run in runs]
     times = time_in_turns(calls, clock, budget_s)
     if ratio_of(*times[:2]) > LIMIT:
         more = time_in_turns(calls, clock, 4 * budget_s)
         times = [a + b for a, b in zip(times, more, strict=True)]
     stock, ours, *tuned = (statistics.median(sample) for sample in times)
-    moved = sum(t.nbytes for t in runs[0].inputs) + sum(t.nbytes for t in runs[0].leaves)
-    floor = bandwidth.floor_ms(moved, writes=True)
     peaks = [peak_mib(call, clock) for call in calls[:2]]
     return {
         "stock_ms": f"{stock:.4g}",
