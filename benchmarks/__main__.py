@@ -4,10 +4,11 @@
 width. ``python -m benchmarks plot FILE.csv`` draws an earlier run again. Other commands measure:
 ``compile-matrix`` compiled steps against stock torch.compile, ``elementwise`` losses that have no
 op, ``criteria`` those of segmentation and the like, ``linear`` a linear layer with its cross
-entropy, ``tokens`` losses of tokens over such a layer, ``distillation`` from one such layer into
-another, ``returned`` models that return their logits,
-``steps`` whole training steps of models, ``attention`` those of a Llama whose attention is called
-in other ways, ``overhead`` eager calls against torch, and ``profile`` the limits of the kernels.
+entropy, ``tokens`` losses of tokens over such a layer, ``one_weight`` several heads of one weight,
+``distillation`` from one such layer into another, ``contrastive`` losses of pairs, ``returned``
+models that return their logits, ``steps`` whole training steps of models, ``attention`` those of a
+Llama whose attention is called in other ways, ``overhead`` eager calls against torch, and
+``profile`` the limits of the kernels.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from benchmarks import (
     elementwise,
     linear,
     matrix,
+    one_weight,
     overhead,
     plots,
     profile,
@@ -70,8 +72,8 @@ def parser() -> argparse.ArgumentParser:
     main.add_argument("--no-plots", dest="plots", action="store_false")
     commands = main.add_subparsers(
         dest="command",
-        metavar="{plot,compile-matrix,elementwise,criteria,linear,tokens,distillation,returned,"
-        "steps,attention,overhead,profile}",
+        metavar="{plot,compile-matrix,elementwise,criteria,linear,tokens,one_weight,distillation,"
+        "contrastive,returned,steps,attention,overhead,profile}",
     )
     matrix.add_command(commands)
     elementwise.add_command(commands)
@@ -80,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     steps.add_command(commands)
     attention.add_command(commands)
     tokens.add_command(commands)
+    one_weight.add_command(commands)
     returned.add_command(commands)
     distillation.add_command(commands)
     overhead.add_command(commands)
@@ -157,6 +160,8 @@ def main() -> int:
         return linear.run(arguments)
     if arguments.command == "tokens":
         return tokens.run(arguments)
+    if arguments.command == "one_weight":
+        return one_weight.run(arguments)
     if arguments.command == "distillation":
         return distillation.run(arguments)
     if arguments.command == "returned":
