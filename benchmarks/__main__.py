@@ -22,6 +22,7 @@ import torch
 
 from benchmarks import (
     attention,
+    contrastive,
     criteria,
     distillation,
     elementwise,
@@ -78,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     matrix.add_command(commands)
     elementwise.add_command(commands)
     criteria.add_command(commands)
+    contrastive.add_command(commands)
     linear.add_command(commands)
     steps.add_command(commands)
     attention.add_command(commands)
@@ -160,6 +162,8 @@ def main() -> int:
         return linear.run(arguments)
     if arguments.command == "tokens":
         return tokens.run(arguments)
+    if arguments.command == "contrastive":
+        return contrastive.run(arguments)
     if arguments.command == "one_weight":
         return one_weight.run(arguments)
     if arguments.command == "distillation":

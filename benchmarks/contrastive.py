@@ -1,0 +1,296 @@
+"""Contrastive losses of two batches of embeddings: time, peak memory and the chosen plan.
+
+``python -m benchmarks contrastive`` compiles each loss with stock torch.compile, with this package,
+and with this package and ``prefer_memory``. Each loss reads the product of all pairs of two batches
+of embeddings, whose rows it normalises, and has a learned scale. The loss and all gradients are
+checked against float64, or against float32 where float64 would not fit. All contenders are timed in
+turns, and the peak memory is measured that each allocates above its inputs, gradients included.
+The dtype bfloat16 is that of autocast: embeddings and gradients are float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import linear_steps, report
+from benchmarks.clock import Call, Clock, peak_mib, range_of, ratio_of, time_in_turns
+from benchmarks.contenders import version_of
+from benchmarks.options import DTYPES, add_options, provenance
+from benchmarks.workers import Figures, Worker, all_figures
+
+#: Of more pairs the standard of comparison is float32.
+MOST_FLOAT64 = 32_768
+TEMPERATURE = 0.07
+
+
+@dataclass(frozen=True)
+class Shape:
+    pairs: int
+    width: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        return cls(*map(int, text.split("x")))
+
+    def __str__(self) -> str:
+        return f"{self.pairs}x{self.width}"
+
+
+def _own(logits: Tensor) -> Tensor:
+    return torch.arange(logits.shape[0], device=logits.device)
+
+
+def infonce(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """By rows alone, as multiple negatives ranking is."""
+    logits = scale.exp() * image @ text.T
+    return F.cross_entropy(logits, _own(logits))
+
+
+def ntxent(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """SimCLR's, of half of the pairs, so that the matrix is as large as that of the others."""
+    half = image.shape[0] // 2
+    views = torch.cat([image[:half], text[:half]])
+    logits = views @ views.T * scale.exp()
+    own = torch.eye(2 * half, dtype=torch.bool, device=logits.device)
+    return F.cross_entropy(logits.masked_fill(own, -math.inf), _own(logits).roll(half))
+
+
+def siglip(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    logits = scale.exp() * image @ text.T + bias
+    eye = torch.eye(logits.shape[0], device=logits.device, dtype=logits.dtype)
+    return -F.logsigmoid((2 * eye - 1) * logits).sum() / logits.shape[0]
+
+
+def _both(by_image: Tensor, by_text: Tensor) -> Tensor:
+    own = _own(by_image)
+    return (F.cross_entropy(by_image, own) + F.cross_entropy(by_text, own)) / 2
+
+
+def clip(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """As open_clip writes it for gathered features."""
+    logits = scale.exp() * image @ text.T
+    return _both(logits, logits.T)
+
+
+def clip_scaled(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """As transformers writes it: the product is scaled, not an embedding."""
+    logits = torch.matmul(text, image.t()) * scale.exp()
+    return _both(logits.t(), logits)
+
+
+def clip_twice(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """As open_clip writes it for one process: two products."""
+    return _both(scale.exp() * image @ text.T, scale.exp() * text @ image.T)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "infonce": infonce,
+    "ntxent": ntxent,
+    "siglip": siglip,
+    "clip": clip,
+    "clip_scaled": clip_scaled,
+    "clip_twice": clip_twice,
+}
+Cell = tuple[str, Shape]
+
+
+@dataclass(frozen=True)
+class Row(report.Clocked):
+    """A contender's figures in a cell; if it was wrong or failed, empty with a reason.
+
+    ``ratio`` is the median ratio to stock's sample of the same turn, and ``range`` the range of
+    most of these ratios. Memory is in MiB.
+    """
+
+    shape: str
+    dtype: str
+    loss: str
+    contender: str
+    ms: str
+    ratio: str
+    range: str
+    peak_mib: str
+    plan: str
+    reason: str
+    contender_version: str
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return self.device, self.shape, self.dtype, self.loss, self.contender
+
+
+class Problem:
+    """Inputs of one cell, and their loss and gradients in a wider dtype."""
+
+    def __init__(self, cell: Cell, dtype: torch.dtype, device: torch.device) -> None:
+        name, shape = cell
+        self.loss, self.dtype, self.device = LOSSES[name], dtype, device
+        torch.manual_seed(0)
+        image = torch.randn(shape.pairs, shape.width, device=device)
+        text = image + torch.randn_like(image)
+        scale, bias = torch.tensor([-math.log(TEMPERATURE), -10.0], device=device)
+        self.tensors = [tensor.clone().requires_grad_() for tensor in (image, text, scale, bias)]
+
+    def eager(self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        narrow = self.dtype == torch.bfloat16 and image.dtype == torch.float32
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=narrow):
+            return self.loss(F.normalize(image, dim=-1), F.normalize(text, dim=-1), scale, bias)
+
+    @cached_property
+    def expected(self) -> list[Tensor]:
+        if self.tensors[0].shape[0] <= MOST_FLOAT64:
+            return self._results(self.eager, torch.float64)
+        plain = Problem.__new__(Problem)
+        plain.loss, plain.dtype, plain.device = self.loss, torch.float32, self.device
+        plain.tensors = self.tensors
+        return plain._results(plain.eager, torch.float32)
+
+    def _results(self, step: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in self.tensors]
+        value = step(*leaves)
+        value.backward()
+        return [value.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    def errors(self, step: Callable[..., Tensor]) -> list[float]:
+        """The errors of the loss and the gradients."""
+        results = self._results(step, torch.float32)
+        pairs = zip(results, self.expected, strict=True)
+        return [linear_steps.relative_error(*pair) for pair in pairs]
+
+    def next_call(self, step: Callable[..., Tensor]) -> Call:
+        for tensor in self.tensors:
+            tensor.grad = None
+        return partial(self._step, step)
+
+    def _step(self, step: Callable[..., Tensor]) -> Tensor:
+        value = step(*self.tensors)
+        value.backward()
+        return value.detach()
+
+
+#: The options of each contender, for stock None.
+CONTENDERS: dict[str, dict[str, bool] | None] = {
+    "stock": None,
+    "ours": {},
+    "ours_memory": {"prefer_memory": True},
+}
+
+
+def _compiled(problem: Problem, name: str) -> Callable[..., Tensor]:
+    options = CONTENDERS[name]
+    if options is None:
+        return torch.compile(problem.eager)
+    return torch.compile(problem.eager, backend="compile_losses", options=options)
+
+
+def _plan(problem: Problem, options: dict[str, bool]) -> str:
+    """The report of explain on each loss."""
+    from compile_losses.explanation import explain_call
+
+    sites = explain_call(problem.eager, tuple(problem.tensors), options=options).sites
+    return "; ".join(dict.fromkeys(", ".join(site.plan) for site in sites if site.plan))
+
+
+class ContrastiveWorker(Worker[Cell]):
+    def compile(self, cell: Cell) -> None:
+        problem = self._problem(cell)
+        for name in self.arguments.contender:
+            problem.next_call(_compiled(problem, name))()
+
+    def _problem(self, cell: Cell) -> Problem:
+        torch._dynamo.reset()
+        return Problem(cell, DTYPES[self.arguments.dtype], self.clock.device)
+
+    def measure(self, cell: Cell) -> Figures:
+        with self.alone:
+            names, budget_s = self.arguments.contender, self.arguments.budget
+            try:
+                return measure(self._problem(cell), names, self.clock, budget_s)
+            finally:
+                torch._dynamo.reset()  # free memory for the next process
+
+    def failed(self, reason: str) -> Figures:
+        return {name: {"reason": reason} for name in self.arguments.contender}
+
+
+def measure(
+    problem: Problem, names: Sequence[str], clock: Clock, budget_s: float
+) -> dict[str, dict[str, str]]:
+    """The figures of the contenders, in their order."""
+    allowed = linear_steps.allowed_errors(problem.errors(problem.eager), problem.dtype)
+    builders = {name: partial(_compiled, problem, name) for name in names}
+    steps, reasons = linear_steps.checked(builders, problem.errors, allowed)
+    del problem.expected  # not to be held while memory is measured
+    found = {name: {"reason": reasons[name]} for name in names}
+    ready = {name: partial(problem.next_call, step) for name, step in steps.items()}
+    times = dict(zip(ready, time_in_turns(list(ready.values()), clock, budget_s), strict=True))
+    for index, (name, samples) in enumerate(times.items()):
+        found[name] |= clock.conditions(index)
+        if "stock" in times:
+            found[name]["ratio"] = f"{ratio_of(times['stock'], samples):.3f}"
+            found[name]["range"] = range_of(times["stock"], samples)
+        found[name]["ms"] = f"{statistics.median(samples):.4g}"
+        found[name]["peak_mib"] = f"{peak_mib(ready[name], clock):.0f}"
+        options = CONTENDERS[name]
+        if options is not None:
+            found[name]["plan"] = _plan(problem, options)
+    return found
+
+
+def run(arguments: argparse.Namespace) -> int:
+    device = torch.device(arguments.device)
+    output: Path = arguments.output or report.default_output(device, "contrastive")
+    table = report.kept(output, Row, append=arguments.append)
+    cells = [(loss, shape) for shape in arguments.shape for loss in arguments.loss]
+    broken = False
+    print(f"{'cell':<40}{'ms':>9}{'ratio':>8}{'range':>13}{'MiB':>8}  plan")
+    with all_figures(ContrastiveWorker, arguments, cells) as measured:
+        for (loss, shape), found in measured:
+            for name in arguments.contender:
+                known = {
+                    **provenance(arguments, device),
+                    **{"loss": loss, "shape": str(shape)},
+                    **{"dtype": arguments.dtype, "contender": name},
+                    "contender_version": version_of(
+                        "torch" if name == "stock" else "compile_losses"
+                    ),
+                    **found[name],
+                }
+                row = Row(**{field.name: known.get(field.name, "") for field in fields(Row)})
+                table[row.key] = row
+                broken |= name.startswith("ours") and bool(row.reason)
+                print(
+                    f"{f'{shape} {loss} {name}':<40}{row.ms:>9}{row.ratio:>8}"
+                    f"{row.range:>13}{row.peak_mib:>8}  {row.plan}{row.reason}",
+                    flush=True,
+                )
+            report.write(output, Row, table.values())
+    print(f"wrote {output}")
+    return int(broken)
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
+    parser = commands.add_parser(
+        "contrastive", help="losses of all pairs of two batches", description=__doc__
+    )
+    choose = partial(parser.add_argument, nargs="+", help="default: all")
+    choose("--loss", choices=LOSSES, default=list(LOSSES))
+    choose("--contender", choices=CONTENDERS, default=list(CONTENDERS))
+    cuda = torch.cuda.is_available()
+    shape = Shape(16_384, 512) if cuda else Shape(2048, 256)
+    parser.add_argument(
+        "--shape", type=Shape.parse, nargs="+", default=[shape], help=f"PAIRSxWIDTH ({shape})"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if cuda else "float32")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile (1)")
+    add_options(parser, 0.5, append=True)
