@@ -54,6 +54,7 @@ class DeviceConstants:
         merges_loops: whether Inductor merges the dimensions of a loop before it compares loops.
         most_functions: if a loss and its gradient take more calls, Inductor stores results between
             them in loops of their own; of account where it merges loops.
+        most_functions_over: the same if the gradient is written over what it is computed from.
     """
 
     least_rows: int = 1024
@@ -82,6 +83,7 @@ class DeviceConstants:
     many_rows: int = 512
     merges_loops: bool = False
     most_functions: int = 60
+    most_functions_over: int = 30
 
 
 _CPU = DeviceConstants(

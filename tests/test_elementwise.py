@@ -29,6 +29,7 @@ from tests.corpus.elementwise import (
 )
 
 MOVED = "fused.keep_gradient"
+WRITTEN = "fused.write_over"
 ONES = "fused.row_ones"
 
 
@@ -349,7 +350,7 @@ def test_autocast(dtype, graphs, no_code):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_behind_a_layer(dtype, graphs, decisions, no_code):
-    """Torch writes the gradient over the predictions, which nothing else needs."""
+    """The gradient is written over the predictions, which nothing else needs."""
 
     def function(x, t):
         with torch.autocast("cpu", dtype):
@@ -358,9 +359,78 @@ def test_behind_a_layer(dtype, graphs, decisions, no_code):
     x, t = pair(32, 48)[0], torch.randn(32, 40)
     ours = results(torch.compile(function, backend=backend), [x, t], 3.0)
     torch.testing.assert_close(ours, results(function, [x, t], 3.0), rtol=0.02, atol=0.01)
-    assert not any(MOVED in joint for joint in graphs["joint"])
-    reason = "float16" if dtype == torch.float16 else "writes the gradient over"
-    assert any(reason in decision.reason for decision in decisions)
+    if dtype == torch.float16:
+        assert any("float16" in decision.reason for decision in decisions)
+    else:
+        assert WRITTEN in graphs["post"][0]
+
+
+#: Layers, by what else reads a prediction; and how many gradients are written over predictions.
+BEHIND = {
+    "linear": (lambda x, w, b, t: charbonnier(F.linear(x, w, b), t), 1),
+    "without bias": (lambda x, w, b, t: charbonnier(F.linear(x, w), t) + 0 * b.sum(), 1),
+    "more dimensions": (
+        lambda x, w, b, t: charbonnier(F.linear(x.view(4, 8, -1), w, b), t.view(4, 8, -1)),
+        1,
+    ),
+    "activation": (lambda x, w, b, t: charbonnier(F.gelu(F.linear(x, w, b)), t), 1),
+    "residual": (lambda x, w, b, t: charbonnier(F.linear(x, w, b) + t.sin(), t), 1),
+    "two losses": (
+        lambda x, w, b, t: (
+            charbonnier(F.linear(x, w, b), t) + F.softplus(-F.linear(x, w, b)).mean()
+        ),
+        1,
+    ),
+    "two predictions": (
+        lambda x, w, b, t: (
+            lambda mean, spread: (spread + (mean - t) ** 2 * torch.exp(-spread)).mean()
+        )(F.linear(x, w, b), F.linear(x.tanh(), w)),
+        2,
+    ),
+    "convolution": (
+        lambda x, w, b, t: charbonnier(
+            F.conv1d(x.view(4, 8, 48), w.view(40, 8, 6), b), t.view(-1)[:1].view(1, 1, 1)
+        ),
+        None,
+    ),
+    "logged": (
+        lambda x, w, b, t: (lambda y: (charbonnier(y, t), (y.detach() > 0).float().mean()))(
+            F.linear(x, w, b)
+        ),
+        1,
+    ),
+    "returned": (
+        lambda x, w, b, t: (lambda y: (charbonnier(y, t), y.detach()))(F.linear(x, w, b)),
+        None,
+    ),
+    "normalised": (
+        lambda x, w, b, t: charbonnier(F.layer_norm(F.linear(x, w, b), (40,)), t),
+        0,
+    ),
+    "softmax": (lambda x, w, b, t: charbonnier(F.linear(x, w, b).softmax(-1), t), 0),
+    "read by a layer": (  # whose own result is written over
+        lambda x, w, b, t: (lambda y: charbonnier(y, t) + (y @ w).square().mean())(
+            F.linear(x, w, b)
+        ),
+        1,
+    ),
+    "a number of all": (
+        lambda x, w, b, t: (lambda y: charbonnier(y - y.mean(), t))(F.linear(x, w, b)),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", BEHIND)
+def test_over_predictions(name, dtype, graphs):
+    function, written = BEHIND[name]
+    x, w, b = torch.randn(32, 48), torch.randn(40, 48) / 7, torch.randn(40)
+    inputs = [each.to(dtype).requires_grad_() for each in (x, w, b)]
+    for factor in (1.0, 3.0):
+        check(function, [*inputs, torch.rand(32, 40, dtype=dtype)], factor)
+    if written is not None:
+        assert graphs["post"][0].count(WRITTEN) == written
 
 
 def test_float16(decisions, no_code):
@@ -495,7 +565,7 @@ def test_a_model(graphs, no_code):
             found.append([loss, *torch.autograd.grad(loss * factor, list(model.parameters()))])
         torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     (joint,) = graphs["joint"]
-    assert MOVED not in joint  # both are of what the forward made, over which torch writes them
+    assert MOVED in joint
 
 
 def test_small_gradients_stay_behind(graphs, no_code, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -29,6 +30,7 @@ def overwritable(
     readers: set[Node],
     donated: Collection[int] = (),
     earlier: Callable[[Node], bool] = lambda node: False,
+    made_by: Collection[Any] = MATMULS,
 ) -> str | None:
     """Why ``readers``, the last ones to read it, may not overwrite the buffer that ``input`` lies
     in; None where they may.
@@ -36,6 +38,9 @@ def overwritable(
     Args:
         donated: the places of the graph's inputs that it may overwrite.
         earlier: whether another reader comes before them, or can.
+        made_by: the ops of which it is known that an extern kernel writes their result to a buffer
+            of its own. That of generated code may be handed over as a copy, and overwriting a copy
+            saves nothing.
     """
     producer = _producer(input)
     if producer.op == "placeholder":
@@ -44,9 +49,7 @@ def overwritable(
             return "input is an input of the graph, too"
         if [storage_of(n) for n in placeholders].count(storage_of(producer)) > 1:
             return "two inputs of the graph share its memory"
-    # An extern kernel writes a product to a buffer of its own. The result of generated code may
-    # be handed over as a copy, and overwriting a copy saves nothing.
-    elif producer.target not in MATMULS:
+    elif producer.target not in made_by:
         return f"{producer.name} is not a matrix product"
     if storage_of(input) != storage_of(
         producer
@@ -57,7 +60,7 @@ def overwritable(
     for user in readers_of_buffer(input):
         if user not in readers and not earlier(user):
             return f"{user.name} reads input, too"
-    seen = set(_with_views(producer))
+    seen = set(with_views(producer))
     if any(seen.intersection(reader.all_input_nodes) - {input} for reader in readers):
         return "input is read through two views"
     return None
@@ -65,7 +68,7 @@ def overwritable(
 
 def readers_of_buffer(input: Node) -> list[Node]:
     """The nodes that read the buffer that ``input`` lies in, through any view."""
-    views = _with_views(_producer(input))
+    views = with_views(_producer(input))
     return [user for view in views for user in view.users if user.target not in _VIEWS]
 
 
@@ -75,7 +78,7 @@ def _producer(input: Node) -> Node:
     return input
 
 
-def _with_views(producer: Node) -> list[Node]:
+def with_views(producer: Node) -> list[Node]:
     """A buffer and the views of it."""
     found = [producer]
     for each in found:

@@ -83,6 +83,46 @@ def without_autograd_cache() -> AbstractContextManager[Any]:
     )
 
 
+def store_in_place(op: Any) -> None:
+    """Has Inductor compute the second argument of a call, which nothing else may read, into the
+    memory of the first. Without it Inductor would call the op, for which it writes the second
+    argument to memory of its own.
+
+    Inductor first computes what reads the first argument, all of it: a buffer for each op, and so
+    many that it no longer fuses them. Here it computes what a later call reads.
+    """
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import V
+
+    if op in lowering.lowerings:
+        return
+
+    def store(buffer: Any, values: Any) -> None:
+        graph = V.graph
+        here = graph.current_node
+        waiting = {
+            id(value)
+            for node, result in graph.env.items()
+            if any(user is not here and user not in graph.env for user in node.users)
+            for value in (result if isinstance(result, list | tuple) else [result])
+        }
+        buffer.realize()
+        name = buffer.get_name()
+        readers = graph.name_to_users.get(name, [])
+        graph.name_to_users[name] = [reader for reader in readers if id(reader) in waiting]
+        computed = values.data
+        if not isinstance(computed, ir.StorageBox):
+            computed = ir.Pointwise.create(
+                device=buffer.get_device(),
+                dtype=buffer.get_dtype(),
+                inner_fn=values.make_loader(),
+                ranges=buffer.get_size(),
+            ).data
+        ir.MutationLayoutSHOULDREMOVE.realize_into(computed, buffer.data)
+
+    lowering.register_lowering(op, type_promotion_kind=None)(store)
+
+
 def donated_inputs() -> tuple[int, ...]:
     """The places of the inputs that the backward being compiled may overwrite. Without them the
     gradient is scaled in a new buffer."""

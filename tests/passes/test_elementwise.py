@@ -8,12 +8,17 @@ from expecttest import assert_expected_inline
 
 from compile_losses.lower.elementwise import drop_markers, move_gradients, scalar_tangents
 from compile_losses.lower.elementwise.find import find_parts, linear_part
-from compile_losses.lower.elementwise.refuse import is_materialised, refusal, refusal_to_share
+from compile_losses.lower.elementwise.refuse import (
+    is_materialised,
+    memory_for,
+    refusal,
+    refusal_to_share,
+)
 from compile_losses.lower.elementwise.rows import find_sums, rows_to_keep, sum_in_rows
 from compile_losses.lower.node_relations import depends_on_tangents
 from tests.constants import set_constants
 from tests.corpus.capture import SMALL, inputs_for
-from tests.passes.graphs import aten, indexed, of_aten, one, returned, text
+from tests.passes.graphs import aten, fused, indexed, of_aten, one, returned, text
 from tests.passes.outcomes import assert_same, results_of
 
 ROWS, COLUMNS = 8, 16
@@ -196,15 +201,87 @@ def test_float16_stays():
     keeps(half, "underflow in float16", x.half(), t.half(), torch.tensor(1.0).half())
 
 
-def test_what_the_forward_made_is_written_over():
-    def intermediate(x, t, tangents_1):
-        y = x @ t.t()
-        return (y * y).sum(), (tangents_1 * 2 * y) @ t
+def behind_a_product(x, t, tangents_1):
+    y = x @ t.t()
+    return (y * y).sum(), (tangents_1 * 2 * y) @ t
 
-    gm = of_aten(intermediate, *given())
+
+def test_what_the_forward_made_is_written_over():
+    gm = of_aten(behind_a_product, *given())
+    right = results_of(gm, inputs_for(gm))
     (decision,) = moved(gm)
+    assert decision.choice == "gradient in forward"
+    assert_same(results_of(gm, inputs_for(gm)), right)
+    marker = one(gm.graph, fused.keep_gradient.default)
+    assert marker.args[2].target is aten.mm.default
+
+
+def through_another_layer(x, t, tangents_1):
+    y = x @ t.t()
+    return (y * y).sum() + (y @ x).sum(), (tangents_1 * 2 * y) @ t
+
+
+def of_another_dtype(x, t, tangents_1):
+    y = x @ t.t()
+    return (y * y).sum(), (tangents_1 * 2 * y).bfloat16() @ t.bfloat16()
+
+
+def not_a_product(x, t, tangents_1):
+    y = x.cumsum(1)
+    return (y * y).sum(), (tangents_1 * 2 * y) @ t.t()
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (through_another_layer, "mm_1 reads mm, too"),
+        (of_another_dtype, "none of it has the layout of"),
+        (not_a_product, "none of it is a matrix product or a convolution"),
+    ],
+)
+def test_what_else_reads_it_stays(function, words):
+    gm = of_aten(function, *given())
+    (decision, *_) = moved(gm)
     assert decision.choice == "gradient in backward"
-    assert "over what it is computed from" in decision.reason
+    assert words in decision.reason
+
+
+def test_the_write_comes_before_the_sums():
+    def forward(x, t):
+        y = x @ t.t()
+        loss = (y * y).sum(1, keepdim=True).sum()
+        found = fused.keep_gradient(loss, 2 * y, y)
+        return found[0], found[1]
+
+    gm = of_aten(forward, *given()[:2])
+    right = results_of(gm, inputs_for(gm))
+    drop_markers(indexed(gm))
+    gm.graph.lint()
+    gm.recompile()
+    assert_same(results_of(gm, inputs_for(gm)), right)
+    assert_expected_inline(
+        text(gm.graph),
+        """\
+t = aten.t(t_1)
+mm = aten.mm(x_1, t)
+mul = aten.mul.Tensor(mm, mm)
+mul_1 = aten.mul.Tensor(mm, 2)
+write_over_default = fused.write_over(mm, mul_1)
+sum_1 = aten.sum.dim_IntList(mul, (1,), True)
+sum_2 = aten.sum(sum_1)
+return (sum_2, mm)""",
+    )
+
+
+def test_what_is_read_later_is_not_written_over():
+    def forward(x, t):
+        y = x @ t.t()
+        found = fused.keep_gradient((y * y).sum(), 2 * y, y)
+        return found[0], found[1], y @ x
+
+    gm = of_aten(forward, *given()[:2])
+    drop_markers(indexed(gm))
+    assert "write_over" not in text(gm.graph)
 
 
 @pytest.mark.parametrize("columns", [3, 64])
@@ -224,7 +301,8 @@ def test_refusals():
     loss = one(gm.graph, aten.sum.default)
     assert refusal(graph, part, [loss], overwrites=True) is None
     assert refusal(graph, part, [loss], overwrites=False) is None
-    assert refusal_to_share(graph, part, part) is None
+    assert refusal_to_share(part, part) is None
+    assert memory_for(graph, part) == []
     assert is_materialised(part.gradients[0])
     with torch._functorch.config.patch(activation_memory_budget=0.5):
         assert "budget" in refusal(graph, part, [loss], overwrites=True)

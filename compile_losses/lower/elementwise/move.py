@@ -17,7 +17,6 @@ from compile_losses.graphs import (
     emit,
     erase_unused,
     fresh_like,
-    replace,
     replace_uses,
     retrace_views,
 )
@@ -27,6 +26,7 @@ from compile_losses.lower.decision import ELEMENTWISE, Decision
 from compile_losses.lower.elementwise.find import Part, find_parts
 from compile_losses.lower.elementwise.refuse import (
     is_materialised,
+    memory_for,
     pays,
     refusal,
     refusal_to_share,
@@ -66,11 +66,15 @@ def _decide(
     if not sums:
         return None
     nodes = [loss] if isinstance(sums, str) else [loss, *(found.node for found in sums)]
-    reason = refusal(graph, moved, nodes, overwrites) or refusal_to_share(graph, moved, part)
-    rows: Rows | str | None = reason
+    buffers: list[Node] | str = (
+        refusal(graph, moved, nodes, overwrites)
+        or refusal_to_share(moved, part)
+        or memory_for(graph, moved)
+    )
+    rows: Rows | str | None = buffers if isinstance(buffers, str) else None
     if rows is None:
-        rows = sums if isinstance(sums, str) else rows_to_keep(sums, moved)
-    if isinstance(sums, str) or isinstance(rows, str):
+        rows = sums if isinstance(sums, str) else rows_to_keep(sums, moved, over=bool(buffers))
+    if isinstance(sums, str) or isinstance(rows, str) or isinstance(buffers, str):
         site, trace = site_of(nodes[-1]), _trace(reversed(nodes))
         return Decision(site, ELEMENTWISE, "gradient in backward", str(rows), trace=trace)
     first = sums[0].node
@@ -78,7 +82,7 @@ def _decide(
     read = sum(buffers_read(moved.nodes, get_default_op_list()).values())
     written = sum(map(nbytes_of, values))
     units = _copy_in_the_forward(moved, loss, rows)
-    _move(moved, units, sum_in_rows(sums, loss), owned=overwrites)
+    _move(moved, units, buffers, sum_in_rows(sums, loss), owned=overwrites)
     cost, stock = Cost(read + written, written), Cost(2 * read + written, written)
     return Decision(site, ELEMENTWISE, "gradient in forward", cost=cost, stock=stock, trace=trace)
 
@@ -105,13 +109,22 @@ def _loss_of(part: Part, graph: AtenGraph) -> Node | None:
     return max(found, key=found.__getitem__, default=None)
 
 
-def _move(part: Part, units: Iterable[Node], loss: Node, *, owned: bool) -> None:
-    """Replaces gradients by the same for a tangent of 1, scaled in the backward."""
+def _move(
+    part: Part, units: Sequence[Node], buffers: Sequence[Node], loss: Node, *, owned: bool
+) -> None:
+    """Replaces gradients by the same for a tangent of 1, scaled in the backward.
+
+    Args:
+        units: those.
+        buffers: over which they may be written; empty where they may not.
+    """
     kept, of_loss = loss, loss.meta["val"]
-    for gradient, unit in zip(part.gradients, units, strict=True):
+    over: Sequence[Node | None] = buffers or [None] * len(units)
+    for gradient, unit, buffer in zip(part.gradients, units, over, strict=True):
         values = of_loss, fresh_like(gradient.meta["val"])
         target = fused.keep_gradient.default
-        both = emit(gradient, target, (kept, unit), like=loss, value=values)
+        args = (kept, unit) if buffer is None else (kept, unit, buffer)
+        both = emit(gradient, target, args, like=loss, value=values)
         kept, saved = (
             emit(gradient, operator.getitem, (both, index), like=loss, value=value)
             for index, value in enumerate(values)
@@ -152,9 +165,3 @@ def _copy_in_the_forward(part: Part, loss: Node, rows: Rows | None) -> list[Node
         args = (unit, ones[value.dtype])
         units[i] = emit(rows.sum, aten.mul.Tensor, args, like=loss, value=value)
     return units
-
-
-def drop_markers(graph: AtenGraph) -> None:
-    """Replaces each marker by its arguments, in a graph of a forward alone."""
-    for node in graph.graph.find_nodes(op="call_function", target=fused.keep_gradient.default):
-        replace(node, node.args)

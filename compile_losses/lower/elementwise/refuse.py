@@ -14,6 +14,7 @@ from compile_losses.graphs import ancestors, is_view
 from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import buffers_read, nbytes_of
 from compile_losses.lower.elementwise.find import Part
+from compile_losses.lower.elementwise.over import buffers_for
 from compile_losses.lower.gradient_in_forward import is_returned
 from compile_losses.lower.node_relations import is_generated, readers_of, storage_of
 from compile_losses.op_traits import CASTS, MATMULS
@@ -72,7 +73,22 @@ def refusal(graph: AtenGraph, part: Part, losses: Iterable[Node], overwrites: bo
     return None
 
 
-def refusal_to_share(graph: AtenGraph, moved: Part, whole: Part) -> str | None:
+def memory_for(graph: AtenGraph, moved: Part) -> list[Node] | str:
+    """The nodes that gradients are written over; or why they would take memory that torch does not
+    take. No nodes where torch takes new memory for them, too."""
+    read = buffers_read(moved.nodes, get_default_op_list())
+    held = [*graph.graph.find_nodes(op="placeholder"), *graph.forward_outputs]
+    made = read.keys() - set(map(storage_of, held))
+    buffers = buffers_for(graph, moved, made) if made else []
+    if not isinstance(buffers, str):
+        return buffers
+    return (
+        "torch writes the gradient over what it is computed from, which the forward made and can't "
+        f"write over: {buffers}"
+    )
+
+
+def refusal_to_share(moved: Part, whole: Part) -> str | None:
     """Why moving some gradients of a part would take more reads or memory than torch does; None if
     it would not."""
     ops = get_default_op_list()
@@ -80,9 +96,6 @@ def refusal_to_share(graph: AtenGraph, moved: Part, whole: Part) -> str | None:
     written = sum(nbytes_of(gradient.meta["val"]) for gradient in moved.gradients)
     if written > sum(read.values()):
         return "the gradients take more memory than what they are computed from"
-    held = [*graph.graph.find_nodes(op="placeholder"), *graph.forward_outputs]
-    if not read.keys() <= set(map(storage_of, held)):
-        return "torch writes the gradient over what it is computed from, which the forward made"
     others = whole.of(gradient for gradient in whole.gradients if gradient not in moved.gradients)
     own = {moved.tangent, *moved.nodes}
     again = buffers_read([node for node in others.nodes if node not in own], ops)
