@@ -119,6 +119,9 @@ def linear_log_probs(
     softcap: float | None = None,
     return_entropy: bool = False,
     return_argmax: bool = False,
+    return_log_squares: bool = False,
+    return_rank: bool = False,
+    top_k: int = 0,
 ) -> Tensor | tuple[Tensor, ...]:
     """Log-probabilities of chosen classes by a linear layer that never holds the logits, for losses
     of tokens such as those of PPO, GRPO and DPO::
@@ -127,7 +130,8 @@ def linear_log_probs(
         F.log_softmax(logits, -1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
 
     Log-probabilities and entropies are differentiable, with gradients for input, weight and bias.
-    The rows of DTensors may be sharded, or the classes: Shard(0) of weight and bias.
+    The other results have no gradient. The rows of DTensors may be sharded, or the classes,
+    Shard(0) of weight and bias; the last three options are for whole classes.
 
     Args:
         input: [hidden], [rows, hidden], or with more leading dimensions.
@@ -139,22 +143,34 @@ def linear_log_probs(
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
         return_entropy: whether the entropy of each row's softmax is returned as well.
         return_argmax: whether the likeliest class of each row is returned as well, int64.
+        return_log_squares: whether ``log_softmax(logits, -1).mul(2).logsumexp(-1)`` is, the
+            logarithm of the sum of squared probabilities.
+        return_rank: whether the rank of each row's class is, int64: how many logits are larger
+            than its own, so 0 of the likeliest; -1 where index is negative. For one class of each
+            row.
+        top_k: whether ``logits.topk(top_k)`` is, values and indices; 0 for neither. Which of
+            several equal logits is taken is not said, as of torch's.
 
     Returns:
-        The log-probabilities, of index's shape, in float32, or in float64 for float64; if entropies
-        or likeliest classes are requested, a tuple with these after them, in this order, both of
-        input's leading shape.
+        The log-probabilities, of index's shape, in float32, or in float64 for float64. If more is
+        asked for, a tuple with that after them: entropies, likeliest classes, logarithms of sums of
+        squares and ranks, of input's leading shape, then values and indices of the top_k, of this
+        shape and then [top_k].
 
     Raises:
         RuntimeError: shapes, dtypes or devices that don't go together; a temperature or a softcap
-            that is not positive; plain tensors among DTensors; weight sharded by features.
+            that is not positive; a top_k that is not from 0 to the number of classes; a rank with K
+            classes of each row; plain tensors among DTensors; weight sharded by features, or by
+            classes with return_log_squares, return_rank or top_k.
         IndexError: on the CPU, an index that is not below the number of classes.
     """
-    log_probs, entropy, argmax = torch.ops.fused.linear_log_probs(
-        input, weight, index, linear_bias=bias, temperature=temperature, softcap=softcap
+    numbers = {"squares": return_log_squares, "rank": return_rank, "top_k": top_k}
+    log_probs, *more = torch.ops.fused.linear_log_probs(
+        input, weight, index, linear_bias=bias, temperature=temperature, softcap=softcap, **numbers
     )
-    results = (log_probs, *[entropy] * return_entropy, *[argmax] * return_argmax)
-    return results if len(results) > 1 else log_probs
+    wanted = (return_entropy, return_argmax, return_log_squares, return_rank, top_k, top_k)
+    results = [found for found, wants in zip(more, wanted, strict=True) if wants]
+    return (log_probs, *results) if results else log_probs
 
 
 def linear_softmax_kl_div(

@@ -254,7 +254,8 @@ def test_squares(dtype, softcap, device):
     assert_accurate(found[LOG_SQUARES], log_squares(dtype), exact, like=like)
     found[0].sum().backward()
     expected = torch.autograd.grad(
-        fused.linear_row_statistics_forward(*given[:-2], False, 1.0)[0].sum(), [weight, bias]
+        fused.linear_row_statistics_forward(*given[:-4], False, *given[-3:])[0].sum(),
+        [weight, bias],
     )
     torch.testing.assert_close((weight.grad, bias.grad), tuple(expected))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ class _OfLogits(torch.autograd.Function):
 
 
 def linear_log_probs(
-    whole: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    whole: Callable[..., tuple[Tensor, ...]],
     op: str,
     mesh: DeviceMesh,
     input: Any,
@@ -117,30 +117,52 @@ def linear_log_probs(
     linear_bias: Any,
     softcap: float | None,
     ignore_index: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    asked: Sequence[bool],
+) -> tuple[Tensor, ...]:
     """Of DTensors, with a temperature of 1; see LinearLayer for their placements.
 
     Args:
         whole: the public op, for local tensors if every rank has all classes.
         ignore_index: all indices below 0 are this one.
+        asked: which results are not empty; the first three never are.
 
     Returns:
-        Log-probabilities, entropies and likeliest classes, placed as the rows.
+        What the public op returns, placed as the rows: log-probabilities, entropies, likeliest
+        classes, and what else was asked for of rows whose classes are whole.
+
+    Raises:
+        RuntimeError: more than these three is asked for of rows whose classes are sharded.
     """
     layout = LinearLayer(op, input, linear_weight, index)
     hidden, layer, bias, rows = layout.local(input, linear_weight, linear_bias, index)
     if layout.classes is None:
         results = whole(hidden, layer, rows, linear_bias=bias, softcap=softcap)
+    elif any(asked[3:]):
+        raise RuntimeError(
+            f"{op}: expected whole classes with squares, rank or top_k, got linear_weight sharded "
+            "by classes"
+        )
     else:
         vocabulary = Vocabulary(mesh, layout.classes, linear_weight.shape[0])
         nll, entropy, argmax = _OfLayer.apply(
             as_rows(hidden), layer, bias, rows.reshape(-1), vocabulary, ignore_index, softcap
         )
-        results = (-nll, entropy, argmax)
-    log_probs, entropy, argmax = (
-        assemble(result.reshape(rows.shape), mesh, layout.target, index.shape) for result in results
+        nothing = nll.new_empty(0), rows.new_empty(0)
+        first = (each.reshape(rows.shape) for each in (-nll, entropy, argmax))
+        results = (*first, *nothing, *nothing)
+    return tuple(
+        _assembled(result, rows, layout, mesh, index) if is_asked else result
+        for result, is_asked in zip(results, asked, strict=True)
     )
-    return log_probs, entropy, argmax
+
+
+def _assembled(
+    result: Tensor, rows: Tensor, layout: LinearLayer, mesh: DeviceMesh, index: Any
+) -> Tensor:
+    """A rank's results of its rows, one number or several of each, as one DTensor."""
+    columns = result.shape[rows.dim() :]
+    shape = torch.Size((*index.shape, *columns))
+    return assemble(result.reshape(*rows.shape, *columns), mesh, layout.target, shape)
 
 
 def selective_log_softmax(

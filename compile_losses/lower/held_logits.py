@@ -15,9 +15,10 @@ from torch.fx import Node
 from compile_losses.graphs import emit, replace
 from compile_losses.lower.fused_calls import fused_call, fused_op
 from compile_losses.lower.row_gradients import values_of
+from compile_losses.ops import row_numbers
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.ops.linear.row_divergences import Pair
-from compile_losses.ops.linear.row_statistics import DIVERGENCE, ENTROPY
+from compile_losses.ops.linear.row_statistics import DIVERGENCE, ENTROPY, TOP_VALUES
 from compile_losses.ops.linear_row_statistics import TEACHER, pair_of
 from compile_losses.torch_internals.ops import named_arguments, schema_of
 
@@ -150,7 +151,9 @@ class _Statistics(_Losses):
         if self.picks is not None:
             args = (logits, self.picks, self.stats, named["softcap"])
             log_probs = emit(node, fused_op("row_picks", "forward"), args)
-        self.values = [*values[:DIVERGENCE], loss, log_probs, log_squares, *values[DIVERGENCE:]]
+        numbers = _numbers(node, logits, named)
+        more = (loss, log_probs, log_squares, *numbers)
+        self.values = [*values[:DIVERGENCE], *more, *values[DIVERGENCE:]]
 
     def gradient(self, backward: Node) -> Node:
         *given, of_divergence, of_picks = (
@@ -174,6 +177,29 @@ class _Statistics(_Losses):
                 of_student = emit(backward, aten.tanh_backward.default, args)
             parts.append(of_student)
         return parts[0] if len(parts) == 1 else emit(backward, aten.add.Tensor, tuple(parts))
+
+
+def _numbers(node: Node, logits: Node, named: dict[str, Any]) -> list[Node | None]:
+    """What has no gradient of each row: the rank, the largest logits, and their classes."""
+    ranked, top_k, softcap = (named[name] for name in ("ranked", "top_k", "softcap"))
+    found: list[Node | None] = [None] * 3
+    if ranked is None and not top_k:
+        return found
+    dtype = values_of(node)[TOP_VALUES].dtype
+
+    def call(op: Any, *arguments: Any) -> Any:
+        made = emit(node, op, arguments)
+        return results_of(made, node) if isinstance(made.meta["val"], tuple | list) else made
+
+    if softcap is not None:
+        wide = call(torch.ops.prims.convert_element_type.default, logits, dtype)
+        logits, _ = _capped(node, wide, softcap)
+    if ranked is not None:
+        found[0] = row_numbers.rank_of(logits, ranked, named["ties"], call)
+    if top_k:
+        values, found[2] = row_numbers.top_of(logits, top_k, call)
+        found[1] = call(torch.ops.prims.convert_element_type.default, values, dtype)
+    return found
 
 
 class _Divergence(_Losses):

@@ -9,11 +9,12 @@ several classes of each row, such as the distillation of a teacher's likeliest c
 compute all of ``linear(input, linear_weight, linear_bias)``, a chunk of rows at a time:
 
 - ``fused::linear_row_statistics_forward``: the statistics, [rows] each: nll, logsumexp, entropy,
-  total, divergence, log_squares, maximum and argmax; after the divergence the log-probabilities of
-  picks, [rows, K].
+  total, divergence, log_squares, rank, maximum and argmax; after the divergence the
+  log-probabilities of picks, [rows, K], and after the rank top_values and top_indices, [rows,
+  top_k].
 - ``fused::linear_row_statistics_backward``: the gradients, from the logits computed again.
 - ``fused::linear_row_statistics_rows_with_grad``: both; the row_function makes the gradients of the
-  first six of all nine statistics and of what is known
+  first six of all statistics and of what is known
   (``compile_losses.ops.linear.row_function``). Differentiable in eager mode, where the gradient of
   nll is 1 and only input needs one (``compile_losses.ops.linear.unit_gradients``).
 
@@ -39,22 +40,26 @@ the teacher's it is, by row:
   of infinite logits (:mod:`compile_losses.ops.softmax_finite_kl_div`), of any temperature.
 
 The teacher has no gradient. With ``squares`` there is ``log_squares``, ``log(sum(p ** 2))`` of p =
-softmax(logits), without a gradient. Statistics that nobody asks for are empty: the divergence
-without one, the log-probabilities without picks, log_squares without squares.
+softmax(logits), without a gradient. Neither have the rank of the class ``ranked``, int64 [rows],
+which is the number of larger logits (of those that are as large, too, with ``ties``), and the
+``top_k`` largest logits with their classes (:mod:`compile_losses.ops.row_numbers`). Statistics that
+nobody asks for are empty: the divergence without one, the log-probabilities without picks,
+log_squares without squares, the rank without ranked, and the largest logits with a top_k of 0.
 
 Raises:
     RuntimeError: shapes, dtypes or devices that don't go together; a softcap or a temperature that
         is not positive; a beta that is not between 0 and 1; a teacher without a divergence, or a
-        divergence without a teacher; a teacher's bias or soft-cap without its weight.
+        divergence without a teacher; a teacher's bias or soft-cap without its weight; a top_k that
+        is not from 0 to the number of classes.
     ValueError: an unknown divergence.
-    IndexError: on the CPU, a target outside [0, classes) that is not ignore_index, or a pick
-        outside [0, classes). On CUDA the kernel stops with a device-side assertion.
+    IndexError: on the CPU, a target outside [0, classes) that is not ignore_index, or a pick or a
+        ranked class outside [0, classes). On CUDA the kernel stops with a device-side assertion.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -63,6 +68,7 @@ from torch import Tensor
 
 from compile_losses.ops import (
     checks,
+    row_numbers,
     row_picks,
     row_statistics,
     softmax_finite_kl_div,
@@ -82,6 +88,10 @@ from compile_losses.ops.linear.row_statistics import (
     LOG_PROBS,
     LOG_SQUARES,
     NLL,
+    PLACES_OF_CLASSES,
+    RANK,
+    TOP_INDICES,
+    TOP_VALUES,
     RowStatistics,
 )
 from compile_losses.ops.softmax_divergence import check_temperature
@@ -90,9 +100,9 @@ from compile_losses.ops.softmax_js_div import check as check_beta
 NAME = "linear_row_statistics"
 ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor? target, Tensor? linear_bias, Tensor? picks, "
-    "Tensor? teacher, Tensor? teacher_weight, Tensor? teacher_bias, SymInt ignore_index, "
-    "float? softcap, str? divergence, float beta, float temperature, float? teacher_softcap, "
-    "bool squares, float scale"
+    "Tensor? teacher, Tensor? teacher_weight, Tensor? teacher_bias, Tensor? ranked, "
+    "SymInt ignore_index, float? softcap, str? divergence, float beta, float temperature, "
+    "float? teacher_softcap, bool squares, int top_k, bool ties, float scale"
 )
 #: The names of the gradients of the statistics that have one.
 _GRADIENTS = (
@@ -128,13 +138,16 @@ def in_order(
     teacher_softcap: float | None = None,
     *,
     picks: Any = None,
+    ranked: Any = None,
     squares: bool = False,
+    top_k: int = 0,
+    ties: bool = False,
     scale: float = 1.0,
 ) -> tuple[Any, ...]:
     """Those of the ops in their order, without a teacher unless one is given."""
-    tensors = (input, linear_weight, target, linear_bias, picks, *teacher)
+    tensors = (input, linear_weight, target, linear_bias, picks, *teacher, ranked)
     options = (ignore_index, softcap, divergence, beta, temperature, teacher_softcap)
-    return *tensors, *options, squares, scale
+    return *tensors, *options, squares, top_k, ties, scale
 
 
 @dataclass(frozen=True)
@@ -149,6 +162,7 @@ class Arguments:
     teacher: Tensor | None
     teacher_weight: Tensor | None
     teacher_bias: Tensor | None
+    ranked: Tensor | None
     ignore_index: int
     softcap: float | None
     divergence: str | None
@@ -156,6 +170,8 @@ class Arguments:
     temperature: float
     teacher_softcap: float | None
     squares: bool
+    top_k: int
+    ties: bool
     scale: float
 
     def check(self) -> None:
@@ -168,6 +184,7 @@ class Arguments:
             target=self.target,
             linear_bias=linear_bias,
             picks=self.picks,
+            ranked=self.ranked,
         )
         layer = ("input", "linear_weight", "linear_bias")
         check_linear(NAME, layer, input, linear_weight, linear_bias)
@@ -185,6 +202,7 @@ class Arguments:
             )
         if self.picks is not None:
             row_picks.check(NAME, self.picks, input.shape[0])
+        row_numbers.check(NAME, self.ranked, self.top_k, input, linear_weight.shape[0])
         checks.check_softcap(NAME, self.softcap)
         self._check_teacher()
 
@@ -228,6 +246,9 @@ class Arguments:
             DIVERGENCE: self.teacher,
             LOG_PROBS: self.picks,
             LOG_SQUARES: self.squares or None,
+            RANK: self.ranked,
+            TOP_VALUES: self.top_k or None,
+            TOP_INDICES: self.top_k or None,
         }
         return [place for place, argument in asked.items() if argument is None]
 
@@ -243,8 +264,9 @@ def pair_of(divergence: str | None, beta: float, temperature: float) -> Pair | N
 def _problem(arguments: tuple[Any, ...], row_function: RowFunction | None = None) -> Problem:
     given = Arguments(*arguments)
     given.check()
-    if given.picks is not None:
-        row_picks.check_bounds(NAME, given.picks, given.linear_weight.shape[0])
+    for picked in (given.picks, given.ranked):
+        if picked is not None:
+            row_picks.check_bounds(NAME, picked, given.linear_weight.shape[0])
     teacher = None
     if given.teacher is not None:
         layer = (given.teacher, given.teacher_weight, given.teacher_bias)
@@ -261,6 +283,9 @@ def _problem(arguments: tuple[Any, ...], row_function: RowFunction | None = None
         accumulation_type(given.input.dtype),
         row_function,
         squares=given.squares,
+        ranked=given.ranked,
+        top_k=given.top_k,
+        ties=given.ties,
         scale=given.scale,
     )
     layer = (given.input, given.linear_weight, given.linear_bias)
@@ -270,11 +295,12 @@ def _problem(arguments: tuple[Any, ...], row_function: RowFunction | None = None
 def _for_gradients(
     gradients: tuple[Tensor | None, ...], arguments: tuple[Any, ...]
 ) -> tuple[list[Tensor | None], tuple[Any, ...]]:
-    """Without gradients of empty statistics, which are None or empty, and without the squares,
-    which nobody reads again."""
+    """Without gradients of empty statistics, which are None or empty, and without what has no
+    gradient and nobody reads again."""
     given = Arguments(*arguments)
     read = [None if place in given.missing else each for place, each in enumerate(gradients)]
-    return read, (*arguments[:-2], False, arguments[-1])
+    needed = replace(given, ranked=None, squares=False, top_k=0)
+    return read, tuple(getattr(needed, each.name) for each in fields(needed))
 
 
 def _fake(*arguments: Any) -> tuple[Tensor, ...]:
@@ -282,8 +308,12 @@ def _fake(*arguments: Any) -> tuple[Tensor, ...]:
     input, picks = given.input, given.picks
 
     def statistic(place: int) -> Tensor:
-        dtype = torch.int64 if place == COUNT - 1 else accumulation_type(input.dtype)
-        shape = picks.shape if place == LOG_PROBS and picks is not None else input.shape[:1]
+        dtype = torch.int64 if place in PLACES_OF_CLASSES else accumulation_type(input.dtype)
+        shape = [*input.shape[:1]]
+        if place == LOG_PROBS and picks is not None:
+            shape = [*picks.shape]
+        elif place in (TOP_VALUES, TOP_INDICES):
+            shape.append(given.top_k)
         return input.new_empty(0 if place in given.missing else shape, dtype=dtype)
 
     return tuple(map(statistic, range(COUNT)))

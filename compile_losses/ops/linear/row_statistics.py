@@ -8,22 +8,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compile_losses.ops import row_picks, row_statistics
+from compile_losses.ops import row_numbers, row_picks, row_statistics
 from compile_losses.ops.linear.row_divergences import NONE, Pair, TeacherLogits, tensors_beside
 from compile_losses.ops.linear.row_function import RowFunction
 
 #: Places of the statistics; the first ones have gradients.
-NLL, LOGSUMEXP, ENTROPY, TOTAL, DIVERGENCE, LOG_PROBS, LOG_SQUARES, MAXIMUM, ARGMAX = range(9)
+NLL, LOGSUMEXP, ENTROPY, TOTAL, DIVERGENCE, LOG_PROBS = range(6)
+LOG_SQUARES, RANK, TOP_VALUES, TOP_INDICES, MAXIMUM, ARGMAX = range(6, 12)
 COUNT, DIFFERENTIABLE = ARGMAX + 1, LOG_PROBS + 1
+#: Those that are int64: classes, or numbers of classes.
+PLACES_OF_CLASSES = (RANK, TOP_INDICES, ARGMAX)
 
 
 class RowStatistics:
     """The statistics of :mod:`compile_losses.ops.row_statistics` for each row of logits.
 
     With a pair, the divergence of each row from the teacher's is one of them; with picks, the
-    log-probabilities of these; with squares, the logarithm of the sum of squared probabilities. The
-    gradient is for the gradients that row_function makes of the statistics, one or None for each of
-    the first six, and is that of the product without its scale. Without row_function there is none.
+    log-probabilities of these; with squares, the logarithm of the sum of squared probabilities; and
+    what is asked for of :mod:`compile_losses.ops.row_numbers`. The gradient is for the gradients
+    that row_function makes of the statistics, one or None for each of the first six, and is that of
+    the product without its scale. Without row_function there is none.
     """
 
     by_row = True
@@ -42,6 +46,9 @@ class RowStatistics:
         row_function: RowFunction | None,
         *,
         squares: bool = False,
+        ranked: Tensor | None = None,  # int64 [rows]
+        top_k: int = 0,
+        ties: bool = False,
         scale: float = 1.0,  # of the logits in the product
     ) -> None:
         self.target, self.picks, self.all_targets = target, picks, target
@@ -49,16 +56,22 @@ class RowStatistics:
         self.pair, self.with_entropy, self.teacher = pair, with_entropy, teacher
         self.logits, self.dtype, self.row_function = like.dtype, dtype, row_function
         self.squares, self.scale = squares, scale
+        self.ranked, self.top_k, self.ties = ranked, top_k, ties
         self.nothing = like.new_empty(0, dtype=dtype)
-        nothing = [self.nothing] * (COUNT - 1)
+        nothing = [self.nothing] * COUNT
         if picks is not None:
             nothing[LOG_PROBS] = like.new_empty((0, picks.shape[1]), dtype=dtype)
-        self.chunks: list[tuple[Tensor, ...]] = [(*nothing, like.new_empty(0, dtype=torch.int64))]
+        if top_k:
+            nothing[TOP_VALUES] = nothing[TOP_INDICES] = like.new_empty((0, top_k), dtype=dtype)
+        for place in PLACES_OF_CLASSES:
+            nothing[place] = nothing[place].to(torch.int64)
+        self.chunks: list[tuple[Tensor, ...]] = [tuple(nothing)]
 
     def keep(self, rows: Tensor) -> None:
         """Leaves out all rows but these, int64 [kept]."""
         self.target = None if self.target is None else self.target[rows]
         self.picks = None if self.picks is None else self.picks[rows]
+        self.ranked = None if self.ranked is None else self.ranked[rows]
         if self.teacher is not None:
             self.teacher.keep(rows)
         if self.row_function is not None:
@@ -80,13 +93,20 @@ class RowStatistics:
             found[LOG_PROBS] = -most
         if self.squares:
             found[LOG_SQUARES] = -most
+        if self.ranked is not None:
+            found[RANK] = 0
+        if self.top_k:
+            found[TOP_VALUES] = found[TOP_INDICES] = 0
         return found
 
     def beside(self, *, gradient: bool) -> float:
         """How many tensors of the logits' size are held besides them."""
+        numbers = row_numbers.tensors_beside(
+            self.logits, self.softcap, ranks=self.ranked is not None, top_k=self.top_k
+        )
         if self.pair is None or self.teacher is None:
-            return 0
-        return tensors_beside(
+            return numbers
+        return numbers + tensors_beside(
             self.logits,
             self.teacher.dtype,
             computed=self.teacher.computed,
@@ -174,7 +194,9 @@ class RowStatistics:
         if self.picks is not None:
             picked = row_picks.picked_logits(logits, self.picks[rows], self.softcap)
             log_probs = row_picks.log_probs_of(picked, stats)
-        more = (divergence, log_probs, log_squares)
+        ranked = None if self.ranked is None else self.ranked[rows]
+        numbers = row_numbers.numbers_of(logits, ranked, self.top_k, self.softcap, ties=self.ties)
+        more = (divergence, log_probs, log_squares, *numbers)
         self.chunks.append((*found[:DIVERGENCE], *more, *found[DIVERGENCE:]))
         return stats, compared
 
