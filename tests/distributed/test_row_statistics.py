@@ -123,6 +123,24 @@ def simulated(layouts, *tensors):
     return [distribute(t, mesh, text) for t, text in zip(tensors, layouts, strict=True)]
 
 
+@pytest.mark.parametrize("layouts", ["0 R 0", "1R RR 1R", "0R R0 0R"])
+def test_numbers_of_rows(layouts):
+    """They are placed as the rows, and need whole classes."""
+    from torch.distributed._local_tensor import LocalTensorMode
+
+    tensors = rand(3, 6, HIDDEN), rand(5, HIDDEN, seed=3), labels(3, 6, classes=5, ignored=(1,))
+    asked = {"return_log_squares": True, "return_rank": True, "top_k": 2}
+    expected = linear_log_probs(*tensors, **asked)
+    with LocalTensorMode(WORLD):
+        placed = simulated(layouts.split(), *tensors)
+        if "R0" in layouts:
+            with pytest.raises(RuntimeError, match="expected whole classes with squares, rank or"):
+                linear_log_probs(*placed, **asked)
+            return
+        found = linear_log_probs(*placed, **asked)
+        assert all(difference(*pair) < 1e-12 for pair in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("layouts", ["R 0 R", "0 R 0", "0R R0 0R"])
 def test_likeliest_classes(layouts):
     """The first of equal ones, wherever these lie, and of nans."""
