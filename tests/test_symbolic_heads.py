@@ -17,6 +17,7 @@ from tests import (
     test_shared_logits,
     test_shared_numbers,
     test_shared_picks,
+    test_shared_ranks,
 )
 from tests.corpus.rows import problem
 from tests.graphs import Compiled
@@ -36,6 +37,7 @@ def programs():
         (test_row_gradients.ACROSS_ROWS, problem, LOGITS),
         (test_shared_logits.BY_ROW, problem, IN_THE_FORWARD),
         (test_shared_numbers.BY_ROW, problem, IN_THE_FORWARD),
+        (test_shared_ranks.BY_ROW, problem, IN_THE_FORWARD),
         (test_shared_classes.BY_ROW, problem, IN_THE_FORWARD),
         (test_shared_classes.PREFERENCES, problem, LOGITS),
         (test_shared_picks.BY_ROW, test_shared_picks.sparse_problem, IN_THE_FORWARD),

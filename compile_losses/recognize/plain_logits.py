@@ -39,8 +39,8 @@ from compile_losses.recognize.aten_replay import AtenReplay, aten
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
 from compile_losses.recognize.logits import Logits, is_made_of, logits_of
 from compile_losses.recognize.match import Match
-from compile_losses.recognize.row_classes import unshaped
 from compile_losses.recognize.row_statistics import Reading, reading_of
+from compile_losses.recognize.row_views import unshaped
 from compile_losses.recognize.shared_logits import (
     LEAST_PART,
     ROW_MOVES,

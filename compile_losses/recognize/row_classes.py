@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from compile_losses.op_traits import RESHAPES
 from compile_losses.ops.checks import NOTHING_IGNORED
 from compile_losses.recognize.aten_replay import AtenReplay, aten
 from compile_losses.recognize.head import NotAbsorbedError, computed
 from compile_losses.recognize.row_statistics import Move, Reading
+from compile_losses.recognize.row_views import unshaped
 from compile_losses.recognize.symbolic_tensors import Value, computed_alike
 
 
@@ -137,14 +137,6 @@ def side_by_side(sets: list[Classes], input: Value, shape: list[Any]) -> Value |
     if len(parts) > 1:
         return computed(aten.cat.default, parts, 1)
     return parts[0] if parts else None
-
-
-def unshaped(value: Value, replay: AtenReplay) -> Value:
-    """Class indices before they were brought into another shape."""
-    value = replay.resolve(value)
-    while value.op in (*RESHAPES, aten.squeeze.dim, aten.unsqueeze.default):
-        value = replay.resolve(value.args[0])
-    return value
 
 
 def _flat(value: Value) -> Value:

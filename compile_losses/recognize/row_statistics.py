@@ -26,14 +26,19 @@ from compile_losses.ops.linear.row_statistics import (
     DIVERGENCE,
     ENTROPY,
     LOG_PROBS,
+    LOG_SQUARES,
     LOGSUMEXP,
     MAXIMUM,
     NLL,
+    RANK,
+    TOP_INDICES,
+    TOP_VALUES,
     TOTAL,
 )
 from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.head import NotAbsorbedError
 from compile_losses.recognize.logits import logits_of
+from compile_losses.recognize.ranks import rank_of
 from compile_losses.recognize.row_views import (
     RowIndexError,
     picks_of_gather,
@@ -73,6 +78,7 @@ _WHATS = {
 #: A reduction of a divergence: a cross entropy's mean, which is over the rows.
 MEAN_OF_ROWS = -1
 _MAX = (torch.max, aten.max.dim, "max")
+_TOP = (torch.topk, aten.topk.default, "topk")
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,9 @@ class Reading:
         divergence: the kind and the teacher of a divergence.
         picks: the classes that are picked of each row, if several are, in a last dimension, which
             the node has as well.
+        top_k: how many of the largest logits are read of each row, in such a dimension.
+        ranked: the class of each row whose rank is read.
+        ties: whether logits that are as large count in the rank.
         over_rows: ``aten.sum.default`` or ``aten.mean.default`` if the node holds that of all rows.
         what: in words.
     """
@@ -118,6 +127,9 @@ class Reading:
     call: dict[str, Any] | None = None
     divergence: Divergence | None = None
     picks: Value | None = None
+    top_k: int = 0
+    ranked: Value | None = None
+    ties: bool = False
     over_rows: OpOverload[..., Any] | None = None
     what: str = ""
 
@@ -125,10 +137,16 @@ class Reading:
     def drops_shifts(self) -> bool:
         """Whether it is the same for logits that are all larger by a number."""
         terms, classes = self.terms, self.logits.fake.shape[self.dim]
+        grow = (LOGSUMEXP, MAXIMUM, TOP_VALUES)
         if not isinstance(classes, int):
-            return not {LOGSUMEXP, TOTAL, MAXIMUM} & set(terms)
-        shift = terms.get(LOGSUMEXP, 0.0) + terms.get(MAXIMUM, 0.0)
+            return not {TOTAL, *grow} & set(terms)
+        shift = sum(terms.get(place, 0.0) for place in grow)
         return math.isclose(shift, -classes * terms.get(TOTAL, 0.0))
+
+    @property
+    def columns(self) -> Any:
+        """How many numbers the node has of each row; None if they have no dimension."""
+        return self.picks.fake.shape[-1] if self.picks is not None else self.top_k or None
 
     @property
     def batch(self) -> Any:
@@ -175,9 +193,9 @@ def reading_of(node: Node, replay: AtenReplay, logits: Container[Node] = ()) -> 
         return _divergence(node, logits)
     if not isinstance(example(node), Tensor):
         return None
-    maximum = _item_of_max(node, replay)
-    if maximum is not None:
-        return maximum
+    item = _item_of_pair(node, replay)
+    if item is not None:
+        return item
     value = replay.of(node)
     if value.op is None or value.node is not node:
         return None
@@ -247,26 +265,44 @@ def _divergence(node: Node, logits: Container[Node]) -> Reading | None:
     return Reading(whole(student), dim, {DIVERGENCE: 1.0}, divergence=found, what=what)
 
 
-def _item_of_max(node: Node, replay: AtenReplay) -> Reading | None:
-    """``torch.max(x, dim)`` returns two tensors, each in a node of its own."""
+def _item_of_pair(node: Node, replay: AtenReplay) -> Reading | None:
+    """``torch.max(x, dim)`` and ``topk`` return two tensors, each in a node of its own."""
     if node.target is not operator.getitem:
         return None
     source, index = node.args
-    if not isinstance(source, Node) or not is_max(source) or index not in (0, 1):
+    if not isinstance(source, Node) or not is_pair(source) or index not in (0, 1):
         return None
-    given = dict(zip(("input", "dim", "keepdim"), source.args, strict=False)) | source.kwargs
-    input, dim = given.get("input"), given.get("dim")
+    names = _NAMES_OF_TOP if source.target in _TOP else ("input", "dim", "keepdim")
+    given = dict(zip(names, source.args, strict=False)) | source.kwargs
+    input, dim = given.get("input"), given.get("dim", -1 if source.target in _TOP else None)
     if not isinstance(input, Node) or not isinstance(dim, int) or isinstance(dim, bool):
         return None
     logits = whole(input)
     if not logits.fake.dim():
         return None
-    return _largest(logits, dim % logits.rank, ARGMAX if index else MAXIMUM, replay)
+    if source.target not in _TOP:
+        return _largest(logits, dim % logits.rank, ARGMAX if index else MAXIMUM, replay)
+    top_k, is_last = given.get("k"), dim % logits.rank == logits.rank - 1
+    if type(top_k) is not int or top_k < 1 or not is_last or given.get("largest", True) is not True:
+        return None
+    return _top(logits, top_k, TOP_INDICES if index else TOP_VALUES, replay)
 
 
-def is_max(node: Node) -> bool:
-    """Whether a node is a call of ``max`` that may have a dimension."""
-    return node.target in _MAX
+_NAMES_OF_TOP = ("input", "k", "dim", "largest", "sorted")
+
+
+def is_pair(node: Node) -> bool:
+    """Whether a node is a call of ``topk``, or of ``max`` that may have a dimension."""
+    return node.target in (*_MAX, *_TOP)
+
+
+def _top(source: Value, top_k: int, place: int, replay: AtenReplay) -> Reading:
+    """The largest logits of each row, or their classes."""
+    found = _largest(source, source.rank - 1, ARGMAX if place == TOP_INDICES else MAXIMUM, replay)
+    of_one = {ARGMAX: TOP_INDICES, MAXIMUM: TOP_VALUES}
+    terms = {of_one.get(each, each): factor for each, factor in found.terms.items()}
+    what = "classes of the largest logits" if place == TOP_INDICES else f"largest {top_k}"
+    return replace(found, terms=terms, top_k=top_k, what=what)
 
 
 def _largest(source: Value, dim: int | None, place: int, replay: AtenReplay) -> Reading:
@@ -306,6 +342,9 @@ def _of_value(value: Value, replay: AtenReplay) -> Reading | None:
     if not args or not isinstance(args[0], Value) or not args[0].fake.dim():
         return None  # torch takes 0 and -1 as dimensions of a number
     if op is aten.logsumexp.default and len(args[1]) == 1:
+        doubled = multiple_of_softmax(args[0], replay, logarithm=True)
+        if doubled is not None and doubled.factor == 2 and doubled.dim == args[1][0] % args[0].rank:
+            return Reading(doubled.logits, doubled.dim, {LOG_SQUARES: 1.0}, what=_SQUARES)
         return Reading(args[0], args[1][0] % args[0].rank, {LOGSUMEXP: 1.0}, what="logsumexp")
     if op is aten.gather.default:
         source = args[0] if args[0].whole else unexpanded(args[0], replay)
@@ -318,6 +357,10 @@ def _of_value(value: Value, replay: AtenReplay) -> Reading | None:
         target, dim = target_of_index(value, replay)
         return _pick(args[0], dim, target, replay)
     if op in (aten.sum.dim_IntList, aten.mean.dim):
+        rank = rank_of(value, replay)
+        if rank is not None:
+            found = Reading(rank.logits, rank.dim, {RANK: 1.0}, what="rank of a class")
+            return replace(found, ranked=rank.classes, ties=rank.ties)
         return _sum(value, replay) or _sum_of_row(value, replay)
     if op in (aten.sum.default, aten.mean.default):
         return _sum(value, replay) or _sum_of_all(value)
@@ -423,6 +466,12 @@ def _of_summands(summands: Value, replay: AtenReplay) -> Reading | None:
             return None
         terms = {TOTAL: factor, LOGSUMEXP: -factor * classes}
         return Reading(rows, dim, terms, what="sum of log-probabilities")
+    squared = _squared(inner, replay)
+    if squared is not None:
+        softmax = multiple_of_softmax(squared, replay, logarithm=False)
+        if softmax is not None:
+            factor *= softmax.factor**2
+            return Reading(softmax.logits, softmax.dim, {LOG_SQUARES: 1.0}, factor, what=_SQUARES)
     if inner.op is not aten.mul.Tensor or not all(isinstance(a, Value) for a in inner.args[:2]):
         return None
     for one, other in (inner.args, inner.args[::-1]):
@@ -432,6 +481,19 @@ def _of_summands(summands: Value, replay: AtenReplay) -> Reading | None:
         if found is not None:
             return _times(found, factor)
     return None
+
+
+_SQUARES = "sum of squared probabilities"
+
+
+def _squared(value: Value, replay: AtenReplay) -> Value | None:
+    """What a square is of; None if it is none."""
+    if value.op is aten.pow.Tensor_Scalar and value.args[1] == 2:
+        return value.args[0]
+    if value.op is not aten.mul.Tensor or not all(isinstance(a, Value) for a in value.args[:2]):
+        return None
+    one, other = value.args[:2]
+    return one if replay.same(one, other) else None
 
 
 def _of_product(one: Value, other: Value, replay: AtenReplay) -> Reading | None:
@@ -535,7 +597,7 @@ class Readings:
             batch: what a divergence's batchmean divides by, if that is its reduction.
         """
         self.base_shape, self.moves = base_shape, moves
-        columns = None if reading.picks is None else reading.picks.fake.shape[-1]
+        columns = reading.columns
         result = self._sum_of(reading)
         if reading.exponential is not None:
             result = self._times(self.call(aten.exp.default, result), reading.exponential)
@@ -592,7 +654,10 @@ class Readings:
                 term, factor = self._log_probs(reading), -factor
             else:
                 term = self._statistic(place)
-                if reading.picks is not None:
+                if place in (TOP_VALUES, TOP_INDICES):
+                    term = self.call(aten.slice.Tensor, term, 1, 0, reading.top_k)
+                    term = self.call(aten.contiguous.default, term)
+                elif reading.columns is not None:
                     term = self.call(aten.unsqueeze.default, term, -1)
             term = self._times(term, factor)
             total = term if total is None else self.call(aten.add.Tensor, total, term)

@@ -67,6 +67,14 @@ def picks_of_gather(value: Value, replay: AtenReplay) -> Value:
     return found
 
 
+def unshaped(value: Value, replay: AtenReplay) -> Value:
+    """A tensor before it was brought into another shape."""
+    value = replay.resolve(value)
+    while value.op in (*RESHAPES, aten.squeeze.dim, aten.unsqueeze.default):
+        value = replay.resolve(value.args[0])
+    return value
+
+
 def unexpanded(value: Value, replay: AtenReplay) -> Value:
     """A tensor before it was expanded to the size that it has, and cut to its size again, as
     Categorical and take_along_dim do."""

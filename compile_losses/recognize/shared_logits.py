@@ -34,7 +34,7 @@ from compile_losses.lazy import LazyOutput
 from compile_losses.op_traits import PARTS, RESHAPES
 from compile_losses.ops.checks import NOTHING_IGNORED, REDUCTIONS
 from compile_losses.ops.linear.row_divergences import tensors_beside
-from compile_losses.ops.linear.row_statistics import DIFFERENTIABLE, TOTAL
+from compile_losses.ops.linear.row_statistics import DIFFERENTIABLE, LOG_SQUARES, TOTAL
 from compile_losses.ops.linear_row_statistics import DIVERGENCES, in_order
 from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.guards import changes_grad_mode, mutated, refusal
@@ -58,7 +58,7 @@ from compile_losses.recognize.row_statistics import (
     Reading,
     Readings,
     is_join,
-    is_max,
+    is_pair,
     reading_of,
 )
 from compile_losses.recognize.symbolic_tensors import (
@@ -216,7 +216,7 @@ def look_for_readers(head: Head, replay: AtenReplay) -> tuple[Shared, Node | Non
             reading = reading_of(user, replay, seen - set(found.readings))
             if reading is not None:
                 found.readings[user] = reading
-            elif (holds(value, classes) or is_max(user)) and len(found.between) < _MOST_NODES:
+            elif (holds(value, classes) or is_pair(user)) and len(found.between) < _MOST_NODES:
                 found.between.append(user)
             else:
                 needs = needs or user
@@ -306,9 +306,11 @@ class Taking:
         for reader, reading in readings.items():
             value = example(reader)
             if value.requires_grad and not set(reading.terms) <= set(range(self.differentiable)):
+                of_squares = LOG_SQUARES in reading.terms
+                where = "is of squares" if of_squares else "goes to single logits, as that of a "
                 raise NotAbsorbedError(
-                    f"{in_words(reader)} has a gradient that goes to single logits, as that of a "
-                    "maximum does"
+                    f"{in_words(reader)} has a gradient that {where}"
+                    + "maximum does" * (not of_squares)
                 )
             if value.dtype == torch.float64 and logits.input.fake.dtype != torch.float64:
                 raise NotAbsorbedError(
@@ -348,8 +350,31 @@ class Taking:
             *divergence,
             picks=picks and picks.argument,
             scale=logits.scale,
+            **self._numbers(logits),
         )
         return args, notes
+
+    def _numbers(self, logits: Logits) -> dict[str, Any]:
+        """The op's arguments for numbers without a gradient."""
+        readings = self.shared.readings
+        of_ranks = {n: r for n, r in readings.items() if r.ranked is not None}
+        sets = sets_of_classes(
+            {node: replace(r, target=r.ranked) for node, r in of_ranks.items()},
+            self.moves,
+            self.replay,
+        )
+        ties = {reading.ties for reading in of_ranks.values()}
+        if len(sets) > 1 or len(ties) > 1:
+            raise NotAbsorbedError(
+                "it has ranks of several classes, or with and without equal ones"
+            )
+        ranked = [one.of_all(*self._rows(logits)).argument for one in sets]
+        return {
+            "ranked": ranked[0] if ranked else None,
+            "squares": any(LOG_SQUARES in reading.terms for reading in readings.values()),
+            "top_k": max(reading.top_k for reading in readings.values()),
+            "ties": any(ties),
+        }
 
     def _argument(self, args: Sequence[Any], name: str) -> Any:
         """One of the op's arguments; None if it has no such argument."""
