@@ -1,4 +1,4 @@
-"""One weight, many heads: their gradients of the weight are one sum, if memory is preferred."""
+"""One weight, many heads: their gradients of the weight are one sum."""
 
 from __future__ import annotations
 
@@ -148,6 +148,10 @@ JOINED = (
 )
 
 
+#: Those of losses that are known by name, whose logits are held nowhere.
+BY_DEFAULT = (predicted, predicted_of_slices, of_each_token, tied)
+
+
 def several_tangents(h, w, t, labels, mask, teacher):
     """Whoever gets the losses may add them up in any way."""
     return tuple(
@@ -184,11 +188,11 @@ def outcome(function, inputs):
     return [*found, *torch.autograd.grad(total * 0.5, leaves)]
 
 
-def compared(function, monkeypatch):
+def compared(function, monkeypatch, *, prefer_memory=True):
     """A function that was compiled and does what torch does, and its joint graphs."""
     inputs = problem()
     with recorded(monkeypatch) as graphs:
-        compiled = Compiled(function, prefer_memory=True)
+        compiled = Compiled(function, prefer_memory=prefer_memory)
         found = outcome(compiled, inputs)
     torch.testing.assert_close(found, outcome(function, inputs), rtol=1e-11, atol=1e-11)
     return compiled, graphs["joint"]
@@ -211,10 +215,17 @@ class TestPrograms:
         assert "joined_heads" not in graphs[0]
         assert not any(ONE_GRADIENT in choice for choice in compiled.choices)
 
-    def test_without_the_option_nothing_changes(self, monkeypatch):
-        with recorded(monkeypatch) as graphs:
-            outcome(Compiled(predicted), problem())
-        assert "joined_heads" not in graphs["joint"][0]
+    @pytest.mark.parametrize("function", BY_DEFAULT)
+    def test_without_an_option(self, function, monkeypatch):
+        compiled, (graph,) = compared(function, monkeypatch, prefer_memory=False)
+        assert graph.count("fused.joined_heads") == 1
+        assert any(ONE_GRADIENT in choice for choice in compiled.choices)
+
+    @pytest.mark.parametrize("function", [f for f in JOINED if f not in BY_DEFAULT])
+    def test_what_takes_the_option(self, function, monkeypatch):
+        """Other losses hold their logits, or their heads are of two kinds."""
+        _, (graph,) = compared(function, monkeypatch, prefer_memory=False)
+        assert "joined_heads" not in graph
 
     @pytest.mark.parametrize("function", [predicted, clamped, preferred])
     def test_bfloat16(self, function):

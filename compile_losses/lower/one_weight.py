@@ -53,9 +53,7 @@ ONE_GRADIENT = "one gradient of the weight"
 
 
 def join_heads(graph: AtenGraph) -> None:
-    """Joins the calls that make several gradients of one weight, if memory is preferred."""
-    if not graph.request.prefer_memory:
-        return
+    """Joins the calls that make several gradients of one weight."""
     for root in weight_sums(graph):
         groups: dict[Any, list[Term]] = {}
         for term in terms_of(root):

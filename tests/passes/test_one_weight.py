@@ -181,12 +181,6 @@ def test_apart(function):
         torch.testing.assert_close(after(*given), before(*given))
 
 
-def test_without_the_option():
-    _, after, decisions = planned(joined, tensors())
-    assert not calls_of(after)
-    assert not decisions
-
-
 def test_sums_in_the_dtype_that_the_gradients_are_added_up_in():
     def function(h, other, w, trunk, target, tangents_1):
         found = [loss(x, w, target, dtype=torch.float32) for x in (h, other)]
