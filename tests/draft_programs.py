@@ -147,15 +147,48 @@ def of_trained_picks(h, own, w, teacher, its, index, has, mask):
     return (logits[..., index].logsumexp(-1) - logits.logsumexp(-1)).mean()
 
 
+def eagle_by_rows(h, own, w, teacher, its, index, has, mask):
+    """EAGLE-3, with what counts multiplied by each row's number."""
+    with torch.no_grad():
+        logits = F.linear(teacher, its)
+        counts = has[logits.argmax(-1)] * mask
+        q = logits[..., index].softmax(-1)
+    return -((F.linear(h, own).log_softmax(-1) * q).sum(-1) * counts).mean()
+
+
+def of_a_sure_teacher(h, own, w, teacher, its, index, has, mask):
+    """What a row counts is made of the two likeliest classes of the teacher, of all classes."""
+    logits = F.linear(teacher, its)
+    largest = (0.5 * logits).topk(2).values
+    counts = torch.tanh(largest[..., 0] - largest[..., 1]) * mask
+    log_q = logits[..., index].log_softmax(-1)
+    each = F.kl_div(F.linear(h, own).log_softmax(-1), log_q, reduction="none", log_target=True)
+    return (each.sum(-1) * counts).sum() / mask.sum()
+
+
+#: Those that hold no logits without an option: the teacher's are multiplied once more at the
+#: classes that the draft has.
+BY_DEFAULT = (eagle_by_rows, of_a_sure_teacher)
+
+
+def hard_and_soft_labels(h, own, w, teacher, its, index, has, mask):
+    """The labels are the teacher's likeliest classes."""
+    logits, own_logits = F.linear(teacher, its), F.linear(h, w)
+    hard = F.cross_entropy(own_logits.flatten(0, 1), logits.argmax(-1).flatten())
+    log_p, log_q = own_logits.log_softmax(-1), logits.log_softmax(-1)
+    return hard + F.kl_div(log_p, log_q, reduction="batchmean", log_target=True)
+
+
 TAKEN = (
     *(total_variation, overlap, log_overlap, likely_and_overlapping, both_directions),
     *(of_two_teachers, without_infinities, without_infinities_in_reverse, skewed),
     *(of_picked_logits, of_picked_columns, of_picked_weights, eagle),
-    *(of_first_classes, of_trained_picks),
+    *(of_first_classes, of_trained_picks, eagle_of_all_classes),
+    *BY_DEFAULT,
 )
 #: Their values are torch's, and the teacher's logits are held: recognition takes the student's head
 #: for an op that reads them.
-TEACHER_HELD = (eagle_of_all_classes,)
+TEACHER_HELD = (hard_and_soft_labels,)
 
 
 def chosen(logits, index):

@@ -73,7 +73,25 @@ class TestPrograms:
         inputs = programs.problem()
         compiled = Compiled(function, prefer_memory=True)
         assert_same(outcome(compiled, inputs), outcome(function, inputs))
-        assert any("something else reads them" in site.reason for site in compiled.sites)
+        assert any("labels are numbers of its rows" in site.reason for site in compiled.sites)
+
+    @pytest.mark.parametrize("function", programs.BY_DEFAULT)
+    def test_no_logits_are_held_without_an_option(self, function, monkeypatch):
+        inputs = programs.problem()
+        with recorded(monkeypatch) as graphs:
+            compiled = Compiled(function)
+            found = outcome(compiled, inputs)
+        assert_same(found, outcome(function, inputs))
+        assert "mm.default" not in graphs["joint"][0], [s.details for s in compiled.sites]
+        assert any("of the teacher's rows apart" in site.reason for site in compiled.sites)
+
+    def test_all_classes_twice_take_the_option(self):
+        """Their product would take longer than what is saved is worth."""
+        inputs = programs.problem()
+        compiled = Compiled(programs.eagle_of_all_classes)
+        assert_same(outcome(compiled, inputs), outcome(programs.eagle_of_all_classes, inputs))
+        reason = "prefer_memory': True} computes them twice"
+        assert any(reason in site.reason for site in compiled.sites)
 
     @pytest.mark.parametrize("options", [{}, {"prefer_memory": True}, {"lazy_logits": True}])
     @pytest.mark.parametrize("function", programs.OF_PICKS)

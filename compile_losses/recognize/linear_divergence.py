@@ -18,7 +18,7 @@ from compile_losses.ops.linear.row_divergences import tensors_beside
 from compile_losses.recognize.aten_replay import AtenReplay, aten
 from compile_losses.recognize.guards import refusal
 from compile_losses.recognize.head import NotAbsorbedError, computed
-from compile_losses.recognize.logits import Logits, find_logits
+from compile_losses.recognize.logits import Logits, find_logits, logits_of
 from compile_losses.recognize.match import Match, example
 from compile_losses.recognize.returned_logits import lazy_outputs
 from compile_losses.recognize.symbolic_tensors import Value, has_gradient, whole
@@ -61,10 +61,28 @@ def take_divergence(match: Match, replay: AtenReplay, request: Request) -> Match
                 return found
     except NotAbsorbedError as error:
         held = str(error)
+    if held is not None and may_be_read_apart(match.args[teacher], replay, request):
+        raise NotAbsorbedError("others read its teacher, too, which a call of row statistics takes")
     found = taken(None)
     if held is not None:
         found.notes = [*found.notes, f"the teacher's logits are held: {held}"]
     return found
+
+
+def may_be_read_apart(teacher: Any, replay: AtenReplay, request: Request) -> bool:
+    """Whether a teacher's logits that others read, too, may be computed once for these, and once
+    more for what the student is compared with: that is a small part of them."""
+    try:
+        found = logits_of(teacher, replay)
+    except NotAbsorbedError:
+        return False
+    if found is None or has_gradient(teacher):
+        return False
+    way = set(found.way)
+    if not any(user not in way for user in found.head.node.users):
+        return False  # one reader alone
+    picked, whole = found.weight.fake.shape[0], example(found.head.node).shape[-1]
+    return request.prefer_memory or bool(2 * picked <= whole)
 
 
 def _check_gain(

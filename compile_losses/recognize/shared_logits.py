@@ -10,8 +10,9 @@ This search comes last. Before it, a loss that alone reads its logits was taken 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,11 @@ from compile_losses.ops.linear_row_statistics import DIVERGENCES, in_order
 from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.guards import changes_grad_mode, mutated, refusal
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
-from compile_losses.recognize.linear_divergence import check_no_dtensors, without_gradient
+from compile_losses.recognize.linear_divergence import (
+    check_no_dtensors,
+    may_be_read_apart,
+    without_gradient,
+)
 from compile_losses.recognize.logits import SCALED, Logits, logits_of
 from compile_losses.recognize.match import Match
 from compile_losses.recognize.memory import is_written
@@ -61,6 +66,7 @@ from compile_losses.recognize.row_statistics import (
     is_pair,
     reading_of,
 )
+from compile_losses.recognize.row_views import unshaped
 from compile_losses.recognize.symbolic_tensors import (
     Size,
     Value,
@@ -74,6 +80,7 @@ from compile_losses.recognize.verify import verify as compare
 from compile_losses.recognize.with_head import check_copy, check_gain, check_rows, rows_of
 from compile_losses.request import Request
 from compile_losses.sites import in_words, left_out
+from compile_losses.switches import PREFER_MEMORY, how_to_set
 from compile_losses.torch_internals.ops import schema_of
 
 _OP = "linear_row_statistics_forward"
@@ -161,7 +168,7 @@ def take_shared_logits(
             continue
         if head is None or not _is_worthwhile(head, request):
             continue
-        shared = _shared(head, replay)
+        shared = _shared(head, replay, request)
         if shared is None:
             continue
         if isinstance(shared, Kept):
@@ -188,12 +195,12 @@ def _is_worthwhile(head: Head, request: Request) -> bool:
     return True
 
 
-def _shared(head: Head, replay: AtenReplay) -> Shared | Kept | None:
+def _shared(head: Head, replay: AtenReplay, request: Request) -> Shared | Kept | None:
     """The readers of a head's output, or why they keep it; None if one loss alone reads it."""
     found, needs = look_for_readers(head, replay)
     if needs is not None:
         return _kept(found, f"{in_words(needs)} needs the logits")
-    return None if _is_declined(found, replay) else found
+    return None if _is_declined(found, replay, request) else found
 
 
 def look_for_readers(head: Head, replay: AtenReplay) -> tuple[Shared, Node | None]:
@@ -223,12 +230,12 @@ def look_for_readers(head: Head, replay: AtenReplay) -> tuple[Shared, Node | Non
     return found, needs
 
 
-def _is_declined(found: Shared, replay: AtenReplay) -> bool:
+def _is_declined(found: Shared, replay: AtenReplay, request: Request) -> bool:
     """Whether there is no reader, or one loss that was declined together with its layer before.
 
     A loss of scaled logits was declined for the scale, and a divergence of logits with a soft-cap
-    for the soft-cap, which this op has. Some divergences have no op together with their layer but
-    this one.
+    for the soft-cap, which this op has, or for other readers of its teacher. Some divergences have
+    no op together with their layer but this one.
     """
     if all(set(reading.terms) == {TOTAL} for reading in found.readings.values()):
         return True  # sums of all logits, if anything
@@ -239,6 +246,8 @@ def _is_declined(found: Shared, replay: AtenReplay) -> bool:
     if divergence is None and reading.call is None:
         return False
     if divergence is not None and divergence.kind not in ("kl", "reverse_kl", "js"):
+        return False
+    if divergence is not None and may_be_read_apart(divergence.teacher.argument, replay, request):
         return False
     try:
         logits = logits_of(reading.logits.argument, replay)
@@ -277,6 +286,9 @@ class Taking:
         self.shared, self.replay, self.request = shared, replay, request
         #: The layer of a teacher's logits, if these are computed with the student's.
         self.of_teacher: Logits | None = None
+        #: What others read of the teacher's logits, and what computes that apart, if others do.
+        self.others: dict[Node, Reading] = {}
+        self.of_others: Callable[[], Rewritten] | None = None
         #: For each reader the ops that make its rows of the op's rows, which have this shape.
         self.moves: dict[Node, list[Move]] = {}
         self.base_shape: list[Any] = []
@@ -289,6 +301,10 @@ class Taking:
         self.targets: dict[Node, Value] = {}
 
     def run(self) -> Rewritten:
+        return self.checked()()
+
+    def checked(self) -> Callable[[], Rewritten]:
+        """What replaces the head, once all checks have passed. Until then nothing changes."""
         for reader in self.shared.readings:
             if (reason := left_out(reader)) is not None:
                 raise NotAbsorbedError(reason)
@@ -331,7 +347,7 @@ class Taking:
             raise NotAbsorbedError(reason)
         outputs = self.shared.outputs
         returned = lazy_outputs(self.shared.head, outputs, self.replay, self.request.lazily)
-        return self._replace(place, args, sizes, batches, logits, returned, notes)
+        return partial(self._replace, place, args, sizes, batches, logits, returned, notes)
 
     def _arguments(self, logits: Logits) -> tuple[tuple[Any, ...], list[str]]:
         """The op's arguments, and remarks for the report."""
@@ -546,7 +562,8 @@ class Taking:
         if found is not None:
             if found.head.node is self.shared.head.node:
                 raise NotAbsorbedError("they are the student's own")
-            if not self._only_readings(set(found.way), divergence):
+            others = self._others(found)
+            if not self._only_readings(set(found.way), divergence, others.inside):
                 raise NotAbsorbedError("something else reads them, or what is made of them")
             check_no_dtensors(found)
             if found.scale != 1:
@@ -556,17 +573,65 @@ class Taking:
                 raise NotAbsorbedError("its classes are in another dimension")
             if found.weight.fake.shape[0] != self.shared.head.weight.fake.shape[0]:
                 raise NotAbsorbedError("it has other classes")
+            if others.readings:
+                self.of_others, self.others = self._apart(divergence, others), others.readings
         return found
 
-    def _only_readings(self, nodes: set[Node], divergence: Divergence) -> bool:
+    def _others(self, of_teacher: Logits) -> _Others:
+        """What else reads numbers of the rows of a teacher's logits, such as their argmax."""
+        head, own = of_teacher.head, self.shared.readings
+        found, _ = look_for_readers(head, self.replay)
+        others = {node: reading for node, reading in found.readings.items() if node not in own}
+        way = set(of_teacher.way)
+        inside = set(others)
+        for node in others:
+            inside |= (
+                between({head.node}, node, until={head.node, *head.node.all_input_nodes}) - way
+            )
+        known = inside | way | set(own)
+        for node in inside - set(others):
+            if any(user not in known and not _is_size(example(user)) for user in node.users):
+                return _Others(head, {}, set())
+        if any(example(node).requires_grad for node in others):
+            return _Others(head, {}, set())
+        return _Others(head, others, inside)
+
+    def _apart(self, divergence: Divergence, others: _Others) -> Callable[[], Rewritten]:
+        """What computes numbers of a teacher's rows by themselves, from logits that are computed
+        once more for that: those that the student is compared with are a small part of them."""
+        read = [
+            part
+            for r in self.shared.readings.values()
+            for part in (r.target, r.picks, r.ranked)
+            if part is not None
+        ]
+        if others.readings.keys() & set(sources([unshaped(each, self.replay) for each in read])):
+            raise NotAbsorbedError("labels are numbers of its rows")
+        if not may_be_read_apart(divergence.teacher.argument, self.replay, self.request):
+            raise NotAbsorbedError(
+                f"something else reads them: {how_to_set(PREFER_MEMORY)} computes them twice"
+            )
+        if not _is_worthwhile(others.head, self.request):
+            raise NotAbsorbedError("something else reads them, or what is made of them")
+        between = [others.head.node, *sorted(others.inside - set(others.readings))]
+        shared = Shared(others.head, others.readings, between)
+        return _Apart(shared, self.replay, self.request).checked()
+
+    def _only_readings(
+        self, nodes: set[Node], divergence: Divergence, ignored: Container[Node]
+    ) -> bool:
         """Whether the readers of the student's logits alone read the teacher's.
 
         Nodes between these logits and the readers, such as a softmax, are superfluous as well.
+
+        Args:
+            ignored: other readers, and what leads to them.
         """
         readings = self.shared.readings
 
         def others(node: Node) -> list[Node]:
-            return [each for each in readers({node}, None) if each not in readings]
+            found = readers({node}, None)
+            return [each for each in found if each not in readings and each not in ignored]
 
         made = (node for node in descendants(nodes, users=others) if node not in nodes)
         return all(
@@ -598,6 +663,8 @@ class Taking:
         later = (node for node in needed if not node < head)
         if any(node is head or head in made_of(node, set(head.all_input_nodes)) for node in later):
             raise NotAbsorbedError("what its losses read besides is made of its logits")
+        if self.others.keys() & set(needed):
+            raise NotAbsorbedError("its labels are numbers of a teacher's rows")
         return needed
 
     def _read(self, args: tuple[Any, ...]) -> list[Node]:
@@ -693,6 +760,9 @@ class Taking:
         more: list[str],
     ) -> Rewritten:
         readings, of_teacher = self.shared.readings, self._way_of_teacher
+        if self.of_others is not None:
+            apart = self.of_others()
+            more = [*more, *(f"of the teacher's rows apart: {note}" for note in apart.notes)]
         records = any(example(node).requires_grad for node in self._records())
 
         def call(op: Any, *arguments: Any) -> Node:
@@ -728,6 +798,28 @@ class Taking:
         notes += [f"computes of each row: {', '.join(whats)}", *more]
         notes += ["the logits are returned lazily"] * bool(returned)
         return Rewritten(node, list(readings), notes, returned)
+
+
+@dataclass(frozen=True)
+class _Others:
+    """What else reads a teacher's logits than the readers of the student's.
+
+    Attributes:
+        head: the teacher's.
+        readings: what it reads, by the nodes.
+        inside: these nodes, and those that lead to them alone.
+    """
+
+    head: Head
+    readings: dict[Node, Reading]
+    inside: set[Node]
+
+
+class _Apart(Taking):
+    """Computes what others read of a teacher's logits, which then nothing else needs."""
+
+    def _check_closed(self) -> None:
+        """The student's op makes all other readers superfluous."""
 
 
 def made_of(node: Node, inputs: set[Node]) -> set[Node]:
