@@ -234,7 +234,7 @@ def arguments(kind, device, dtype=torch.float64, *, layer=True, with_target=True
 
 def torchs(given):
     """The statistics of each row with gradients, in torch's own ops."""
-    h, w, labels, b, _, t, tw, tb, _, softcap, kind, beta, temperature, of_teacher, *_ = given
+    h, w, labels, b, _, t, tw, tb, _, _, softcap, kind, beta, temperature, of_teacher, *_ = given
     logits, teacher = F.linear(h, w, b), t if tw is None else F.linear(t, tw, tb)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     teacher = teacher if of_teacher is None else of_teacher * torch.tanh(teacher / of_teacher)
@@ -316,15 +316,15 @@ def test_gradcheck(kind, device):
     ("change", "error", "message"),
     [
         ({5: None, 6: None, 7: None}, RuntimeError, "a teacher and a divergence or neither, got"),
-        ({10: None}, RuntimeError, "a teacher and a divergence or neither, got torch.float64"),
-        ({10: "hellinger"}, ValueError, "kl, cross_entropy, reverse_kl, js, "
+        ({11: None}, RuntimeError, "a teacher and a divergence or neither, got torch.float64"),
+        ({11: "hellinger"}, ValueError, "kl, cross_entropy, reverse_kl, js, "
          "finite_kl, finite_cross_entropy, finite_reverse_kl, got hellinger"),
-        ({10: "cross_entropy"}, RuntimeError, "a temperature of 1 with cross_entropy, got 1.7"),
-        ({13: -3.0}, RuntimeError, "softcap to be positive, got -3.0"),
-        ({5: torch.zeros(72, 37).double(), 6: None, 7: None, 13: 3.0}, RuntimeError,
+        ({11: "cross_entropy"}, RuntimeError, "a temperature of 1 with cross_entropy, got 1.7"),
+        ({14: -3.0}, RuntimeError, "softcap to be positive, got -3.0"),
+        ({5: torch.zeros(72, 37).double(), 6: None, 7: None, 14: 3.0}, RuntimeError,
          "teacher_softcap only with teacher_weight"),
-        ({12: 0.0}, RuntimeError, "temperature to be positive, got 0.0"),
-        ({10: "js", 11: 1.0}, RuntimeError, "beta to be between 0 and 1, without these, got 1.0"),
+        ({13: 0.0}, RuntimeError, "temperature to be positive, got 0.0"),
+        ({11: "js", 12: 1.0}, RuntimeError, "beta to be between 0 and 1, without these, got 1.0"),
         ({6: torch.zeros(5, OF_TEACHER).double(), 7: None}, RuntimeError,
          r"\[72, 37\], got \[72, 5\]"),
         ({5: torch.zeros(3, OF_TEACHER).double()}, RuntimeError, r"\[72, 37\], got \[3, 37\]"),
