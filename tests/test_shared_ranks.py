@@ -99,7 +99,7 @@ def test_near_misses(function):
     [
         (sorted_classes, "reads something else than rows of the logits"),
         (of_two_classes, "ranks of several classes, or with and without equal ones"),
-        (with_gradients, "has a gradient that"),
+        (with_gradients, "has a gradient that goes to single logits"),
     ],
 )
 def test_reasons(function, reason):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -117,6 +117,11 @@ class AtenReplay:
 
     def looked_at(self, node: Node) -> bool:
         return node in self._of_node
+
+    def forget(self, nodes: Iterable[Node]) -> None:
+        """Has nodes replayed anew, which now are made of others."""
+        for node in nodes:
+            self._of_node.pop(node, None)
 
     def resolve(self, value: Value) -> Value:
         """From a Value that stands for a whole node to the Value of the op that made it."""

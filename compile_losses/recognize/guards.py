@@ -212,6 +212,24 @@ def different_result(match: Match) -> str | None:
     return None
 
 
+#: What compares two tensors bit by bit, and what leaves numbers as they are, or turns their sign.
+_COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne")
+_SAME_NUMBERS = ("neg", "unsqueeze", "squeeze", "view", "reshape", "getitem", "to", "float")
+
+
+def compared(match: Match) -> str | None:
+    """A rank counts the log-probabilities of a row that are as large as one of them, that one
+    included, which the op may round otherwise."""
+    inside, waiting = set(match.interior), [match.root]
+    while waiting:
+        for user in waiting.pop().users:
+            name = getattr(user.target, "__name__", user.target)
+            if name in _COMPARISONS and inside.intersection(user.all_input_nodes):
+                return f"{user.name} compares it with what it is picked from"
+            waiting += [user] * (name in _SAME_NUMBERS)
+    return None
+
+
 def _evaluate(match: Match) -> Tensor:
     """The fake that the op and the steps after it return."""
     args, kwargs = examples((match.args, match.kwargs))
@@ -235,6 +253,7 @@ GUARDS: list[Callable[[Match], str | None]] = [
     gradient_cut,
     gradient_lost,
     different_result,
+    compared,
 ]
 
 

@@ -10,14 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.recognize.aten_replay import AtenReplay, aten, equal_sizes
-from compile_losses.recognize.row_views import target_of_gather, unshaped
+from compile_losses.recognize.row_views import target_of_gather
 from compile_losses.recognize.softmax_rows import softmax_of
-from compile_losses.recognize.symbolic_tensors import Value, whole
-from compile_losses.torch_internals.ops import named_arguments
+from compile_losses.recognize.symbolic_tensors import Value
 
-_CROSS_ENTROPY = torch.ops.fused.cross_entropy.default
 #: Comparisons of logits with one logit of each row: whether the logits stand on the left, and
 #: whether equal ones count.
 _COMPARISONS = {
@@ -70,28 +67,7 @@ def rank_of(value: Value, replay: AtenReplay) -> Rank | None:
         return None
     logits = rows if found is None else found[0]
     own = replay.resolve(own)
-    if own.op is aten.gather.default:
-        classes, _ = target_of_gather(own, replay)
-        return Rank(logits, dim, classes, ties) if replay.same(rows, own.args[0]) else None
-    picked = None if found is None else _class_of_cross_entropy(own, logits, replay)
-    return None if picked is None else Rank(logits, dim, picked, ties)
-
-
-def _class_of_cross_entropy(own: Value, logits: Value, replay: AtenReplay) -> Value | None:
-    """The class of each row whose log-probability by these logits a tensor holds, as the op that
-    another rewrite has put in its place; None if it holds anything else."""
-    if own.op is not aten.neg.default:
+    if own.op is not aten.gather.default or not replay.same(rows, own.args[0]):
         return None
-    losses = unshaped(own.args[0], replay)
-    if not losses.whole or losses.node.target is not _CROSS_ENTROPY:
-        return None
-    call = named_arguments(losses.node)
-    is_plain = call["weight"] is None and not call["label_smoothing"] and call["ignore_index"] < 0
-    if not is_plain or call["reduction"] != REDUCTIONS["none"]:
-        return None
-    input, target = replay.resolve(whole(call["input"])), whole(call["target"])
-    last = input.rank - 1
-    if input.op is aten.permute.default and input.args[1] == [0, last, *range(1, last)]:
-        input = input.args[0]  # the classes are its last dimension
-    is_same = replay.same(unshaped(input, replay), unshaped(logits, replay))
-    return target if is_same and not target.fake.is_floating_point() else None
+    classes, _ = target_of_gather(own, replay)
+    return Rank(logits, dim, classes, ties)

@@ -322,11 +322,13 @@ class Taking:
         for reader, reading in readings.items():
             value = example(reader)
             if value.requires_grad and not set(reading.terms) <= set(range(self.differentiable)):
-                of_squares = LOG_SQUARES in reading.terms
-                where = "is of squares" if of_squares else "goes to single logits, as that of a "
+                if LOG_SQUARES in reading.terms:
+                    raise NotAbsorbedError(
+                        f"{in_words(reader)} has a gradient of squares, which the op has not"
+                    )
                 raise NotAbsorbedError(
-                    f"{in_words(reader)} has a gradient that {where}"
-                    + "maximum does" * (not of_squares)
+                    f"{in_words(reader)} has a gradient that goes to single logits, as that of a "
+                    "maximum does"
                 )
             if value.dtype == torch.float64 and logits.input.fake.dtype != torch.float64:
                 raise NotAbsorbedError(
@@ -790,6 +792,7 @@ class Taking:
                 results[reader] = result
         for reader, result in results.items():
             replace_uses(reader, result)
+        self.replay.forget(descendants(results.values()))
         erase_unused(sorted({*self._inside(), *of_teacher}, reverse=True))
         layers = "the linear layers of student and teacher" if of_teacher else self.layer
         absorbed = " and ".join(filter(None, [layers, *logits.absorbed]))
