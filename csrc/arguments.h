@@ -194,6 +194,36 @@ struct RowStatisticsArgs {
   int64_t grad_row_stride = 0;
 };
 
+// For each row of a matrix, and for each column, the largest number and the sum of exponentials
+// relative to it (see losses/softmax_sums.h). acc_t is double for a float64 matrix and float
+// otherwise.
+struct SoftmaxSumsArgs {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  DType dtype = DType::kFloat32;
+  const void* input = nullptr;  // the numbers of a row lie side by side
+  int64_t row_stride = 0;
+  const void* factor = nullptr;  // one element, which each number is multiplied by; null: 1
+  DType factor_dtype = DType::kFloat32;
+  void* row_largest = nullptr;  // acc_t [rows]
+  void* row_sum = nullptr;
+  void* col_largest = nullptr;  // acc_t [cols]
+  void* col_sum = nullptr;
+  void* workspace = nullptr;  // of softmax_sums_numbers acc_t
+};
+
+// A warp reads tiles of so many columns, 16 bytes a lane.
+constexpr int64_t softmax_sums_tile_cols(DType dtype) { return 512 / element_size(dtype); }
+// The rows of a tile. Of a small matrix the tiles are lower, so that there are enough of them.
+constexpr int64_t softmax_sums_tile_rows(int64_t rows, int64_t cols) {
+  return rows > (int64_t(1) << 25) / (cols > 0 ? cols : 1) ? 128 : 32;
+}
+// For the partial results of tiles: two numbers for each row or column of each.
+constexpr int64_t softmax_sums_numbers(int64_t rows, int64_t cols, DType dtype) {
+  const int64_t high = softmax_sums_tile_rows(rows, cols), wide = softmax_sums_tile_cols(dtype);
+  return 2 * ((rows + high - 1) / high * cols + (cols + wide - 1) / wide * rows);
+}
+
 // The number of shares into which the rows are cut for the gradient of a class weight, which is a
 // sum over the rows.
 constexpr int64_t weight_shares(int64_t rows, int64_t cols) {

@@ -61,6 +61,9 @@ void softmax_finite_kl_div_row_statistics_backward(const RowStatisticsArgs& args
                                                    const RowPairArgs& pair, bool reverse,
                                                    void* stream);
 
+// For each row and each column of a matrix, the largest number and the sum of exponentials.
+void softmax_sums(const SoftmaxSumsArgs& args, void* stream);
+
 // data[i] *= factor, for dense data. If factor is 1, data is neither read nor written.
 void scale_(void* data, DType dtype, int64_t numel, const void* factor, DType factor_dtype,
             void* stream);
