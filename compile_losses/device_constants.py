@@ -41,6 +41,8 @@ class DeviceConstants:
         statistics_bytes, statistics_classes: the fewest bytes of logits, and of classes, whose
             entropies and further statistics are read by one call. Of fewer classes Inductor reads a
             row once for all of them, and computes more in the same kernel.
+        two_softmaxes_bytes: the fewest bytes of a matrix whose softmaxes by rows and by columns are
+            computed after one read of it.
         short_row_bytes: a row of logits with fewer bytes takes less time than the work once a row.
         short_pair_bytes, few_classes: the same for pairs of rows without a gradient. Inductor
             unrolls a reduction over fewer numbers.
@@ -72,6 +74,7 @@ class DeviceConstants:
     small_simple_bytes: int = 0
     statistics_bytes: int = 64 << 20
     statistics_classes: int = 4096
+    two_softmaxes_bytes: int = 64 << 20
     short_row_bytes: int = 0
     short_pair_bytes: int = 0
     few_classes: int = 0
@@ -92,6 +95,7 @@ _CPU = DeviceConstants(
     small_simple_bytes=2 << 20,
     statistics_bytes=1 << 20,
     statistics_classes=1024,
+    two_softmaxes_bytes=4 << 20,
     least_gradient_bytes=8 << 20,
     merges_loops=True,
 )

@@ -49,6 +49,9 @@ PASSES = (
     Pass(PLAN, "counted_rows", "heads leave rows out that no loss counts, which are counted early"),
     Pass(PLAN, "row_gradients", "gradients of unreduced losses of a head go into the forward"),
     Pass(PLAN, "regions", "heads that are read row by row hold no logits, if memory is preferred"),
+    Pass(
+        PLAN, "two_softmaxes", "softmaxes by rows and by columns of a matrix share one read of it"
+    ),
     Pass(PLAN, "kernels", "each loss stays a kernel, with its gradient, or becomes torch's ops"),
     Pass(PLAN, "head_factors", "losses of a head take the known factors of their gradients"),
     Pass(PLAN, "one_weight", "heads of one weight make one gradient of it"),

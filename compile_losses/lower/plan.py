@@ -58,6 +58,7 @@ from compile_losses.lower.one_weight import join_heads
 from compile_losses.lower.regions import take_regions
 from compile_losses.lower.slow_paths import is_small, slow_path
 from compile_losses.lower.statistics import plan_statistics
+from compile_losses.lower.two_softmaxes import take_two_softmaxes
 from compile_losses.op_traits import CASTS
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.passes import PLAN
@@ -306,6 +307,7 @@ _PIPELINE: Pipeline[AtenGraph] = Pipeline(
     counted_rows=count_rows,
     row_gradients=plan_rows,
     regions=take_regions,
+    two_softmaxes=take_two_softmaxes,
     kernels=_plan_kernels,
     head_factors=plan_linear,
     one_weight=join_heads,

@@ -9,8 +9,8 @@ for float64 input and float32 otherwise:
 - ``row_sum``: ``(x - row_largest[:, None]).exp().sum(1)``, [rows].
 - ``column_largest``, ``column_sum``: the same of the columns, [columns].
 
-Of a dimension without elements the largest is -inf and the sum 0. The op has no gradient: in a graph
-after autograd it takes the place of reductions (:mod:`compile_losses.lower.two_softmaxes`).
+Of a dimension without elements the largest is -inf and the sum 0. The op has no gradient: in a
+graph after autograd it takes the place of reductions (:mod:`compile_losses.lower.two_softmaxes`).
 
 Raises:
     RuntimeError: other shapes; a factor that does not hold one number.

@@ -1,0 +1,347 @@
+"""A softmax by rows and a softmax by columns of one matrix: one read finds what both need.
+
+A contrastive loss in both directions reads the products of all pairs by rows and by columns. Of a
+row or a column a softmax needs two numbers, the largest and a sum of exponentials. Here one call of
+``fused::softmax_sums`` takes the place of all these reductions. What is left works element by
+element, also in the backward, so that Inductor writes the gradient over the matrix in one loop.
+
+The reductions are found after autograd, in torch's ops. So it does not matter how the losses are
+written, what is weighted, smoothed or ignored. Losses that are ops become torch's ops first. If the
+products are scaled after the matrix product, the call reads them unscaled, and the scaled matrix is
+never in memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+
+from compile_losses import implementations
+from compile_losses.device_constants import constants_of
+from compile_losses.graphs import emit, erase_unused, replace_uses, undone_if_it_fails
+from compile_losses.lower.aten_graph import AtenGraph
+from compile_losses.lower.cost import nbytes_of
+from compile_losses.lower.decision import Decision
+from compile_losses.lower.decompose import Decomposition, decomposition_of
+from compile_losses.lower.fused_calls import Loss
+from compile_losses.lower.known_factors import is_one_number
+from compile_losses.lower.node_relations import filled_with, is_generated, is_turned_matrix
+from compile_losses.op_traits import ALIASES, CASTS, PRODUCTS, QUOTIENTS, RESHAPES
+from compile_losses.ops.checks import accumulation_type
+from compile_losses.sites import site_of
+
+aten = torch.ops.aten
+fused = torch.ops.fused
+
+#: Losses that are a softmax of their input's second dimension.
+_LOSSES = ("cross_entropy", "cross_entropy_probabilities")
+
+ONE_READ = "one read by rows and columns"
+
+#: The op and the other operand of a scaling.
+Scaling: TypeAlias = tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix, which may be scaled: what several softmaxes are of."""
+
+    node: Node
+    scaling: Scaling | None
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The reductions of a softmax.
+
+    Attributes:
+        largest: the ``amax`` of each row or column, which keeps the dimension.
+        dim: which dimension of the argument is reduced.
+        by_columns: whether the results are those of the matrix's columns.
+        sums: the sums of exponentials relative to ``largest``.
+        finite_sums: those relative to it, and to 0 where it is infinite.
+    """
+
+    largest: Node
+    dim: int
+    by_columns: bool
+    sums: tuple[Node, ...]
+    finite_sums: tuple[Node, ...]
+
+
+def take_two_softmaxes(graph: AtenGraph) -> None:
+    """Has one call read each large matrix of which there are softmaxes by rows and by columns."""
+    losses: dict[Matrix, list[tuple[Loss, bool]]] = defaultdict(list)
+    for loss in graph.losses:
+        read = matrix_of(loss.input) if loss.name in _LOSSES else None
+        if read is not None:
+            losses[read[0]].append((loss, read[1]))
+    softmaxes = _softmaxes(graph)
+    for matrix in [*dict.fromkeys((*losses, *softmaxes))]:
+        own = losses[matrix]
+        directions = {turned for _, turned in own}
+        directions |= {softmax.by_columns for softmax in softmaxes[matrix]}
+        if len(directions) == 2:
+            _take(graph, matrix, [loss for loss, _ in own])
+
+
+def _take(graph: AtenGraph, matrix: Matrix, losses: Sequence[Loss]) -> None:
+    """Replaces the reductions of one matrix, or says at its losses why they stay."""
+    decompositions = [decomposition_of(loss) for loss in losses]
+    reason = _reason_against(matrix, decompositions)
+    if reason is not None:
+        return
+    told = [(site_of(loss.forward), loss.name) for loss in losses]
+    for decomposition in decompositions:
+        assert decomposition is not None
+        decomposition.apply()
+    _replace(matrix, _softmaxes(graph)[matrix])
+    for site, name in told:
+        reason = "softmaxes by rows and by columns read the same matrix"
+        graph.decisions.append(Decision(site, name, ONE_READ, reason))
+
+
+def _reason_against(matrix: Matrix, decompositions: Sequence[Decomposition | None]) -> str | None:
+    value = matrix.node.meta["val"]
+    if not implementations.has_kernels(value.device):
+        return "there are no kernels"
+    if None in decompositions:
+        return "a loss can't be decomposed"
+    if nbytes_of(value) < constants_of(value.device).two_softmaxes_bytes:
+        return "the matrix is small"
+    if is_generated(matrix.node):
+        return "the matrix would have to be written for it"
+    return None
+
+
+def matrix_of(node: Node) -> tuple[Matrix, bool] | None:
+    """The matrix that a node stands for, in a wider dtype at most, and whether it is turned."""
+    turned, scaling = False, None
+    while node.op == "call_function":
+        source: Any = node.args[0] if node.args else None
+        target: Any = node.target
+        if target in CASTS:
+            if accumulation_type(source.meta["val"].dtype) != node.meta["val"].dtype:
+                break
+        elif is_turned_matrix(node):
+            turned = not turned
+        elif target in (*PRODUCTS, *QUOTIENTS) and scaling is None and not node.kwargs:
+            factor = node.args[1]
+            if target in PRODUCTS and isinstance(source, Node) and is_one_number(source):
+                source, factor = factor, source
+            if not isinstance(source, Node) or not _is_factor(factor, source):
+                break
+            scaling = (target in QUOTIENTS, factor)
+        elif target not in (*ALIASES, aten.clone.default) and not _keeps_shape(node):
+            break
+        node = source
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.dim() != 2 or not value.is_floating_point():
+        return None
+    return Matrix(node, scaling), turned
+
+
+def _is_factor(factor: Any, of: Node) -> bool:
+    """Whether all elements of a matrix are multiplied by one number, or divided by it."""
+    if isinstance(factor, Node):
+        of_number = is_one_number(factor) and factor.meta["val"].dim() <= 2
+        return of_number and factor.meta["val"].device == of.meta["val"].device
+    return isinstance(factor, int | float)
+
+
+def _keeps_shape(node: Node) -> bool:
+    if node.target not in RESHAPES:
+        return False
+    source: Any = node.args[0]
+    return statically_known_true(sym_eq(source.meta["val"].shape, node.meta["val"].shape))
+
+
+def _softmaxes(graph: AtenGraph) -> dict[Matrix, list[Softmax]]:
+    """The softmaxes of each matrix, by rows or by columns."""
+    found: dict[Matrix, list[Softmax]] = defaultdict(list)
+    for node in graph.graph.find_nodes(op="call_function", target=aten.amax.default):
+        values, dims, keeps = (*node.args, [], False)[:3]
+        read = matrix_of(values)
+        if read is None or len(dims) != 1 or not keeps:
+            continue
+        matrix, turned = read
+        dim = dims[0] % 2
+        finite = [each for each in map(_finite_reader, node.users) if each is not None]
+        softmax = Softmax(
+            node,
+            dim,
+            (dim == 0) != turned,
+            tuple(_sums(node, matrix, dim)),
+            tuple(total for each in finite for total in _sums(each, matrix, dim)),
+        )
+        if softmax.sums or softmax.finite_sums:
+            found[matrix].append(softmax)
+    return found
+
+
+def _finite_reader(user: Node) -> Node | None:
+    """The largest numbers with 0 in the place of infinite ones, from what reads their sizes."""
+    for test in user.users if user.target is aten.abs.default else ():
+        if test.target is aten.eq.Scalar and test.args[1] == float("inf"):
+            for chosen in test.users:
+                if chosen.target is aten.where.self and chosen.args[2] is user.args[0]:
+                    zero: Any = chosen.args[1]
+                    return chosen if filled_with(zero) == 0 else None
+    return None
+
+
+def _sums(largest: Node, matrix: Matrix, dim: int) -> list[Node]:
+    """The sums of exponentials of a matrix relative to some numbers of its rows or columns."""
+    found = []
+    for difference in largest.users:
+        if difference.target is not aten.sub.Tensor or difference.kwargs:
+            continue
+        values, other = difference.args
+        read = matrix_of(values) if isinstance(values, Node) else None
+        if other is not largest or read is None or read[0] != matrix:
+            continue
+        for exponential in difference.users:
+            if exponential.target is aten.exp.default:
+                found += [user for user in exponential.users if _is_sum(user, dim)]
+    return found
+
+
+def _is_sum(node: Node, dim: int) -> bool:
+    if node.target is not aten.sum.dim_IntList:
+        return False
+    source: Any = node.args[0]
+    dims: Any = node.args[1]
+    return [d % source.meta["val"].dim() for d in dims] == [dim]
+
+
+def _replace(matrix: Matrix, softmaxes: Sequence[Softmax]) -> None:
+    """Puts one call in the place of the reductions."""
+    place = min(softmax.largest for softmax in softmaxes)
+    call = emit(place, fused.softmax_sums.default, (matrix.node, _factor(matrix, place)))
+    values = call.meta["val"]
+    results = [
+        emit(place, operator.getitem, (call, index), like=call, value=value)
+        for index, value in enumerate(values)
+    ]
+    for softmax in softmaxes:
+        largest, total = results[2:] if softmax.by_columns else results[:2]
+        for node in softmax.sums:
+            replace_uses(node, _like(total, node, softmax.dim))
+        for node in softmax.finite_sums:
+            # Relative to 0, where the largest number is infinite.
+            infinite = emit(
+                node, aten.eq.Scalar, (emit(node, aten.abs.default, (largest,)), float("inf"))
+            )
+            alone = emit(node, aten.exp.default, (largest,))
+            chosen = emit(node, aten.where.self, (infinite, alone, total))
+            replace_uses(node, _like(chosen, node, softmax.dim))
+        replace_uses(softmax.largest, _like(largest, softmax.largest, softmax.dim))
+    own = [node for s in softmaxes for node in (*s.sums, *s.finite_sums, s.largest)]
+    shape = matrix.node.meta["val"].shape
+    for node in list(matrix.node.graph.nodes):
+        if node.target is aten.sum.dim_IntList and node not in own:
+            _sum_early(node, shape)
+    erase_unused(sorted(own, reverse=True))
+
+
+def _factor(matrix: Matrix, place: Node) -> Node | None:
+    """The number that the matrix is multiplied by."""
+    if matrix.scaling is None:
+        return None
+    divides, factor = matrix.scaling
+    value = matrix.node.meta["val"]
+    if not isinstance(factor, Node):
+        options = {"dtype": accumulation_type(value.dtype), "device": value.device}
+        args: Any = ([], 1 / factor if divides else factor)
+        return emit(place, aten.full.default, args, options, like=matrix.node)
+    return emit(place, aten.reciprocal.default, (factor,)) if divides else factor
+
+
+def _like(vector: Node, node: Node, dim: int) -> Node:
+    """Numbers of rows or columns in the shape and dtype of a reduction that they replace."""
+    value = node.meta["val"]
+    if value.dim() == 2:
+        vector = emit(node, aten.unsqueeze.default, (vector, dim))
+    if vector.meta["val"].dtype != value.dtype:
+        cast = torch.ops.prims.convert_element_type.default
+        vector = emit(node, cast, (vector, value.dtype))
+    return vector
+
+
+class _UnknownError(Exception):
+    """A sum is not known without its terms."""
+
+
+def _sum_early(node: Node, shape: Sequence[Any]) -> None:
+    """Replaces a sum of each row of a gradient that is known from a number of each row.
+
+    Autograd sums up the gradient of a log-softmax. In torch's ops that is often one number of each
+    row, scattered into zeros.
+    """
+    source: Any = node.args[0]
+    value = source.meta["val"]
+    dims: Any = node.args[1]
+    keeps = len(node.args) > 2 and bool(node.args[2])
+    turned = tuple(reversed(tuple(shape)))
+    if not keeps or len(dims) != 1 or tuple(value.shape) not in (tuple(shape), turned):
+        return
+    try:
+        with undone_if_it_fails(node):
+            total = _row_sum(source, dims[0] % 2, node)
+    except _UnknownError:
+        return
+    replace_uses(node, total)
+    erase_unused([node])
+
+
+def _row_sum(node: Node, dim: int, place: Node) -> Node:
+    """The sum along a dimension, which it keeps.
+
+    Raises:
+        _UnknownError: it takes more than numbers of rows.
+    """
+    value = node.meta["val"]
+    target: Any = node.target
+    if node.op != "call_function" or node.kwargs:
+        raise _UnknownError
+    if target is aten.scatter.value:
+        zeros, along, index, number = node.args
+        if along % 2 == dim and index.meta["val"].shape[dim] == 1 and filled_with(zeros) == 0:  # type: ignore[operator, union-attr, arg-type]
+            size = [1 if d == dim else s for d, s in enumerate(value.shape)]
+            if all(isinstance(s, int) for s in size):
+                options = {"dtype": value.dtype, "device": value.device}
+                return emit(place, aten.full.default, (size, number), options, like=node)
+    elif target is aten.neg.default:
+        return emit(place, target, (_row_sum(node.args[0], dim, place),))  # type: ignore[arg-type]
+    elif target in (aten.add.Tensor, aten.sub.Tensor):
+        terms = [_row_sum(each, dim, place) for each in node.args]  # type: ignore[arg-type]
+        return emit(place, target, terms)
+    elif target in (aten.mul.Tensor, aten.div.Tensor):
+        left, right = node.args
+        if target is aten.mul.Tensor and _is_column(left, dim):
+            left, right = right, left
+        if isinstance(left, Node) and _is_column(right, dim):
+            return emit(place, target, (_row_sum(left, dim, place), right))
+    elif target is aten.expand.default and _is_column(node.args[0], dim):
+        count = value.shape[dim]
+        if isinstance(count, int):
+            return emit(place, aten.mul.Tensor, (node.args[0], count))
+    raise _UnknownError
+
+
+def _is_column(operand: Any, dim: int) -> bool:
+    """Whether an operand has one number for all that is added up."""
+    if not isinstance(operand, Node):
+        return isinstance(operand, int | float)
+    value = operand.meta["val"]
+    if not isinstance(value, Tensor):
+        return False
+    return value.dim() == 0 or (value.dim() == 2 and statically_known_true(value.shape[dim] == 1))
