@@ -34,7 +34,7 @@ from compile_losses.lower.decompose import Decomposition, decomposition_of
 from compile_losses.lower.fused_calls import Loss
 from compile_losses.lower.known_factors import is_one_number
 from compile_losses.lower.node_relations import filled_with, is_generated, is_turned_matrix
-from compile_losses.lower.scaled_products import scale_after_products
+from compile_losses.lower.product_gradients import hold_layout, scale_after_products
 from compile_losses.op_traits import ALIASES, CASTS, PRODUCTS, QUOTIENTS, RESHAPES
 from compile_losses.ops.checks import accumulation_type
 from compile_losses.sites import site_of
@@ -105,8 +105,10 @@ def _take(graph: AtenGraph, matrix: Matrix, losses: Sequence[Loss]) -> None:
         assert decomposition is not None
         decomposition.apply()
     _replace(matrix, _softmaxes(graph)[matrix])
-    if matrix.scaling is not None:
-        scale_after_products(matrix.node, *matrix.scaling)
+    if matrix.node.target is aten.mm.default:
+        if matrix.scaling is not None:
+            scale_after_products(matrix.node, *matrix.scaling)
+        hold_layout(matrix.node)
     for site, name in told:
         reason = "softmaxes by rows and by columns read the same matrix"
         graph.decisions.append(Decision(site, name, ONE_READ, reason))

@@ -1,4 +1,4 @@
-"""Gradients through a scaled product of matrices: the products first, the scale afterwards.
+"""Gradients through a product of matrices that one loop reads: written over it, scaled afterwards.
 
 Of ``x = a @ b`` and ``y = x * scale`` autograd scales the gradient g of y, multiplies that by b and
 by a, and sums up ``g * x`` for the scale. Then g is read twice as a matrix of its own, and x lives
@@ -8,13 +8,14 @@ is ``sum((g @ b.T) * a)``. So g may be written over x.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from compile_losses.graphs import emit, erase_unused, move_before, replace_uses
-from compile_losses.lower.node_relations import is_turned_matrix
+from compile_losses.graphs import emit, erase_unused, move_before, replace_uses, retrace_views
+from compile_losses.lower.node_relations import is_generated, is_turned_matrix
 from compile_losses.op_traits import PRODUCTS, QUOTIENTS, TOTALS
 from compile_losses.ops.checks import accumulation_type
 
@@ -29,8 +30,7 @@ def scale_after_products(product: Node, divides: bool, factor: Any) -> None:
         divides: whether it is divided by the factor, or multiplied.
         factor: a number, or a node that holds one.
     """
-    # In float16 a gradient without its scale may underflow.
-    if product.target is not aten.mm.default or product.meta["val"].dtype == torch.float16:
+    if product.meta["val"].dtype == torch.float16:  # a gradient without its scale may underflow
         return
     for node in list(product.graph.nodes):
         gradient = _scaled(node, divides, factor)
@@ -104,19 +104,18 @@ def _sum_of_products(node: Node, product: Node) -> None:
     if total.target not in TOTALS or total.meta["val"].numel() != 1:
         return
     left, right = node.args
-    gradient: Any = left if right is product else right
-    matrix, turned = _matrix_of(gradient)
-    for small in list(matrix.graph.find_nodes(op="call_function", target=aten.mm.default)):
-        other = _other_operand(small, matrix, turned, product)
-        if other is not None and move_before([small, other], total):
+    gradient = _matrix_of(left if right is product else right)  # type: ignore[arg-type]
+    for part in _parts(product):
+        if (part.gradient, part.turned) == gradient and move_before([part.call], total):
             break
     else:
         return
     wide = accumulation_type(product.meta["val"].dtype)
     cast = torch.ops.prims.convert_element_type.default
+    other = emit(total, aten.permute.default, (part.operand, [1, 0]))
     operands = [
         each if each.meta["val"].dtype == wide else emit(total, cast, (each, wide))
-        for each in (small, other)
+        for each in (part.call, part.operand if part.is_of_first else other)
     ]
     terms = emit(total, aten.mul.Tensor, operands)
     value = total.meta["val"]
@@ -126,23 +125,65 @@ def _sum_of_products(node: Node, product: Node) -> None:
     if value.dim():
         result = emit(total, aten.view.default, (result, list(value.shape)))
     replace_uses(total, result)
-    erase_unused([total, node])
+    erase_unused([total, node, other])
 
 
-def _other_operand(small: Node, matrix: Node, turned: bool, product: Node) -> Node | None:
-    """Of a product of a gradient with one operand, the other operand; None for other products.
+@dataclass(frozen=True)
+class _Part:
+    """The gradient of one operand of ``x = a @ b``.
 
-    With ``x = a @ b`` that is a for ``g @ b.T``, and b.T for ``g.T @ a``; a turned result is what
-    is summed with the operand turned.
+    Attributes:
+        call: ``g @ b.T`` or ``g.T @ a``, the gradient of a, or of b turned.
+        gradient: what g is a view of.
+        turned: whether that is g turned.
+        is_of_first: whether it is the gradient of a.
+        operand: a or b, that of which it is the gradient.
     """
-    first, second = map(_matrix_of, small.args)  # type: ignore[arg-type]
+
+    call: Node
+    gradient: Node
+    turned: bool
+    is_of_first: bool
+    operand: Node
+
+
+def _parts(product: Node) -> list[_Part]:
+    """The products of matrices that make the gradients of one product's operands."""
+    found = []
     a, b = product.args
-    (a_matrix, a_turned), (b_matrix, b_turned) = _matrix_of(a), _matrix_of(b)  # type: ignore[arg-type]
-    if first[0] is not matrix:
-        return None
-    if first[1] == turned and second == (b_matrix, not b_turned):
-        return a  # type: ignore[return-value]
-    if first[1] != turned and second == (a_matrix, a_turned):
-        place = small.next
-        return emit(place, aten.permute.default, (b, [1, 0]), like=small)
-    return None
+    of_a, of_b = _matrix_of(a), _matrix_of(b)  # type: ignore[arg-type]
+    for call in product.graph.find_nodes(op="call_function", target=aten.mm.default):
+        (gradient, turned), second = map(_matrix_of, call.args)
+        if call is product or gradient.meta["val"].shape not in _shapes(product):
+            continue
+        if second == (of_b[0], not of_b[1]):
+            found.append(_Part(call, gradient, turned, True, a))  # type: ignore[arg-type]
+        elif second == of_a:
+            found.append(_Part(call, gradient, not turned, False, b))  # type: ignore[arg-type]
+    return found
+
+
+def hold_layout(product: Node) -> None:
+    """Has Inductor write the gradient of a product in the layout of the product, and so over it.
+
+    The gradient may have a term that is computed of the product turned, and then the layout of the
+    turned product.
+    """
+    value = product.meta["val"]
+    if not all(isinstance(s, int) for s in (*value.shape, *value.stride())):
+        return
+    # Other rows Inductor may pad.
+    if any(s != 1 and s * value.element_size() % 16 for s in value.stride()):
+        return
+    for gradient, turned in {(part.gradient, part.turned): None for part in _parts(product)}:
+        if not is_generated(gradient):
+            continue
+        # Recorded strides say little: those of a sum are its first term's, which has changed.
+        like = value.t() if turned else value
+        target = torch.ops.prims.inductor_force_stride_order.default
+        args = (gradient, list(like.stride()))
+        with gradient.meta["val"].fake_mode:
+            fresh = torch.empty_like(like, dtype=gradient.meta["val"].dtype)
+        held = emit(gradient.next, target, args, like=gradient, value=fresh)
+        replace_uses(gradient, held, but=held)
+        retrace_views(held)
