@@ -26,11 +26,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from compile_losses import implementations
 from compile_losses.device_constants import constants_of
-from compile_losses.graphs import emit, erase_unused, replace_uses, undone_if_it_fails
+from compile_losses.graphs import emit, erase_unused, replace_uses
 from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import nbytes_of
 from compile_losses.lower.decision import Decision
 from compile_losses.lower.decompose import Decomposition, decomposition_of
+from compile_losses.lower.early_parts import take_parts_early
 from compile_losses.lower.fused_calls import Loss
 from compile_losses.lower.known_factors import is_one_number
 from compile_losses.lower.node_relations import filled_with, is_generated, is_turned_matrix
@@ -250,11 +251,8 @@ def _replace(matrix: Matrix, softmaxes: Sequence[Softmax]) -> None:
             replace_uses(node, _like(chosen, node, softmax.dim))
         replace_uses(softmax.largest, _like(largest, softmax.largest, softmax.dim))
     own = [node for s in softmaxes for node in (*s.sums, *s.finite_sums, s.largest)]
-    shape = matrix.node.meta["val"].shape
-    for node in list(matrix.node.graph.nodes):
-        if node.target is aten.sum.dim_IntList and node not in own:
-            _sum_early(node, shape)
     erase_unused(sorted(own, reverse=True))
+    take_parts_early(matrix.node)
 
 
 def _factor(matrix: Matrix, place: Node) -> Node | None:
@@ -279,74 +277,3 @@ def _like(vector: Node, node: Node, dim: int) -> Node:
         cast = torch.ops.prims.convert_element_type.default
         vector = emit(node, cast, (vector, value.dtype))
     return vector
-
-
-class _UnknownError(Exception):
-    """A sum is not known without its terms."""
-
-
-def _sum_early(node: Node, shape: Sequence[Any]) -> None:
-    """Replaces a sum of each row of a gradient that is known from a number of each row.
-
-    Autograd sums up the gradient of a log-softmax. In torch's ops that is often one number of each
-    row, scattered into zeros.
-    """
-    source: Any = node.args[0]
-    value = source.meta["val"]
-    dims: Any = node.args[1]
-    keeps = len(node.args) > 2 and bool(node.args[2])
-    turned = tuple(reversed(tuple(shape)))
-    if not keeps or len(dims) != 1 or tuple(value.shape) not in (tuple(shape), turned):
-        return
-    try:
-        with undone_if_it_fails(node):
-            total = _row_sum(source, dims[0] % 2, node)
-    except _UnknownError:
-        return
-    replace_uses(node, total)
-    erase_unused([node])
-
-
-def _row_sum(node: Node, dim: int, place: Node) -> Node:
-    """The sum along a dimension, which it keeps.
-
-    Raises:
-        _UnknownError: it takes more than numbers of rows.
-    """
-    value = node.meta["val"]
-    target: Any = node.target
-    if node.op != "call_function" or node.kwargs:
-        raise _UnknownError
-    if target is aten.scatter.value:
-        zeros, along, index, number = node.args
-        if along % 2 == dim and index.meta["val"].shape[dim] == 1 and filled_with(zeros) == 0:  # type: ignore[operator, union-attr, arg-type]
-            size = [1 if d == dim else s for d, s in enumerate(value.shape)]
-            if all(isinstance(s, int) for s in size):
-                options = {"dtype": value.dtype, "device": value.device}
-                return emit(place, aten.full.default, (size, number), options, like=node)
-    elif target is aten.neg.default:
-        return emit(place, target, (_row_sum(node.args[0], dim, place),))  # type: ignore[arg-type]
-    elif target in (aten.add.Tensor, aten.sub.Tensor):
-        terms = [_row_sum(each, dim, place) for each in node.args]  # type: ignore[arg-type]
-        return emit(place, target, terms)
-    elif target in (aten.mul.Tensor, aten.div.Tensor):
-        left, right = node.args
-        if target is aten.mul.Tensor and _is_column(left, dim):
-            left, right = right, left
-        if isinstance(left, Node) and _is_column(right, dim):
-            return emit(place, target, (_row_sum(left, dim, place), right))
-    elif target is aten.expand.default and _is_column(node.args[0], dim):
-        count = value.shape[dim]
-        if isinstance(count, int):
-            return emit(place, aten.mul.Tensor, (node.args[0], count))
-    raise _UnknownError
-
-
-def _is_column(operand: Any, dim: int) -> bool:
-    """Whether an operand has one number for all that is added up."""
-    if not isinstance(operand, Node):
-        return isinstance(operand, int | float)
-    value = operand.meta["val"]
-    if not isinstance(value, Tensor):
-        return False
-    return value.dim() == 0 or (value.dim() == 2 and statically_known_true(value.shape[dim] == 1))
