@@ -20,7 +20,7 @@ from compile_losses.options import Settings
 from compile_losses.recognize import failed
 from compile_losses.recognize.steps import Graphs
 from compile_losses.torch_internals import warn_if_untested
-from compile_losses.torch_internals.dynamo import is_captured, lookup_backend
+from compile_losses.torch_internals.dynamo import backend_of, is_captured, lookup_backend
 from compile_losses.torch_internals.inductor import compile_with_inductor
 from compile_losses.traced import settings_by
 
@@ -188,6 +188,16 @@ def _settings_of(backend: Any) -> Settings | None:
         given = getattr(backend, "kwargs", {})
         return Settings.of(given.get("mode"), given.get("options"))
     return getattr(function, "settings", None)
+
+
+def given_to(function: Callable[..., Any]) -> tuple[str | None, dict[str, Any] | None]:
+    """The mode and the options with which a function was compiled for our backend; both None if it
+    was not."""
+    backend = backend_of(function)
+    if getattr(backend, "compiler_fn", None) is not compile_losses:
+        return None, None
+    given = getattr(backend, "kwargs", {})
+    return given.get("mode"), dict(given.get("options") or {})
 
 
 settings_by(_settings_of)

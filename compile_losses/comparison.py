@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from compile_losses.backend import given_to
 from compile_losses.explanation import explain_call
 from compile_losses.options import Settings
 from compile_losses.report import Report
@@ -97,7 +98,8 @@ def compare(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Comparis
     step updates are put back after each one; the optimizer's own state is not.
 
     Args:
-        function: any callable or module, compiled or not; both sides compile it anew.
+        function: any callable or module, compiled or not; both sides compile it anew. If it is
+            compiled for this backend, ours has its ``mode`` and its ``options``.
 
     Returns:
         A :class:`Comparison`; print it, or read its attributes. Memory is the most that the step's
@@ -115,13 +117,16 @@ def compare_call(
     options: dict[str, Any] | None = None,
     steps: int = STEPS,
 ) -> Comparison:
-    """As :func:`compare`, for a compilation with this ``mode`` and these ``options``.
+    """As :func:`compare`, for a compilation with this ``mode`` and these ``options``; without
+    either, with those of the compiled function.
 
     Raises:
         InvalidOptionError: an unknown mode, option or loss; a value of a wrong kind.
     """
     if steps < 1:
         raise ValueError(f"steps: expected at least 1, got {steps}")
+    if mode is None and options is None:
+        mode, options = given_to(function)
     settings = Settings.of(mode, options)
     # What the profiler of a CPU's memory would log.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")

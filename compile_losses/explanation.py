@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from compile_losses import dry_run, implementations, switches
-from compile_losses.backend import rewritten
+from compile_losses.backend import given_to, rewritten
 from compile_losses.guard import Failure, attempt, is_restart
 from compile_losses.inductor_passes import installed_rewrite
 from compile_losses.known_heads import doors
@@ -65,7 +65,8 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     status ``"unrecognised"``. It may be a loss that is not known, and is not counted as one.
 
     Args:
-        function: any callable or module, compiled or not.
+        function: any callable or module, compiled or not. If it is compiled for this backend, the
+            report is for its ``mode`` and its ``options``.
 
     Returns:
         A :class:`Report`; print it, or read ``.sites``.
@@ -82,11 +83,13 @@ def explain_call(
     options: dict[str, Any] | None = None,
 ) -> Report:
     """As :func:`explain`, for a compilation with this ``mode`` and these ``options``; without
-    options, with those of ``enable``, if it is on.
+    either, with those of the compiled function, or of ``enable``, if it is on.
 
     Raises:
         RuntimeError: an unknown mode, option or loss.
     """
+    if mode is None and options is None:
+        mode, options = given_to(function)
     settings = Settings.of(mode, options)
     first = installed_rewrite()
     if options is None and first is not None:  # as torch.compile compiles it now

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from compile_losses.backend import compile_losses
+from compile_losses.backend import compile_losses, given_to
 from compile_losses.comparison import compare_call
 from compile_losses.explanation import explain_call
 from compile_losses.guard import is_restart
@@ -116,8 +116,9 @@ def attempted(
     function: Callable[..., Any], what: str, mode: str | None, options: dict[str, Any], steps: int
 ) -> dict[str, Any]:
     """The result of a trial, or the error that it ends with, or why it can't be tried."""
+    own_mode, own = given_to(function)
     try:
-        return KINDS[what](function, mode, options, steps)
+        return KINDS[what](function, mode or own_mode, {**(own or {}), **options}, steps)
     except InvalidOptionError as error:
         return {"refused": str(error)}
     except Exception as error:

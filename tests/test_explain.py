@@ -16,8 +16,10 @@ from torch import nn
 import compile_losses
 from compile_losses import library
 from compile_losses.__main__ import main
+from compile_losses.comparison import compare_call
 from compile_losses.explanation import explain_call
 from compile_losses.sites import shorten
+from compile_losses.trial import REPORT, attempted
 from tests.calls import COMPOSED
 from tests.specs import SPECS
 
@@ -98,6 +100,54 @@ def test_more_often_than_the_recompile_limit():
     inputs = (torch.rand(3, 4), torch.rand(3, 4))
     for _ in range(torch._dynamo.config.recompile_limit + 3):
         assert len(compile_losses.explain(F.mse_loss, *inputs).sites) == 1
+
+
+def _left_alone(x, y):
+    return F.mse_loss(x, y)
+
+
+def _module():
+    found = torch.nn.Identity()
+    found.forward = _left_alone
+    return found
+
+
+@pytest.mark.parametrize("way", ["function", "module", "in place", "twice"])
+def test_options_of_a_compiled_function(way):
+    """What was compiled with options is explained with these, and not with those of enable."""
+    given = {"backend": "compile_losses", "options": {"except": ["mse_loss"]}}
+    made = {
+        "function": lambda: torch.compile(_left_alone, **given),
+        "module": lambda: torch.compile(_module(), **given),
+        "in place": _module,
+        "twice": lambda: torch.compile(torch.compile(_left_alone), **given),
+    }
+    step = made[way]()
+    if way == "in place":
+        step.compile(**given)
+    inputs = torch.rand(3, requires_grad=True), torch.rand(3)
+    (site,) = compile_losses.explain(step, *inputs).sites
+    assert site.status == "declined"
+    with compile_losses.enable():
+        (site,) = compile_losses.explain(step, *inputs).sites
+        assert site.status == "declined"
+    # Options that are given to explain itself, and functions of other backends.
+    assert explain_call(step, inputs, options={}).sites[0].status == "rewritten"
+    for other in (
+        _left_alone,
+        torch.compile(_left_alone),
+        torch.compile(_left_alone, backend="eager"),
+    ):
+        assert compile_losses.explain(other, *inputs).sites[0].status == "rewritten"
+    assert compare_call(step, inputs, steps=1).report.sites[0].status == "declined"
+
+
+def test_options_of_a_compiled_function_in_a_trial():
+    inputs = torch.rand(3, requires_grad=True), torch.rand(3)
+    given = {"backend": "compile_losses", "options": {"except": ["mse_loss"]}}
+    step = torch.compile(lambda: F.mse_loss(*inputs), **given)
+    assert "declined" in attempted(step, REPORT, None, {}, 1)["report"]
+    assert "rewritten" in attempted(step, REPORT, None, {"except": []}, 1)["report"]
 
 
 def test_graph_breaks():

@@ -1141,6 +1141,24 @@ def uncompiled():
     assert dynamo.uncompiled(module) == module._call_impl
 
 
+@checks("dynamo.backend_of")
+def backend_of():
+    def function(x):
+        return x
+
+    class Step(torch.nn.Module):
+        def forward(self, x):
+            return x
+
+    assert dynamo.backend_of(function) is dynamo.backend_of(Step()) is None
+    in_place = Step()
+    in_place.compile(backend="compile_losses", options={"verify": True})
+    compiled = partial(torch.compile, backend="compile_losses", options={"verify": True})
+    for found in (compiled(function), compiled(Step()), compiled(compiled(function)), in_place):
+        assert dynamo.backend_of(found).kwargs == {"options": {"verify": True}}
+        assert dynamo.backend_of(found).compiler_fn.__name__ == "compile_losses"
+
+
 @checks("artifacts.SavedCallable")
 def saved_callable():
     if not hasattr(torch.compiler, "load_compiled_function"):

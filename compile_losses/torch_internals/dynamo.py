@@ -132,6 +132,24 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return eval_frame.innermost_fn(function)
 
 
+def backend_of(function: Callable[..., Any]) -> Any:
+    """The backend that a function or module is compiled for, as ``torch.compile`` has it, with its
+    options; None if it is not compiled. Without it explain would not know these options."""
+    callback: Any
+    if isinstance(function, eval_frame.OptimizedModule):
+        callback = function.dynamo_ctx.callback
+    else:
+        if isinstance(function, torch.nn.Module):
+            function = function._compiled_call_impl  # type: ignore[assignment]
+        if not hasattr(function, "_torchdynamo_orig_callable"):
+            return None
+        free = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        callback = {name: cell.cell_contents for name, cell in free}.get("callback")
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
+    return callback
+
+
 def constant_in_graphs(function: Callable[..., _T]) -> Callable[..., _T]:
     """A function that Dynamo calls while it traces, and whose result is a constant to it. Without
     it a graph would break where a known head asks whether it is wanted."""
