@@ -3,12 +3,12 @@
 ``--size growth`` measures small to large sizes, for the plots of bandwidth against size and row
 width. ``python -m benchmarks plot FILE.csv`` draws an earlier run again. Other commands measure:
 ``compile-matrix`` compiled steps against stock torch.compile, ``elementwise`` losses that have no
-op, ``criteria`` those of segmentation and the like, ``linear`` a linear layer with its cross
-entropy, ``tokens`` losses of tokens over such a layer, ``one_weight`` several heads of one weight,
-``distillation`` from one such layer into another, ``contrastive`` losses of pairs, ``returned``
-models that return their logits, ``steps`` whole training steps of models, ``attention`` those of a
-Llama whose attention is called in other ways, ``overhead`` eager calls against torch, and
-``profile`` the limits of the kernels.
+op, ``behind`` those behind a layer, ``criteria`` those of segmentation and the like, ``linear`` a
+linear layer with its cross entropy, ``tokens`` losses of tokens over such a layer, ``one_weight``
+several heads of one weight, ``distillation`` from one such layer into another, ``contrastive``
+losses of pairs, ``returned`` models that return their logits, ``steps`` whole training steps of
+models, ``attention`` those of a Llama whose attention is called in other ways, ``overhead`` eager
+calls against torch, and ``profile`` the limits of the kernels.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 
 from benchmarks import (
     attention,
+    behind,
     contrastive,
     criteria,
     distillation,
@@ -73,11 +74,12 @@ def parser() -> argparse.ArgumentParser:
     main.add_argument("--no-plots", dest="plots", action="store_false")
     commands = main.add_subparsers(
         dest="command",
-        metavar="{plot,compile-matrix,elementwise,criteria,linear,tokens,one_weight,distillation,"
-        "contrastive,returned,steps,attention,overhead,profile}",
+        metavar="{plot,compile-matrix,elementwise,behind,criteria,linear,tokens,one_weight,"
+        "distillation,contrastive,returned,steps,attention,overhead,profile}",
     )
     matrix.add_command(commands)
     elementwise.add_command(commands)
+    behind.add_command(commands)
     criteria.add_command(commands)
     contrastive.add_command(commands)
     linear.add_command(commands)
@@ -162,6 +164,8 @@ def main() -> int:
         return linear.run(arguments)
     if arguments.command == "tokens":
         return tokens.run(arguments)
+    if arguments.command == "behind":
+        return behind.run(arguments)
     if arguments.command == "contrastive":
         return contrastive.run(arguments)
     if arguments.command == "one_weight":
