@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch.fx import GraphModule
 
 from compile_losses import passes, switches
-from compile_losses.guard import Failure, attempt
+from compile_losses.guard import Failure, attempt, failure_of, strict_by_default, warn_of
 from compile_losses.inductor_passes import LOWERING, told, users_passes
 from compile_losses.known_heads import doors
 from compile_losses.lazy import Compiled, open_lazy_inputs, plain, return_lazily
@@ -21,7 +21,7 @@ from compile_losses.recognize import failed
 from compile_losses.recognize.steps import Graphs
 from compile_losses.torch_internals import warn_if_untested
 from compile_losses.torch_internals.dynamo import backend_of, is_captured, lookup_backend
-from compile_losses.torch_internals.inductor import compile_with_inductor
+from compile_losses.torch_internals.inductor import InductorError, compile_with_inductor
 from compile_losses.traced import settings_by
 
 
@@ -119,6 +119,8 @@ def rewritten(
 
     Returns:
         The compiled graph. If logits are lazy, a wrapper opens lazy inputs or makes lazy outputs.
+        If Inductor can't compile the graph as it was rewritten and planned, it is compiled as torch
+        has it.
     """
     with switches.through(settings.door):
         made: list[Compiled] = []
@@ -137,7 +139,18 @@ def rewritten(
                 graphs.restore()
             prepared = _as_torch_has_it(gm, example_inputs, prepared, compiled)
         graph, examples, function = prepared
-        made.append(inner(graph, examples))
+        try:
+            made.append(inner(graph, examples))
+        except InductorError as error:
+            if strict_by_default() if settings.strict is None else settings.strict:
+                raise
+            for graphs in before:
+                graphs.restore()
+            failure = failure_of(error)
+            graph, examples, function = _as_torch_has_it(gm, example_inputs, failure, compiled)
+            with switches.without_passes():
+                made.append(inner(graph, examples))  # raises if torch can't compile it either
+            warn_of(failure)
         return made[0] if function is compiled else function
 
 

@@ -40,6 +40,7 @@ LOSSES, EXCEPT = "losses", "except"
 BACKEND, ENABLE, ENVIRONMENT = DOORS = ("backend", "enable", "environment")
 #: The door of the compilation that runs.
 _door: ContextVar[str] = ContextVar("compile_losses_door", default=BACKEND)
+_no_pass: ContextVar[bool] = ContextVar("compile_losses_no_pass", default=False)
 
 #: A place in the option ``except``, as reports write it: a file and a line.
 _PLACE = re.compile(r"(?P<file>.+):(?P<line>[0-9]+)")
@@ -70,8 +71,9 @@ def is_set(variable: str, default: str = "0") -> bool:
 
 
 def environment() -> tuple[str | None, ...]:
-    """The values of the variables, for the keys of caches."""
-    return tuple(os.environ.get(variable) for variable in VARIABLES)
+    """The values of the variables, for the keys of caches; and whether no pass runs."""
+    values = (os.environ.get(variable) for variable in VARIABLES)
+    return (*values, "no pass" if _no_pass.get() else None)
 
 
 def is_on() -> bool:
@@ -87,10 +89,14 @@ def runs(name: str) -> bool:
     """
     named = _names("COMPILE_LOSSES_PASSES")
     stage = name.partition(".")[0]
-    return is_on() and (
-        named is None
-        or stage in named
-        or any(each == name or each.startswith(f"{name}.") for each in named)
+    return (
+        is_on()
+        and not _no_pass.get()
+        and (
+            named is None
+            or stage in named
+            or any(each == name or each.startswith(f"{name}.") for each in named)
+        )
     )
 
 
@@ -137,6 +143,11 @@ def holding(variable: ContextVar[T], value: T) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
+
+
+def without_passes() -> AbstractContextManager[None]:
+    """What is compiled inside of the block is compiled as torch does it."""
+    return holding(_no_pass, True)
 
 
 def through(door: str) -> AbstractContextManager[None]:

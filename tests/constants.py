@@ -36,6 +36,7 @@ def move_gradients(patch: pytest.MonkeyPatch, longest_row: int) -> None:
         shortest_row=2,
         many_rows=2,
         merges_loops=False,
+        writes_over=True,
     )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import compile_losses
 from compile_losses.backend import compile_losses as backend
-from tests.constants import move_gradients
+from tests.constants import move_gradients, set_constants
 
 MOVED = "fused.keep_gradient"
 #: Where float32's sigmoid is exact, where it rounds to 1, where torch's bound of the logarithm is
@@ -125,8 +125,9 @@ def test_probabilities_of_0_and_1(dtype, no_code):
     assert ours[1][0, 1] == torch.tensor(1e12, dtype=dtype)  # p = 1 of label 0
 
 
-def test_report():
+def test_report(monkeypatch):
     """It says what to write instead, or that the gradient is computed with the loss."""
+    set_constants(monkeypatch, writes_over=False)
     x, y, w = logits(torch.float32, finite=True), labels(torch.float32), torch.randn(COLS, COLS)
 
     def behind_a_layer(x, y, w):

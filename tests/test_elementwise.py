@@ -423,14 +423,43 @@ BEHIND = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", BEHIND)
-def test_over_predictions(name, dtype, graphs):
+def test_over_predictions(name, dtype, graphs, no_code):
+    over_predictions(name, dtype, graphs, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", BEHIND)
+def test_over_predictions_with_code(name, dtype, graphs):
+    over_predictions(name, dtype, graphs, torch.device("cuda"))
+
+
+def over_predictions(name, dtype, graphs, device):
     function, written = BEHIND[name]
-    x, w, b = torch.randn(32, 48), torch.randn(40, 48) / 7, torch.randn(40)
+    shapes = (32, 48), (40, 48), (40,)
+    x, w, b = (torch.randn(shape, device=device) / shape[-1] ** 0.25 for shape in shapes)
     inputs = [each.to(dtype).requires_grad_() for each in (x, w, b)]
+    target = torch.rand(32, 40, device=device).to(dtype)
     for factor in (1.0, 3.0):
-        check(function, [*inputs, torch.rand(32, 40, dtype=dtype)], factor)
+        check(function, [*inputs, target], factor)
     if written is not None:
         assert graphs["post"][0].count(WRITTEN) == written
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_over_predictions(name, graphs):
+    """In Inductor's code."""
+    function, kinds = LOSSES[name]
+    x, *others = inputs_of(name, (32, 48), torch.float32)
+    x, *others = (each.detach().cuda() for each in (x, *others))
+    w = (torch.eye(48, device="cuda") + torch.rand(48, 48, device="cuda") / 99).requires_grad_()
+
+    def behind(x, w, *others):
+        return function(x @ w if kinds[0] != "P" else (x @ w).sigmoid(), *others)
+
+    check(behind, [x, w, *others], 3.0)
+    assert WRITTEN in graphs["post"][0]
 
 
 def test_float16(decisions, no_code):

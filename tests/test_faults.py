@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 import warnings
 from collections import Counter
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.graph import GraphLowering
 from torch._inductor.utils import fresh_cache
 from torch.utils.checkpoint import checkpoint
 
@@ -202,3 +204,47 @@ def test_report_of_a_fault(monkeypatch):
     assert (site.op, site.status) == ("cross_entropy", "declined")
     assert site.reason == "internal error: PlantedError: here; please report it"
     assert site.line > 0
+
+
+@pytest.fixture
+def no_op_of_ours(monkeypatch):
+    """Inductor can't compile a call of our ops."""
+    call = GraphLowering.call_function
+
+    def refused(self, target, *args):
+        if str(target).startswith("fused."):
+            raise PlantedError(str(target))
+        return call(self, target, *args)
+
+    monkeypatch.setattr(GraphLowering, "call_function", refused)
+    monkeypatch.delenv("COMPILE_LOSSES_STRICT", raising=False)
+    monkeypatch.setattr(guard, "_warned", set())
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_what_inductor_cannot_compile(enabled, no_op_of_ours):
+    """It is compiled as torch has it, and the report says so."""
+    linear = nn.Linear(64, 2048)
+
+    def function(x, target):
+        return F.cross_entropy(linear(x), target)
+
+    inputs = torch.randn(2048, 64, requires_grad=True), torch.randint(2048, (2048,))
+    with fresh_cache(), contextlib.ExitStack() as stack:
+        if enabled:
+            stack.enter_context(compile_losses.enable())
+            compiled = torch.compile(function)
+        else:
+            compiled = torch.compile(function, backend="compile_losses")
+        with pytest.warns(RuntimeWarning, match="PlantedError"):
+            ours = compiled(*inputs)
+    expected = function(*inputs)
+    torch.testing.assert_close(ours, expected)
+    gradients = (torch.autograd.grad(loss, inputs[0])[0] for loss in (ours, expected))
+    torch.testing.assert_close(*gradients)
+
+
+def test_what_inductor_cannot_compile_in_strict_mode(no_op_of_ours):
+    compiled = torch.compile(F.cross_entropy, backend="compile_losses", options={"strict": True})
+    with fresh_cache(), pytest.raises(Exception, match="PlantedError"):
+        compiled(torch.randn(512, 8192), torch.randint(8192, (512,)))

@@ -31,6 +31,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 # How Inductor writes ops in other ops; decomposed losses get the same.
 from torch._inductor.decomposition import select_decomp_table as select_decomp_table
 
+# What Inductor raises where it can't compile a graph. Without it one that Inductor can't compile
+# with our ops would not be compiled without them.
+from torch._inductor.exc import InductorError as InductorError
+
 #: The default backend of torch.compile, with a mode and options, to which losses go rewritten.
 InductorBackend = torch._TorchCompileInductorWrapper
 

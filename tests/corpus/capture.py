@@ -50,6 +50,7 @@ SMALL: dict[str, Any] = {
     "shortest_row": 2,
     "many_rows": 2,
     "merges_loops": False,
+    "writes_over": True,
 }
 
 

@@ -73,7 +73,7 @@ def _decide(
     )
     rows: Rows | str | None = buffers if isinstance(buffers, str) else None
     if rows is None:
-        rows = sums if isinstance(sums, str) else rows_to_keep(sums, moved, over=bool(buffers))
+        rows = sums if isinstance(sums, str) else rows_to_keep(sums, moved)
     if isinstance(sums, str) or isinstance(rows, str) or isinstance(buffers, str):
         site, trace = site_of(nodes[-1]), _trace(reversed(nodes))
         return Decision(site, ELEMENTWISE, "gradient in backward", str(rows), trace=trace)

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from compile_losses.device_constants import constants_of
 from compile_losses.graphs import emit, move_before, replace
 from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import behind_views
@@ -145,20 +144,16 @@ def drop_markers(graph: AtenGraph) -> None:
 def _write_over(buffer: Any, gradient: Any, marker: Node) -> bool:
     """Writes a gradient over a buffer if nothing reads the buffer afterwards; whether it did.
 
-    On a GPU Inductor ends a loop over rows before it writes over what a sum in that loop reads. So
-    the write comes before the sums there, and what they add up is computed before the write. On a
-    CPU it would store what they add up.
+    Inductor ends a loop over rows before it writes over what a sum in that loop reads. So the write
+    comes before the sums, and what they add up is computed before the write.
     """
     made = behind_views(buffer)
     readers = _readers(made)
     last = set(readers_of_buffer(buffer))
     if readers.others or overwritable(buffer, last, made_by=[made.target]) is not None:
         return False
-    first = [*readers.sums, marker]
-    if constants_of(buffer.meta["val"].device).merges_loops:
-        first = [marker]
     order = {node: place for place, node in enumerate(marker.graph.nodes)}
-    place = min(first, key=order.__getitem__)
+    place = min([*readers.sums, marker], key=order.__getitem__)
     if not move_before([*readers.elements, gradient], place):
         return False
     store_in_place(_WRITE)

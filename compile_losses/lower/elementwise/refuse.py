@@ -79,12 +79,16 @@ def memory_for(graph: AtenGraph, moved: Part) -> list[Node] | str:
     read = buffers_read(moved.nodes, get_default_op_list())
     held = [*graph.graph.find_nodes(op="placeholder"), *graph.forward_outputs]
     made = read.keys() - set(map(storage_of, held))
-    buffers = buffers_for(graph, moved, made) if made else []
+    if not made:
+        return []
+    buffers: list[Node] | str = "Inductor's code for this device may not"
+    if constants_of(moved.tangent.meta["val"].device).writes_over:
+        buffers = buffers_for(graph, moved, made)
     if not isinstance(buffers, str):
         return buffers
     return (
-        "torch writes the gradient over what it is computed from, which the forward made and can't "
-        f"write over: {buffers}"
+        "torch writes the gradient over what it is computed from, which the forward made; in the "
+        f"forward {buffers}"
     )
 
 

@@ -145,13 +145,10 @@ class Rows:
     shape: tuple[int, ...]
 
 
-def rows_to_keep(sums: Sequence[Sum], gradients: Part, *, over: bool = False) -> Rows | str | None:
+def rows_to_keep(sums: Sequence[Sum], gradients: Part) -> Rows | str | None:
     """The rows that gradients must read a number of, or why they can't; None where they need not.
 
     What the gradients are computed by is moved to before the sum where that is needed.
-
-    Args:
-        over: whether the gradients are written over what they are computed from.
     """
     constants = constants_of(sums[0].node.meta["val"].device)
     if not constants.merges_loops:
@@ -163,8 +160,7 @@ def rows_to_keep(sums: Sequence[Sum], gradients: Part, *, over: bool = False) ->
     if not _is_static(value) or any(each.shape != shape for each in values):
         return "Inductor's loops over the gradient and over the rows of the sum are different ones"
     functions = _functions([*found.node.all_input_nodes, *gradients.operands])
-    most = constants.most_functions_over if over else constants.most_functions
-    if functions + len(gradients.nodes) > most:
+    if functions + len(gradients.nodes) > constants.most_functions:
         return (
             "it and its gradient take so many functions that Inductor stores results between them"
         )
