@@ -9,8 +9,9 @@ import torch.nn.functional as F
 import compile_losses.ops  # noqa: F401
 from compile_losses.linear import linear_log_probs
 from compile_losses.ops import linear_row_statistics
+from compile_losses.ops.linear import row_statistics
 from compile_losses.ops.linear.row_function import encode
-from compile_losses.ops.linear.row_statistics import COUNT, LOG_SQUARES
+from compile_losses.ops.linear.row_statistics import COUNT, LOG_SQUARES, VARIANCE
 from compile_losses.ops.linear.steps import Operand
 from compile_losses.ops.linear_row_statistics import in_order
 from tests.accuracy import assert_accurate
@@ -189,7 +190,7 @@ def test_opcheck(softcap, device, opcheck):
     opcheck(fused.linear_row_statistics_forward.default, arguments)
     opcheck(
         fused.linear_row_statistics_forward.default,
-        in_order(*arguments[:2], None, None, -100, softcap, squares=True),
+        in_order(*arguments[:2], None, None, -100, softcap, squares=True, variance=True),
     )
     opcheck(
         fused.linear_row_statistics_forward.default,
@@ -234,6 +235,24 @@ def test_gradients_of_rows(device):
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_variance(dtype, softcap, device, monkeypatch):
+    """Of logits that are far from 0; a chunk is several blocks."""
+    monkeypatch.setattr(row_statistics, "_BLOCK", 100)
+    input, weight, _, bias = problem(device, dtype, (20,))
+    bias = bias.detach() + 50
+    given = in_order(input, weight, None, bias, -100, softcap, variance=True)
+    found = fused.linear_row_statistics_forward(*given)[VARIANCE]
+
+    def variance(dtype):
+        logits = F.linear(*(t.detach().to(dtype) for t in (input, weight, bias)))
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return logits.to(torch.promote_types(dtype, torch.float32)).var(-1, correction=0)
+
+    assert_accurate(found, variance(dtype), variance(torch.float64))
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_squares(dtype, softcap, device):
     """The logarithm of the sum of squared probabilities, beside gradients of others."""
     input, weight, index, bias = problem(device, dtype, (20,))
@@ -254,7 +273,7 @@ def test_squares(dtype, softcap, device):
     assert_accurate(found[LOG_SQUARES], log_squares(dtype), exact, like=like)
     found[0].sum().backward()
     expected = torch.autograd.grad(
-        fused.linear_row_statistics_forward(*given[:-4], False, *given[-3:])[0].sum(),
+        fused.linear_row_statistics_forward(*given[:-5], False, *given[-4:])[0].sum(),
         [weight, bias],
     )
     torch.testing.assert_close((weight.grad, bias.grad), tuple(expected))

@@ -151,8 +151,17 @@ class _Statistics(_Losses):
         if self.picks is not None:
             args = (logits, self.picks, self.stats, named["softcap"])
             log_probs = emit(node, fused_op("row_picks", "forward"), args)
+        variance = None
+        if named["variance"]:
+            of_rows, _ = _capped(node, logits, named["softcap"])
+            convert, dtype = (
+                torch.ops.prims.convert_element_type.default,
+                self.stats.meta["val"].dtype,
+            )
+            wide = emit(node, convert, (of_rows, dtype))
+            variance = emit(node, aten.var.correction, (wide, [1]), {"correction": 0})
         numbers = _numbers(node, logits, named)
-        more = (loss, log_probs, log_squares, *numbers)
+        more = (loss, log_probs, log_squares, variance, *numbers)
         self.values = [*values[:DIVERGENCE], *more, *values[DIVERGENCE:]]
 
     def gradient(self, backward: Node) -> Node:

@@ -172,7 +172,7 @@ def public_kernel(
     else:
         log_probs = (-statistics[NLL]).view(index.shape)
     leading = input.shape[:-1]
-    log_squares, ranks, values, places = statistics[LOG_SQUARES:MAXIMUM]
+    log_squares, _, ranks, values, places = statistics[LOG_SQUARES:MAXIMUM]
     if squares:
         log_squares = log_squares.view(leading)
     if rank:

@@ -9,7 +9,7 @@ several classes of each row, such as the distillation of a teacher's likeliest c
 compute all of ``linear(input, linear_weight, linear_bias)``, a chunk of rows at a time:
 
 - ``fused::linear_row_statistics_forward``: the statistics, [rows] each: nll, logsumexp, entropy,
-  total, divergence, log_squares, rank, maximum and argmax; after the divergence the
+  total, divergence, log_squares, variance, rank, maximum and argmax; after the divergence the
   log-probabilities of picks, [rows, K], and after the rank top_values and top_indices, [rows,
   top_k].
 - ``fused::linear_row_statistics_backward``: the gradients, from the logits computed again.
@@ -40,11 +40,12 @@ the teacher's it is, by row:
   of infinite logits (:mod:`compile_losses.ops.softmax_finite_kl_div`), of any temperature.
 
 The teacher has no gradient. With ``squares`` there is ``log_squares``, ``log(sum(p ** 2))`` of p =
-softmax(logits), without a gradient. Neither have the rank of the class ``ranked``, int64 [rows],
-which is the number of larger logits (of those that are as large, too, with ``ties``), and the
-``top_k`` largest logits with their classes (:mod:`compile_losses.ops.row_numbers`). Statistics that
-nobody asks for are empty: the divergence without one, the log-probabilities without picks,
-log_squares without squares, the rank without ranked, and the largest logits with a top_k of 0.
+softmax(logits), and with ``variance`` there is ``logits.var(-1, correction=0)``, both without a
+gradient. Neither have the rank of the class ``ranked``, int64 [rows], which is the number of larger
+logits (of those that are as large, too, with ``ties``), and the ``top_k`` largest logits with their
+classes (:mod:`compile_losses.ops.row_numbers`). Statistics that nobody asks for are empty: the
+divergence without one, the log-probabilities without picks, log_squares without squares, the
+variance without variance, the rank without ranked, and the largest logits with a top_k of 0.
 
 Raises:
     RuntimeError: shapes, dtypes or devices that don't go together; a softcap or a temperature that
@@ -92,6 +93,7 @@ from compile_losses.ops.linear.row_statistics import (
     RANK,
     TOP_INDICES,
     TOP_VALUES,
+    VARIANCE,
     RowStatistics,
 )
 from compile_losses.ops.softmax_divergence import check_temperature
@@ -102,7 +104,7 @@ ARGUMENTS = (
     "Tensor input, Tensor linear_weight, Tensor? target, Tensor? linear_bias, Tensor? picks, "
     "Tensor? teacher, Tensor? teacher_weight, Tensor? teacher_bias, Tensor? ranked, "
     "SymInt ignore_index, float? softcap, str? divergence, float beta, float temperature, "
-    "float? teacher_softcap, bool squares, int top_k, bool ties, float scale"
+    "float? teacher_softcap, bool squares, bool variance, int top_k, bool ties, float scale"
 )
 #: The names of the gradients of the statistics that have one.
 _GRADIENTS = (
@@ -140,6 +142,7 @@ def in_order(
     picks: Any = None,
     ranked: Any = None,
     squares: bool = False,
+    variance: bool = False,
     top_k: int = 0,
     ties: bool = False,
     scale: float = 1.0,
@@ -147,7 +150,7 @@ def in_order(
     """Those of the ops in their order, without a teacher unless one is given."""
     tensors = (input, linear_weight, target, linear_bias, picks, *teacher, ranked)
     options = (ignore_index, softcap, divergence, beta, temperature, teacher_softcap)
-    return *tensors, *options, squares, top_k, ties, scale
+    return *tensors, *options, squares, variance, top_k, ties, scale
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,7 @@ class Arguments:
     temperature: float
     teacher_softcap: float | None
     squares: bool
+    variance: bool
     top_k: int
     ties: bool
     scale: float
@@ -246,6 +250,7 @@ class Arguments:
             DIVERGENCE: self.teacher,
             LOG_PROBS: self.picks,
             LOG_SQUARES: self.squares or None,
+            VARIANCE: self.variance or None,
             RANK: self.ranked,
             TOP_VALUES: self.top_k or None,
             TOP_INDICES: self.top_k or None,
@@ -283,6 +288,7 @@ def _problem(arguments: tuple[Any, ...], row_function: RowFunction | None = None
         accumulation_type(given.input.dtype),
         row_function,
         squares=given.squares,
+        variance=given.variance,
         ranked=given.ranked,
         top_k=given.top_k,
         ties=given.ties,
@@ -299,7 +305,7 @@ def _for_gradients(
     gradient and nobody reads again."""
     given = Arguments(*arguments)
     read = [None if place in given.missing else each for place, each in enumerate(gradients)]
-    needed = replace(given, ranked=None, squares=False, top_k=0)
+    needed = replace(given, ranked=None, squares=False, variance=False, top_k=0)
     return read, tuple(getattr(needed, each.name) for each in fields(needed))
 
 

@@ -34,6 +34,7 @@ from compile_losses.ops.linear.row_statistics import (
     TOP_INDICES,
     TOP_VALUES,
     TOTAL,
+    VARIANCE,
 )
 from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.head import NotAbsorbedError
@@ -77,6 +78,7 @@ _WHATS = {
 }
 #: A reduction of a divergence: a cross entropy's mean, which is over the rows.
 MEAN_OF_ROWS = -1
+_SPREADS = (aten.std.correction, aten.var.correction)
 _MAX = (torch.max, aten.max.dim, "max")
 _TOP = (torch.topk, aten.topk.default, "topk")
 
@@ -99,6 +101,23 @@ class Divergence:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """A variance or standard deviation of logits.
+
+    Attributes:
+        of_all: whether it is that of all rows together, or of each row.
+        is_root: whether it is a standard deviation.
+        correction: what is subtracted from the number of logits.
+        factor: what it is multiplied by.
+    """
+
+    of_all: bool
+    is_root: bool
+    correction: float
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
 class Reading:
     """A node that holds statistics of each row.
 
@@ -115,6 +134,8 @@ class Reading:
         top_k: how many of the largest logits are read of each row, in such a dimension.
         ranked: the class of each row whose rank is read.
         ties: whether logits that are as large count in the rank.
+        spread: how the node is made of its terms, a variance and perhaps a sum of each row, if it
+            is no sum of multiples.
         over_rows: ``aten.sum.default`` or ``aten.mean.default`` if the node holds that of all rows.
         what: in words.
     """
@@ -130,6 +151,7 @@ class Reading:
     top_k: int = 0
     ranked: Value | None = None
     ties: bool = False
+    spread: Spread | None = None
     over_rows: OpOverload[..., Any] | None = None
     what: str = ""
 
@@ -364,6 +386,8 @@ def _of_value(value: Value, replay: AtenReplay) -> Reading | None:
         return _sum(value, replay) or _sum_of_row(value, replay)
     if op in (aten.sum.default, aten.mean.default):
         return _sum(value, replay) or _sum_of_all(value)
+    if op in _SPREADS:
+        return _spread(value, replay)
     if op is aten.argmax.default and len(args) > 1 and isinstance(args[1], int):
         return _largest(args[0], args[1] % args[0].rank, ARGMAX, replay)
     if op is aten.amax.default and len(args) > 1 and len(args[1]) == 1:
@@ -384,6 +408,9 @@ def _keeps_rows(value: Value) -> bool:
 
 
 def _times(reading: Reading, factor: float) -> Reading:
+    if reading.spread is not None:
+        spread = replace(reading.spread, factor=factor * reading.spread.factor)
+        return replace(reading, spread=spread)
     if reading.exponential is not None:
         return replace(reading, exponential=factor * reading.exponential)
     terms = {place: factor * multiple for place, multiple in reading.terms.items()}
@@ -547,6 +574,28 @@ def _sum_of_all(value: Value) -> Reading | None:
     return Reading(logits, logits.rank - 1, {TOTAL: factor}, over_rows=value.op, what=what)
 
 
+def _spread(value: Value, replay: AtenReplay) -> Reading | None:
+    """A variance or standard deviation of each row of logits, or of all of them."""
+    logits, *dims = value.args
+    over = [dim % logits.rank for dim in (dims[0] if dims and dims[0] else range(logits.rank))]
+    try:
+        found = logits_of(logits.argument, replay)
+    except NotAbsorbedError:
+        return None
+    if found is None or len(over) not in (1, logits.rank) or found.class_dim not in over:
+        return None
+    classes, correction = logits.fake.shape[found.class_dim], value.kwargs.get("correction")
+    if not isinstance(classes, int) or not classes:
+        return None
+    correction = 1.0 if correction is None else float(correction)
+    of_all, is_root = len(over) > 1, value.op is aten.std.correction
+    terms = {VARIANCE: 1.0, TOTAL: 1.0} if of_all else {VARIANCE: 1.0}
+    what = f"{'standard deviation' if is_root else 'variance'} of the logits"
+    what += " over all rows" if of_all else ""
+    spread = Spread(of_all, is_root, correction)
+    return Reading(logits, found.class_dim, terms, spread=spread, what=what)
+
+
 def is_join(node: Node) -> bool:
     """Whether a node puts tensors together, as at the end of a loop over samples."""
     name = getattr(node.target, "__name__", "")
@@ -598,6 +647,10 @@ class Readings:
         """
         self.base_shape, self.moves = base_shape, moves
         columns = reading.columns
+        if reading.spread is not None:
+            result = self._spread_of(reading, reading.spread)
+            result = self.call(aten.to.dtype, result, dtype)
+            return self.call(aten.reshape.default, result, shape)
         result = self._sum_of(reading)
         if reading.exponential is not None:
             result = self._times(self.call(aten.exp.default, result), reading.exponential)
@@ -610,6 +663,25 @@ class Readings:
             result = self.call(reading.over_rows, result)
         result = self.call(aten.to.dtype, result, dtype)
         return self.call(aten.reshape.default, result, shape)
+
+    def _spread_of(self, reading: Reading, spread: Spread) -> Any:
+        """Of all rows it is made of those of each row, and of that of their means."""
+        call, classes = self.call, reading.logits.fake.shape[reading.dim]
+        found = self._moved(self._statistic(VARIANCE))
+        if spread.of_all:
+            means = self._times(self._moved(self._statistic(TOTAL)), 1 / classes)
+            count = self._times(
+                call(aten.sum.default, call(aten.ones_like.default, means)), classes
+            )
+            free = call(aten.clamp.default, call(aten.sub.Tensor, count, spread.correction), 0)
+            apart = call(aten.var.default, means, False)
+            found = call(aten.add.Tensor, call(aten.mean.default, found), apart)
+            found = call(aten.mul.Tensor, found, call(aten.div.Tensor, count, free))
+        elif spread.correction:
+            free = classes - spread.correction
+            found = self._times(found, classes / free if free > 0 else math.inf)
+        found = call(aten.sqrt.default, found) if spread.is_root else found
+        return self._times(found, spread.factor)
 
     def _moved(self, values: Any, columns: int | None = None) -> Any:
         """The values of the reader's rows, of values of all rows.

@@ -35,7 +35,7 @@ from compile_losses.lazy import LazyOutput
 from compile_losses.op_traits import PARTS, RESHAPES
 from compile_losses.ops.checks import NOTHING_IGNORED, REDUCTIONS
 from compile_losses.ops.linear.row_divergences import tensors_beside
-from compile_losses.ops.linear.row_statistics import DIFFERENTIABLE, LOG_SQUARES, TOTAL
+from compile_losses.ops.linear.row_statistics import DIFFERENTIABLE, LOG_SQUARES, TOTAL, VARIANCE
 from compile_losses.ops.linear_row_statistics import DIVERGENCES, in_order
 from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.guards import changes_grad_mode, mutated, refusal
@@ -237,8 +237,8 @@ def _is_declined(found: Shared, replay: AtenReplay, request: Request) -> bool:
     for the soft-cap, which this op has, or for other readers of its teacher. Some divergences have
     no op together with their layer but this one.
     """
-    if all(set(reading.terms) == {TOTAL} for reading in found.readings.values()):
-        return True  # sums of all logits, if anything
+    if all(set(reading.terms) <= {TOTAL, VARIANCE} for reading in found.readings.values()):
+        return True  # means and deviations of all logits, if anything
     if len(found.readings) != 1:
         return False
     (reading,) = found.readings.values()
@@ -321,6 +321,10 @@ class Taking:
         self._check(Match(place, self.op, args), logits)
         for reader, reading in readings.items():
             value = example(reader)
+            if value.requires_grad and reading.spread is not None:
+                raise NotAbsorbedError(
+                    f"{in_words(reader)} has a gradient, and the op has none of it"
+                )
             if value.requires_grad and not set(reading.terms) <= set(range(self.differentiable)):
                 if LOG_SQUARES in reading.terms:
                     raise NotAbsorbedError(
@@ -367,6 +371,7 @@ class Taking:
             teacher,
             *divergence,
             picks=picks and picks.argument,
+            variance=any(VARIANCE in reading.terms for reading in self.shared.readings.values()),
             scale=logits.scale,
             **self._numbers(logits),
         )

@@ -147,6 +147,23 @@ def statistics_of_all_logits(h, w, labels, mask, advantages, old):
     return loss, given.max(), given.amax(), F.softmax(given, -1).max(), means, given.mean()
 
 
+def deviations_of_all_logits(h, w, labels, mask, advantages, old):
+    """As trainers log them, beside a loss of the rows that count."""
+    rows = F.linear(h, w)
+    logits = rows.flatten(0, 1)
+    loss = (F.cross_entropy(logits, labels.flatten(), reduction="none") * mask.flatten()).mean()
+    given = rows.detach()
+    with torch.no_grad():
+        within, unbiased = logits.std(-1), logits.var(dim=(0, 1), correction=0)
+    return loss, given.std(), unbiased, -given.var(), within, given[:, 1:].std(), given.mean()
+
+
+def deviations_of_capped_logits(h, w, labels, mask, advantages, old):
+    logits = 2.0 * torch.tanh(logits_of(h, w) / 2.0)
+    given = logits.detach()
+    return F.cross_entropy(logits, labels.flatten()), given.std(), given.var(-1, correction=2)
+
+
 def shifted_by_their_maximum(h, w, labels, mask, advantages, old):
     """As against an overflow; the maximum's gradient is 0."""
     logits = logits_of(h, w)
@@ -177,7 +194,8 @@ BY_ROW = {
         mean_entropy_over_all, entropy_over_all_alone, entropies_over_some, poly,
         poly_of_counted_rows, poly_of_one_hot, expected_accuracy, probabilities_of_several,
         logit_of_one_hot, scaled_log_probabilities, entropy_of_probabilities, confidence,
-        statistics_of_all_logits, shifted_by_their_maximum, shifted_by_a_logged_maximum, centred,
+        statistics_of_all_logits, deviations_of_all_logits, deviations_of_capped_logits,
+        shifted_by_their_maximum, shifted_by_a_logged_maximum, centred,
     )
 }  # fmt: skip
 
@@ -244,6 +262,27 @@ def rows_of_something_else(h, w, labels, mask, advantages, old):
     return F.cross_entropy(logits, labels.flatten()), logits.detach().abs().mean(-1)
 
 
+def deviations_with_a_gradient(h, w, labels, mask, advantages, old):
+    logits = logits_of(h, w)
+    return F.cross_entropy(logits, labels.flatten()) + 0.1 * logits.std()
+
+
+def deviations_over_rows(h, w, labels, mask, advantages, old):
+    logits = logits_of(h, w)
+    return F.cross_entropy(logits, labels.flatten()), logits.detach().std(0)
+
+
+def deviations_of_probabilities(h, w, labels, mask, advantages, old):
+    logits = logits_of(h, w)
+    return F.cross_entropy(logits, labels.flatten()), F.softmax(logits.detach(), -1).std()
+
+
+def deviations_of_other_logits(h, w, labels, mask, advantages, old):
+    """A loss with a temperature, and a deviation without."""
+    logits = logits_of(h, w)
+    return F.cross_entropy(logits / 2, labels.flatten()), logits.detach().std()
+
+
 def sums_over_rows(h, w, labels, mask, advantages, old):
     logits = logits_of(h, w)
     return F.cross_entropy(logits, labels.flatten()), logits.detach().mean(0)
@@ -273,8 +312,9 @@ def capped_after_a_shift(h, w, labels, mask, advantages, old):
 NEAR_MISSES = (
     smoothed_in_integers, of_the_exponential, of_bounded_probabilities, of_detached_probabilities,
     of_other_softmaxes, over_the_rows_alone, one_hot_along_the_rows, gradient_of_the_likeliest,
-    least_likely, rows_of_something_else, sums_over_rows, shifted_with_another_gradient,
-    logsumexp_of_shifted, capped_after_a_shift,
+    least_likely, rows_of_something_else, deviations_with_a_gradient, deviations_over_rows,
+    deviations_of_probabilities, deviations_of_other_logits, sums_over_rows,
+    shifted_with_another_gradient, logsumexp_of_shifted, capped_after_a_shift,
 )  # fmt: skip
 
 PROGRAMS = [

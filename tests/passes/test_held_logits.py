@@ -11,7 +11,7 @@ from compile_losses.lower.held_logits import (
     name_of,
     take_logits_back,
 )
-from compile_losses.ops.linear.row_statistics import LOG_SQUARES
+from compile_losses.ops.linear.row_statistics import VARIANCE
 from compile_losses.ops.linear_row_statistics import in_order
 from tests.corpus.capture import inputs_for
 from tests.passes.graphs import fused, of_aten, text
@@ -83,6 +83,8 @@ STATISTICS = {
     "capped picks": (None, False, True, 2.0),
     "squares": (None, True, False, None),
     "capped squares": (None, False, False, 2.0),
+    "variance": (None, True, False, None),
+    "capped variance": (None, False, False, 2.0),
     "kl": ("kl", True, False, None),
     "capped kl": ("kl", False, False, 3.0),
     "reverse": ("reverse_kl", True, False, None),
@@ -104,12 +106,13 @@ def test_statistics(name):
             h, w, t if has_class else None, None, -100, softcap,
             *(() if kind is None else of_teacher),
             picks=picks if has_picks else None, squares="squares" in name,
+            variance="variance" in name,
         )  # fmt: skip
         values = fused.linear_row_statistics_forward(*args)
         needed = [*given[:4], given[4] if kind else None, given[5] if has_picks else None]
         needed[0] = needed[0] if has_class else None
         gradients = fused.linear_row_statistics_backward(*needed, *args, True, True, False)
-        kept = [v for i, v in enumerate(values) if v.numel() and i <= LOG_SQUARES]
+        kept = [v for i, v in enumerate(values) if v.numel() and i <= VARIANCE]
         return *kept, gradients[0], gradients[1]
 
     shapes = (ROWS, HIDDEN), (CLASSES, HIDDEN)

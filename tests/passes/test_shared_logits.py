@@ -153,7 +153,7 @@ def test_the_graph():
         text(found.gm.graph),
         """\
 reshape_default = aten.reshape(l_h_, (-1, 3))
-linear_row_statistics_forward_default = fused.linear_row_statistics_forward(reshape_default, l_w_, None, None, None, None, None, None, None, -4611686018427387904, None, None, 0.5, 1.0, None, False, 0, False, 1.0)
+linear_row_statistics_forward_default = fused.linear_row_statistics_forward(reshape_default, l_w_, None, None, None, None, None, None, None, -4611686018427387904, None, None, 0.5, 1.0, None, False, False, 0, False, 1.0)
 getitem = getitem(linear_row_statistics_forward_default, 2)
 neg_default = aten.neg(getitem)
 to_dtype = aten.to.dtype(neg_default, torch.float64)

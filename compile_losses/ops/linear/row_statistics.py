@@ -14,20 +14,23 @@ from compile_losses.ops.linear.row_function import RowFunction
 
 #: Places of the statistics; the first ones have gradients.
 NLL, LOGSUMEXP, ENTROPY, TOTAL, DIVERGENCE, LOG_PROBS = range(6)
-LOG_SQUARES, RANK, TOP_VALUES, TOP_INDICES, MAXIMUM, ARGMAX = range(6, 12)
+LOG_SQUARES, VARIANCE, RANK, TOP_VALUES, TOP_INDICES, MAXIMUM, ARGMAX = range(6, 13)
 COUNT, DIFFERENTIABLE = ARGMAX + 1, LOG_PROBS + 1
 #: Those that are int64: classes, or numbers of classes.
 PLACES_OF_CLASSES = (RANK, TOP_INDICES, ARGMAX)
+#: For a variance so many logits are copied at a time, in the dtype of sums.
+_BLOCK = 1 << 22
 
 
 class RowStatistics:
     """The statistics of :mod:`compile_losses.ops.row_statistics` for each row of logits.
 
     With a pair, the divergence of each row from the teacher's is one of them; with picks, the
-    log-probabilities of these; with squares, the logarithm of the sum of squared probabilities; and
-    what is asked for of :mod:`compile_losses.ops.row_numbers`. The gradient is for the gradients
-    that row_function makes of the statistics, one or None for each of the first six, and is that of
-    the product without its scale. Without row_function there is none.
+    log-probabilities of these; with squares, the logarithm of the sum of squared probabilities;
+    with variance, that of the logits; and what is asked for of
+    :mod:`compile_losses.ops.row_numbers`. The gradient is for the gradients that row_function makes
+    of the statistics, one or None for each of the first six, and is that of the product without its
+    scale. Without row_function there is none.
     """
 
     by_row = True
@@ -46,6 +49,7 @@ class RowStatistics:
         row_function: RowFunction | None,
         *,
         squares: bool = False,
+        variance: bool = False,
         ranked: Tensor | None = None,  # int64 [rows]
         top_k: int = 0,
         ties: bool = False,
@@ -55,7 +59,7 @@ class RowStatistics:
         self.ignore_index, self.softcap = ignore_index, softcap
         self.pair, self.with_entropy, self.teacher = pair, with_entropy, teacher
         self.logits, self.dtype, self.row_function = like.dtype, dtype, row_function
-        self.squares, self.scale = squares, scale
+        self.squares, self.variance, self.scale = squares, variance, scale
         self.ranked, self.top_k, self.ties = ranked, top_k, ties
         self.nothing = like.new_empty(0, dtype=dtype)
         nothing = [self.nothing] * COUNT
@@ -93,6 +97,8 @@ class RowStatistics:
             found[LOG_PROBS] = -most
         if self.squares:
             found[LOG_SQUARES] = -most
+        if self.variance:
+            found[VARIANCE] = 0
         if self.ranked is not None:
             found[RANK] = 0
         if self.top_k:
@@ -194,11 +200,18 @@ class RowStatistics:
         if self.picks is not None:
             picked = row_picks.picked_logits(logits, self.picks[rows], self.softcap)
             log_probs = row_picks.log_probs_of(picked, stats)
+        variance = self._variance(logits) if self.variance else self.nothing
         ranked = None if self.ranked is None else self.ranked[rows]
         numbers = row_numbers.numbers_of(logits, ranked, self.top_k, self.softcap, ties=self.ties)
-        more = (divergence, log_probs, log_squares, *numbers)
+        more = (divergence, log_probs, log_squares, variance, *numbers)
         self.chunks.append((*found[:DIVERGENCE], *more, *found[DIVERGENCE:]))
         return stats, compared
+
+    def _variance(self, logits: Tensor) -> Tensor:
+        """Of each row. A sum of squares less that of the mean would lose digits."""
+        blocks = logits.split(max(1, _BLOCK // logits.shape[1]))
+        wide = (row_statistics.capped(block.to(self.dtype), self.softcap) for block in blocks)
+        return torch.cat([block.var(1, correction=0) for block in wide])
 
     def _options(self, rows: slice) -> tuple[Tensor | None, int, float | None]:
         target = None if self.target is None else self.target[rows]
