@@ -98,11 +98,19 @@ def interpret(gm: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any) -
     view_to_reshape(gm)  # as Inductor does first: its views take tensors of any strides
     with V.set_fake_mode(detect_fake_mode(inputs)):
         compile_fx._recursive_post_grad_passes(gm, options.get("is_inference", False))
-    return make_boxed_func(lambda *args: [_no_view(result) for result in gm.forward(*args)])
+
+    def run(*args: Any) -> list[Any]:
+        given = set(map(id, args))
+        return [each if id(each) in given else _no_view(each) for each in gm.forward(*args)]
+
+    return make_boxed_func(run)
 
 
 def _no_view(result: Any) -> Any:
-    """A result as Inductor's code returns it. Autograd refuses some writes to its views."""
+    """A result as Inductor's code returns it. Autograd refuses some writes to its views.
+
+    An input is returned as it is: autograd looks whether what it saves of it is written to.
+    """
     if not isinstance(result, torch.Tensor) or not result._is_view():
         return result
     sizes, strides = tuple(result.size()), tuple(result.stride())

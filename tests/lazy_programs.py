@@ -82,6 +82,14 @@ def with_loss(x):
     return ce(x, labels(x)), x
 
 
+def in_no_grad_of(function):
+    def run(*given):
+        with torch.no_grad():
+            return function(*given)
+
+    return run
+
+
 #: The first graph: what it makes of hidden state, weight and bias. Without a compiler none of them
 #: returns the view of a product, as a layer with a bias would make of three dimensions: what is
 #: written to a view changes the way of its gradient past hooks.
@@ -100,6 +108,11 @@ FIRST: dict[str, Callable[..., Any]] = {
     )(F.linear(h, w)),
     "twice": lambda h, w, b: (lambda x: (x, x.view(4, 6, CLASSES)))(rows(h, w, b)),
     "detached": lambda h, w, b: (lambda x: (x, x.detach()))(F.linear(h, w)),
+    "evaluated": in_no_grad_of(lambda h, w, b: F.linear(h, w)),
+    "student and teacher": lambda h, w, b: (
+        F.linear(h, w),
+        in_no_grad_of(lambda h, w, b: F.linear(h.tanh(), 2 * w))(h, w, b),
+    ),
     "two heads": lambda h, w, b: (F.linear(h, w), F.linear(h.tanh(), w * 2)),
 }
 
@@ -169,6 +182,9 @@ MAKES: dict[str, Callable[..., Any]] = {
     "view": lambda x: x.view(-1, x.shape[-1]),
     "select": lambda x: x[0],
     "unsqueeze": lambda x: x.unsqueeze(0),
+    "masked": lambda x: x[torch.arange(x.shape[0]) % 2 == 0],
+    "picked": lambda x: x[torch.tensor([0, -1, 0])],
+    "picked inside": lambda x: x[:, torch.tensor([0, -1])],
     "split": lambda x: x.split(2)[0],
     "unbind": lambda x: x.unbind(0)[-1],
     "diagonal": lambda x: x.diagonal(),
