@@ -366,3 +366,67 @@ def test_graph_of_another_compiler(later, view, is_read, backend):
         return *made, lg
 
     same(program)
+
+
+EVALUATED = {"backend": "compile_losses", "options": {"lazy_logits": True}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ignored", [None, -100])
+def test_perplexity_of_torchmetrics(ignored, dtype):
+    """It breaks the graph at its mask, and so before it at its call. The logits are not held."""
+    perplexity = pytest.importorskip("torchmetrics.functional.text").perplexity
+
+    def step(h, w, y):
+        with torch.no_grad():
+            return perplexity((h @ w.t())[None], y[None], ignore_index=ignored)
+
+    compiled = torch.compile(step, **EVALUATED)
+    for rows in (ROWS, ROWS + 4, ROWS + 8):  # from the second one on it is a symbol
+        h = torch.randn(rows, HIDDEN).to(dtype)
+        w, y = torch.randn(CLASSES, HIDDEN).to(dtype), torch.arange(rows) * 7 % CLASSES
+        if ignored is not None:
+            y[::3] = ignored
+        torch.testing.assert_close(
+            compiled(h, w, y), step(h, w, y).to(torch.float32), rtol=2e-2, atol=0, check_dtype=False
+        )
+    sites = compile_losses.explain(compiled, h, w, y).losses
+    assert [site.op for site in sites] == ["linear_row_statistics"]
+    assert "probability of a class" in sites[0].reason
+
+
+def test_evaluated_logits():
+    """Of a graph without a loss they wait, and few rows of them are computed by themselves."""
+    h, w = leaves()
+
+    def model(h, w):
+        return F.linear(h, w)
+
+    with torch.no_grad():
+        logits = torch.compile(model, **EVALUATED)(h, w)
+        assert isinstance(logits, LazyLogits)
+        last = logits[-1:].softmax(-1)
+        assert logits.is_unread()
+        torch.testing.assert_close(last, model(h, w)[-1:].softmax(-1))
+        torch.testing.assert_close(logits.exp(), model(h, w).exp())
+        changed = torch.compile(model, **EVALUATED)(h, w)
+        w.add_(1)
+        with pytest.raises(RuntimeError, match="the head's weight was changed in place"):
+            changed.exp()
+
+
+def test_logits_of_inference_mode():
+    """They could not be computed later as tensors that autograd takes."""
+    h, w = (leaf.detach() for leaf in leaves())
+
+    def model(h, w):
+        return F.linear(h, w)
+
+    with torch.inference_mode():
+        assert type(torch.compile(model, **EVALUATED)(h, w)) is torch.Tensor
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(model, **EVALUATED)
+        assert isinstance(compiled(h, w), LazyLogits)
+    with torch.inference_mode():
+        assert type(compiled(h.clone(), w.clone())) is torch.Tensor

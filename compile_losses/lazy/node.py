@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compile_losses.lazy.automatic import Call
@@ -69,8 +70,10 @@ def lazy_logits(head: Head, wishes: Wishes = Wishes()) -> Tensor:
     Args:
         head: its tensors are in the autograd graph, to which gradients go.
     """
-    # Tracing calls what is compiled, too, and only asks for shapes.
-    if any(isinstance(tensor, FakeTensor) for tensor in head.tensors):
+    # Tracing calls what is compiled, too, and only asks for shapes. A tensor of inference mode
+    # could not become one of numbers later; Dynamo does not show this mode to a backend.
+    is_traced = any(isinstance(tensor, FakeTensor) for tensor in head.tensors)
+    if is_traced or torch.is_inference_mode_enabled():
         return head.output()
     result: Tensor = _Lazy.apply(head, wishes, *head.tensors)
     return result

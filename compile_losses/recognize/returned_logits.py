@@ -81,12 +81,19 @@ def outputs_of(nodes: set[Node], root: Node | None) -> list[Node]:
 
 
 def lazy_outputs(
-    head: Head, outputs: list[Node], replay: AtenReplay, lazily: Lazily | None
+    head: Head,
+    outputs: list[Node],
+    replay: AtenReplay,
+    lazily: Lazily | None,
+    *,
+    has_loss: bool = True,
 ) -> list[LazyOutput]:
     """How the outputs of a graph that are made of a head's output become lazy.
 
     Args:
         lazily: None if nobody asked for it.
+        has_loss: whether the graph has a loss of them. Then somebody will read what an evaluation
+            returns beside it, and would compute it a second time.
 
     Raises:
         NotAbsorbedError: the logits have to be computed; the message says why.
@@ -96,7 +103,7 @@ def lazy_outputs(
     for node in outputs:  # a number that is made of the logits is none of them
         _steps(head.node, node, replay)
     logits = example(head.node)
-    if not logits.requires_grad:
+    if has_loss and not logits.requires_grad:
         raise NotAbsorbedError(f"{_RETURNED}, and no gradients are recorded")
     tensors = [part for part in (head.input, head.weight, head.bias) if part is not None]
     if any(are_dtensors(part.fake) for part in tensors):
@@ -124,7 +131,8 @@ def add_logits_without_loss(graph: Graph, replay: AtenReplay, lazily: Lazily) ->
     (output,) = graph.find_nodes(op="output")
     known = {one.node for one in lazily.outputs}
     for node in dict.fromkeys(n for n in tree_leaves(output.args[0]) if isinstance(n, Node)):
-        if node in known or not getattr(example(node), "requires_grad", False):
+        value = example(node)
+        if node in known or not isinstance(value, Tensor) or not value.is_floating_point():
             continue
         with suppress(NotAbsorbedError):
             head = _head_behind(node, replay)
@@ -132,7 +140,7 @@ def add_logits_without_loss(graph: Graph, replay: AtenReplay, lazily: Lazily) ->
                 continue
             path = _steps(head.node, node, replay)[1]
             outputs = outputs_of(set(path), None)
-            found = lazy_outputs(head, outputs, replay, lazily)
+            found = lazy_outputs(head, outputs, replay, lazily, has_loss=False)
             lazily.outputs += [one for one in found if one.node not in known]
             known.update(outputs)
 
