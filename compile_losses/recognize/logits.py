@@ -29,6 +29,7 @@ from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.constants import constant
 from compile_losses.recognize.head import Head, NotAbsorbedError, computed, find_head
 from compile_losses.recognize.match import Match, example
+from compile_losses.recognize.memory import storage_of
 from compile_losses.recognize.returned_logits import outputs_of, readers
 from compile_losses.recognize.symbolic_tensors import Value, fake_mode, has_gradient, sources
 from compile_losses.recognize.unrolled import JOINS
@@ -666,9 +667,21 @@ def _aligned(tensor: Value, step: Value) -> list[Any]:
 
 def _why_it_stays(step: Value) -> str:
     assert step.op is not None
+    if packet_of(step.op) in (aten.cat, aten.stack) and _is_returned(step.node):
+        return (
+            "puts the logits of several layers together, and this graph returns them: of a "
+            "compiled step that returns its losses alone, and has no graph break after the layers, "
+            "each loss takes its own layer"
+        )
     return _STAY.get(
         packet_of(step.op), "is none of a cast, a factor, an addend, a soft-cap and a view"
     )
+
+
+def _is_returned(node: Node) -> bool:
+    """Whether a graph returns a tensor, or a view of it."""
+    (output,) = node.graph.find_nodes(op="output")
+    return storage_of(example(node)) in {storage_of(example(n)) for n in output.all_input_nodes}
 
 
 def _sizes(sizes: Any, node: Node) -> list[int]:

@@ -298,7 +298,9 @@ def _site(found: Match | Decline, reason: str | None, mark: int) -> Site:
 
 
 def _with_readers(site: Site, reason: str) -> Site:
-    """A site whose logits stay with all that reads them."""
+    """A site whose logits stay with all that reads them, unless it says why already."""
+    if reason in site.reason:
+        return site
     clause = f"the readers of its logits can't share one call: {reason}"
     if site.status == "rewritten" and HELD not in site.reason:
         clause = f"{HELD}: {reason}"  # its loss has no op together with the layer
