@@ -77,6 +77,10 @@ _STAY = {
         "layer's own logits, or of one layer that has all their weights, can be computed with it",
     ),
     aten.gather: "picks classes for each row",
+    aten.masked_select: (
+        "picks single logits, as many as only data say: of whole rows, logits[mask] breaks the "
+        "graph, and lazy_logits takes it with its layer"
+    ),
 }
 
 
