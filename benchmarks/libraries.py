@@ -11,14 +11,16 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import report
 from compile_losses.explanation import explain_call
+from compile_losses.lower.regions import BY_CHUNKS
 from compile_losses.sites import Site
 
 OUTPUT = report.ROOT / "benchmarks" / "results" / "libraries.csv"
@@ -38,12 +40,17 @@ class Program:
     Attributes:
         kind: what it is a step of.
         make: makes the function to explain, and what it is called with.
+        options: of the backend.
     """
 
     kind: str
     library: str
     name: str
     make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return ", ".join([self.name, *(f"{name}={value}" for name, value in self.options.items())])
 
 
 def of_transformers(name: str, **config: Any) -> Callable[[], Any]:
@@ -113,6 +120,44 @@ def perplexity() -> Loss:
     return loss
 
 
+def adapted(dropout: float) -> Callable[[], Any]:
+    """A head with LoRA, by PEFT."""
+
+    def make() -> Any:
+        peft = importlib.import_module("peft")
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, CLASSES, bias=False))
+        config = peft.LoraConfig(r=8, target_modules=["1"], lora_dropout=dropout)
+        model = peft.inject_adapter_in_model(config, model)
+        hidden, labels = torch.randn(TOKENS, HIDDEN), torch.randint(CLASSES, (TOKENS,))
+        return lambda hidden, labels: F.cross_entropy(model(hidden), labels), (hidden, labels)
+
+    return make
+
+
+def musicgen(*, trains: bool) -> Callable[[], Any]:
+    """Four heads, whose logits are stacked."""
+
+    def make() -> Any:
+        library = importlib.import_module("transformers")
+        torch.manual_seed(0)
+        config = library.MusicgenDecoderConfig(
+            vocab_size=CLASSES, hidden_size=HIDDEN, ffn_dim=HIDDEN, num_hidden_layers=1,
+            num_attention_heads=2, num_codebooks=4, max_position_embeddings=TOKENS, pad_token_id=0,
+        )  # fmt: skip
+        model = library.MusicgenForCausalLM(config).train(trains)
+        ids = torch.randint(1, CLASSES - 1, (4, TOKENS))
+        labels = ids.T[None].contiguous()
+
+        def step(ids: Tensor, labels: Tensor) -> Tensor:
+            loss: Tensor = model(input_ids=ids, labels=labels).loss
+            return loss
+
+        return step, (ids, labels)
+
+    return make
+
+
 _DECODER = {
     "hidden_size": HIDDEN,
     "intermediate_size": HIDDEN,
@@ -141,12 +186,18 @@ _T5 = {
 }
 _CAUSAL, _MASKED, _PAIRS = "causal language models", "masked language models", "encoder-decoders"
 _TRAINERS, _METRICS = "losses of trainers", "metrics"
+_ADAPTERS, _HEADS = "adapters", "several heads"
 PROGRAMS = (
     *(
         Program(_CAUSAL, "transformers", name, of_transformers(f"{name}ForCausalLM", **_DECODER))
         for name in ("Llama", "Mistral", "Qwen3", "Gemma2", "Phi3", "Olmo2", "Cohere", "Granite")
     ),
-    Program(_CAUSAL, "transformers", "GPT2", of_transformers("GPT2LMHeadModel", **_GPT2)),
+    *(
+        Program(
+            _CAUSAL, "transformers", "GPT2", of_transformers("GPT2LMHeadModel", **_GPT2), options
+        )
+        for options in ({}, {"lazy_logits": True})
+    ),
     Program(
         _CAUSAL, "transformers", "OPT",
         of_transformers("OPTForCausalLM", ffn_dim=HIDDEN, word_embed_proj_dim=HIDDEN, **_ENCODER),
@@ -164,21 +215,30 @@ PROGRAMS = (
     Program(_TRAINERS, "transformers", "LabelSmoother", of_head(label_smoother)),
     Program(_TRAINERS, "trl", "selective_log_softmax", of_head(policy_gradient)),
     Program(_TRAINERS, "trl", "entropy_from_logits", of_head(policy_gradient_with_entropy)),
+    Program(_ADAPTERS, "peft", "LoRA on the head", adapted(0.0)),
+    Program(_ADAPTERS, "peft", "LoRA on the head", adapted(0.0), {"prefer_memory": True}),
+    Program(_ADAPTERS, "peft", "LoRA with dropout", adapted(0.1), {"prefer_memory": True}),
+    Program(_HEADS, "transformers", "MusicGen in training", musicgen(trains=True)),
+    Program(_HEADS, "transformers", "MusicGen without LayerDrop", musicgen(trains=False)),
     Program(_METRICS, "torchmetrics", "perplexity", of_head(perplexity)),
+    Program(
+        _METRICS, "torchmetrics", "perplexity", of_head(perplexity), {"lazy_logits": True}
+    ),
 )  # fmt: skip
 
 
 def outcome_of(sites: list[Site]) -> tuple[str, str]:
     """The worst of a step's losses, and why it is no better."""
-    found = [(LEFT if s.status == "declined" else _how(s.op), s.reason) for s in sites]
+    found = [(LEFT if s.status == "declined" else _how(s), s.reason) for s in sites]
     if not found:
         return UNSEEN, ""
     worst = max(found, key=lambda each: (WITH_HEAD, ALONE, LEFT).index(each[0]))
     return worst if worst[0] != WITH_HEAD else (WITH_HEAD, "")
 
 
-def _how(op: str) -> str:
-    return WITH_HEAD if op.startswith("linear_") else ALONE
+def _how(site: Site) -> str:
+    is_whole = site.op.startswith("linear_") or any(BY_CHUNKS in each for each in site.plan)
+    return WITH_HEAD if is_whole else ALONE
 
 
 def outcomes() -> Iterator[dict[str, str]]:
@@ -187,10 +247,10 @@ def outcomes() -> Iterator[dict[str, str]]:
         with suppress(ImportError):
             importlib.import_module(program.library)
             function, inputs = program.make()
-            sites = explain_call(function, inputs).losses
+            sites = explain_call(function, inputs, options=program.options).losses
             outcome, reason = outcome_of(sites)
             values = (
-                *(program.kind, program.library, program.name, ", ".join(s.op for s in sites)),
+                *(program.kind, program.library, str(program), ", ".join(s.op for s in sites)),
                 *(outcome, reason, torch.__version__, report.current_commit()),
             )
             yield dict(zip(FIELDS, values, strict=True))

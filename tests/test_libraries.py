@@ -25,6 +25,6 @@ def test_the_worst_loss_counts():
 def test_the_table_has_every_program():
     rows = pages.rows_of(libraries.OUTPUT.name)
     assert [(r["kind"], r["program"]) for r in rows] == [
-        (p.kind, p.name) for p in libraries.PROGRAMS
+        (p.kind, str(p)) for p in libraries.PROGRAMS
     ]
     assert "/" not in pages.libraries()

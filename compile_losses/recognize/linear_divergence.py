@@ -54,7 +54,9 @@ def take_divergence(match: Match, replay: AtenReplay, request: Request) -> Match
             _check(match, of_teacher)
             check_copy(of_teacher)
             if of_teacher.outputs:
-                raise NotAbsorbedError("they are returned")
+                raise NotAbsorbedError(
+                    "they are returned: a step that returns its loss alone holds none"
+                )
             found = taken(of_teacher)
             held = refusal(found)
             if held is None:
@@ -117,7 +119,9 @@ def _check(match: Match, logits: Logits) -> None:
     check_no_dtensors(logits)
     dim, rank = match.kwargs.get("dim", -1), logits.input.fake.dim()
     if not logits.class_dim == rank - 1 == dim % rank:
-        raise NotAbsorbedError("its classes are not the last dimension")
+        raise NotAbsorbedError(
+            "its classes are not the last dimension: with these last its layer is taken"
+        )
 
 
 def check_no_dtensors(logits: Logits) -> None:

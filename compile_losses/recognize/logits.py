@@ -76,7 +76,7 @@ _STAY = {
         "puts the logits of several layers together, and they are read as one: a loss of one "
         "layer's own logits, or of one layer that has all their weights, can be computed with it",
     ),
-    aten.gather: "picks classes for each row",
+    aten.gather: "picks other classes for each row: an index of classes for all rows can be taken",
     aten.masked_select: (
         "picks single logits, as many as only data say: of whole rows, logits[mask] breaks the "
         "graph, and lazy_logits takes it with its layer"
@@ -433,7 +433,9 @@ class _Walk:
     def _add(self, step: Value) -> None:
         other, subtracts = self._operand(step), step.op in (aten.sub.Tensor, aten.sub.Scalar)
         if step.kwargs or len(step.args) != 2:  # alpha
-            raise NotAbsorbedError(f"{step.node.name} adds a multiple to the logits")
+            raise NotAbsorbedError(
+                f"{step.node.name} adds a multiple to the logits: a product before is taken along"
+            )
         if isinstance(other, int | float) and math.isfinite(other):
             if self.height is None:
                 self.shift += -other if subtracts else other
@@ -506,7 +508,10 @@ class _Walk:
         if torch.tensor(number, dtype=dtype).item() != number:
             raise NotAbsorbedError(f"{name} masks the logits by {number}, which {dtype} rounds")
         if not isinstance(self.classes, int):
-            raise NotAbsorbedError(f"{name} masks classes whose number is a symbol")
+            raise NotAbsorbedError(
+                f"{name} masks classes whose number is a symbol: torch._dynamo.mark_static of the "
+                "weight makes it known"
+            )
         self._apply_factor()
         if logits.scale != 1:
             raise NotAbsorbedError(SCALED)

@@ -104,7 +104,10 @@ def lazy_outputs(
         _steps(head.node, node, replay)
     logits = example(head.node)
     if has_loss and not logits.requires_grad:
-        raise NotAbsorbedError(f"{_RETURNED}, and no gradients are recorded")
+        raise NotAbsorbedError(
+            f"{_RETURNED}, and no gradients are recorded: an evaluation that returns its loss "
+            "alone holds none"
+        )
     tensors = [part for part in (head.input, head.weight, head.bias) if part is not None]
     if any(are_dtensors(part.fake) for part in tensors):
         raise NotAbsorbedError(f"{_RETURNED}, and are those of a DTensor")

@@ -769,7 +769,10 @@ class Readings:
         if smoothing:
             classes = example(self.linear_weight).shape[0]
             if not isinstance(classes, int):
-                raise NotAbsorbedError("label smoothing of classes whose number is a symbol")
+                raise NotAbsorbedError(
+                    "label smoothing of classes whose number is a symbol: "
+                    "torch._dynamo.mark_static of the weight makes it known"
+                )
             mean = call(aten.mul.Tensor, self._moved(self._statistic(TOTAL)), 1 / classes)
             spread = call(aten.sub.Tensor, self._moved(self._statistic(LOGSUMEXP)), mean)
             spread = call(aten.where.ScalarOther, kept, spread, 0.0)

@@ -323,7 +323,8 @@ class Taking:
             value = example(reader)
             if value.requires_grad and reading.spread is not None:
                 raise NotAbsorbedError(
-                    f"{in_words(reader)} has a gradient, and the op has none of it"
+                    f"{in_words(reader)} has a gradient, and the op has none of it: detached it is "
+                    "taken"
                 )
             if value.requires_grad and not set(reading.terms) <= set(range(self.differentiable)):
                 if LOG_SQUARES in reading.terms:
@@ -332,11 +333,12 @@ class Taking:
                     )
                 raise NotAbsorbedError(
                     f"{in_words(reader)} has a gradient that goes to single logits, as that of a "
-                    "maximum does"
+                    "maximum does: detached it is taken"
                 )
             if value.dtype == torch.float64 and logits.input.fake.dtype != torch.float64:
                 raise NotAbsorbedError(
-                    f"{in_words(reader)} is computed in float64 of narrower logits"
+                    f"{in_words(reader)} is computed in float64 of narrower logits: in float32 it "
+                    "is taken"
                 )
             sizes[reader] = _sizes_of(value.shape, needed)
             batch = reading.batch

@@ -84,7 +84,10 @@ def reduction_of(arguments: Arguments) -> int:
     size_average, reduce = arguments.get("size_average"), arguments.get("reduce")
     if size_average is not None or reduce is not None:
         if value == "batchmean":
-            raise UnsupportedError("size_average or reduce together with reduction='batchmean'")
+            raise UnsupportedError(
+                "size_average or reduce together with reduction='batchmean': without them it has "
+                "an op"
+            )
         value = legacy_get_string(size_average, reduce, emit_warning=False)
     if isinstance(value, int):
         return value
@@ -124,7 +127,9 @@ def _huber_loss(a: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The op's arguments, if both tensors have one dtype."""
     dtypes = {getattr(example(a[name]), "dtype", None) for name in ("input", "target")}
     if len(dtypes) > 1:  # torch's kernel keeps input's, its fake promotes
-        raise UnsupportedError("input and target have different dtypes")
+        raise UnsupportedError(
+            "input and target have different dtypes: with a cast of one before, it has an op"
+        )
     reduction = reduction_of(a)
     options = _element_weight(a, reduction, normalizes=False)
     return (a["input"], a["target"], reduction, a["delta"]), options

@@ -98,7 +98,10 @@ def check_gain(match: Match, logits: Logits, request: Request, beside: float = 0
         )
     hidden, classes = logits.input.fake.shape[logits.class_dim], output.shape[-1]
     if not isinstance(hidden, int) or not isinstance(classes, int):
-        raise NotAbsorbedError("the number of its features, or of its classes, is a symbol")
+        raise NotAbsorbedError(
+            "the number of its features, or of its classes, is a symbol: torch._dynamo.mark_static "
+            "of the weight makes them known"
+        )
     taken = shard_of(logits.input.fake)
     if not implementations.has_kernels(output.device):
         least = constants_of(output.device).hidden_without_kernels
@@ -138,7 +141,9 @@ def check_copy(of_teacher: Logits) -> None:
     made, copied = (size_hint(each.numel()) for each in (logits, of_teacher.weight.fake))
     is_part = of_teacher.weight.fake.numel() < layer.numel()
     if not is_part or made is None or copied is None or 2 * copied > made:
-        raise NotAbsorbedError("its layer's weight would be copied")
+        raise NotAbsorbedError(
+            "its layer's weight would be copied, with what scales or picks its classes"
+        )
 
 
 def check_rows(match: Match, reduction: int, logits: Logits, request: Request) -> None:
@@ -148,7 +153,9 @@ def check_rows(match: Match, reduction: int, logits: Logits, request: Request) -
     if request.prefer_memory:
         return
     if not request.lowers or are_dtensors(logits.input.fake) or are_dtensors(logits.weight.fake):
-        raise NotAbsorbedError("the gradients of an unreduced loss would need the logits twice")
+        raise NotAbsorbedError(
+            "the gradients of an unreduced loss would need the logits twice, as prefer_memory does"
+        )
     if logits.copies_weight:
         raise NotAbsorbedError(
             "an unreduced loss may need its logits, which no copied weight makes"

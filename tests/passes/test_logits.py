@@ -175,7 +175,7 @@ REFUSED = {
     "one class": (lambda h, w, b: F.linear(h, w)[..., 1], "only some classes"),
     "repeated": (lambda h, w, b: F.linear(h, w)[:1] * torch.ones(2, 1, 1).double(), "repeats"),
     "narrowed": (lambda h, w, b: F.linear(h, w).float(), "a cast of the logits"),
-    "gathered": (lambda h, w, b: F.linear(h, w).gather(-1, torch.tensor([[[1]]])), "picks classes"),
+    "gathered": (lambda h, w, b: F.linear(h, w).gather(-1, torch.tensor([[[1]]])), "picks other classes"),
 }  # fmt: skip
 
 

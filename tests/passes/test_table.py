@@ -59,13 +59,14 @@ CALLS = {
     "no op": (lambda x, t: F.binary_cross_entropy(x.sigmoid(), t), pair, WITHOUT),
     "contradictory": (
         lambda x, t: F.kl_div(x, t, size_average=True, reduction="batchmean"), pair,
-        "size_average or reduce together with reduction='batchmean'",
+        "size_average or reduce together with reduction='batchmean': without them it has an op",
     ),
     "of a number": (
         lambda x, t: aten.mse_loss.default(x, 1.0) if x.dim() == 3 else x.sum(), pair, None,
     ),
     "dtypes": (
-        lambda x, t: F.huber_loss(x, t.double()), pair, "input and target have different dtypes",
+        lambda x, t: F.huber_loss(x, t.double()), pair,
+        "input and target have different dtypes: with a cast of one before, it has an op",
     ),
     "weight": (
         lambda x, t: F.mse_loss(x, t, weight=t), pair,
