@@ -346,6 +346,31 @@ def _elementwise(file: str) -> str:
     return measured(header, lines, rows)
 
 
+def criteria() -> str:
+    """What stock leaves of each loss, alone and behind a layer: its time over the bound."""
+    rows = rows_of("criteria-nvidia-h200.csv")
+    lines = []
+    for loss in dict.fromkeys(row["loss"] for row in rows):
+        own = [row for row in rows if row["loss"] == loss]
+        cells = [
+            next((f"{row['stock_ms']} ({_of_floor(row):.2f})" for row in own
+                  if row["dtype"] == dtype and ("behind" in row["shape"]) == behind), "-")
+            for behind in (False, True) for dtype in ("float32", "bfloat16")
+        ]  # fmt: skip
+        ratios = [float(row["ratio"]) for row in own]
+        lines.append((loss, own[0]["shape"], *cells, f"{min(ratios):.2f} to {max(ratios):.2f}"))
+    header = ("loss", "size", "alone, float32", "alone, bfloat16")
+    return measured(
+        (*header, "behind a layer, float32", "behind a layer, bfloat16", "ours / stock"),
+        lines,
+        rows,
+    )
+
+
+def _of_floor(row: dict[str, str]) -> float:
+    return float(row["stock_ms"]) / float(row["floor_ms"])
+
+
 def steps() -> str:
     return _steps("steps-nvidia-h200.csv")
 
@@ -405,6 +430,7 @@ TABLES: dict[str, Callable[[], str]] = {
         distillation,
         elementwise,
         elementwise_cpu,
+        criteria,
         steps,
         steps_h100,
         libraries,
