@@ -166,6 +166,23 @@ def of_a_sure_teacher(h, own, w, teacher, its, index, has, mask):
     return (each.sum(-1) * counts).sum() / mask.sum()
 
 
+def of_later_steps(h, own, w, teacher, its, index, has, mask):
+    """A divergence of each step of a draft that is called again on its own hidden states, from the
+    teacher's rows so many tokens later, with the accuracy of each step."""
+    with torch.no_grad():
+        logits = F.linear(teacher, its[index])
+    total = 0.0
+    for step in range(2):
+        drafted = F.linear(h, own)[:, : 24 - step]
+        taught, kept = logits[:, step:], mask[:, step:]
+        each = F.kl_div(drafted.log_softmax(-1), taught.softmax(-1), reduction="none").sum(-1)
+        total = total + 0.8**step * ((each * kept).sum(1) / (kept.sum(1) + 1e-5)).mean()
+        hits = (drafted.argmax(-1) == taught.argmax(-1)) * kept
+        total = total + 0 * hits.sum()
+        h = torch.tanh(h)
+    return total
+
+
 #: Those that hold no logits without an option: the teacher's are multiplied once more at the
 #: classes that the draft has.
 BY_DEFAULT = (eagle_by_rows, of_a_sure_teacher)
@@ -220,4 +237,6 @@ def divergence_of_a_pick(h, own, w, teacher, its, index, has, mask):
 
 
 #: Several readers of some classes, which recognition may take, or not.
-OF_PICKS = (of_two_picks, of_a_pick_and_all, of_a_pick_by_row, divergence_of_a_pick)
+OF_PICKS = (
+    *(of_two_picks, of_a_pick_and_all, of_a_pick_by_row, divergence_of_a_pick, of_later_steps),
+)

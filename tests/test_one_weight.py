@@ -142,14 +142,63 @@ def preferred(h, w, t, labels, mask, teacher):
     return -F.logsigmoid(likelihood(h) - likelihood(trunk(h, t))).mean()
 
 
+def normed(x):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def deepseek(h, w, t, labels, mask, teacher):
+    """As DeepSeek-V3's report has it (section 2.2): depth k has the hidden states of the last depth
+    and the embeddings of the tokens k later, and one token less; embedding and head are shared."""
+    tokens = labels.clamp(min=0)
+
+    def loss(x, k):
+        logits = F.linear(normed(x), w)[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, k + 1 :].flatten())
+
+    main, later = loss(h, 0), 0.0
+    for k in range(1, DEPTHS):
+        joined = torch.cat([normed(h[:, :-1]), normed(F.embedding(tokens[:, k:], teacher))], -1)
+        h = trunk(joined.unflatten(-1, (2, HIDDEN)).sum(-2), t)
+        later = later + loss(h, k)
+    return main + 0.3 / (DEPTHS - 1) * later
+
+
+def with_biases(h, w, t, labels, mask, teacher):
+    """One bias, whose gradients stay apart, and are added up."""
+    bias = t.sum() * teacher[:, 0]
+    total = 0.0
+    for d, x in depths(h, t):
+        logits = F.linear(x, w, bias).flatten(0, 1)
+        total = total + F.cross_entropy(logits, shifted(labels, d))
+    return total
+
+
+def by_step(h, w, t, labels, mask, teacher):
+    """As in trainers of one layer that is called for each step: losses of each token, classes in
+    the second dimension, labels that are written where a mask is 0, and the accuracy of each."""
+    valid, total, hits = TOKENS - DEPTHS, 0.0, []
+    for d, x in depths(h[:, :valid], t):
+        logits = F.linear(x, w)
+        target, kept = labels[:, d : d + valid].clone(), mask[:, d : d + valid]
+        target[kept == 0] = -100
+        each = F.cross_entropy(logits.permute(0, 2, 1), target, reduction="none")
+        count = (target != -100).sum()
+        total = total + 0.6**d * each.sum() / count.clamp(min=1)
+        hits.append((logits.argmax(-1) == target).sum() / count)
+    return total + 0 * torch.stack(hits).sum()
+
+
 JOINED = (
     *(predicted, predicted_of_slices, clamped, of_each_token, both_kinds, turned, tied),
-    *(total_variation, read_twice, preferred),
+    *(total_variation, read_twice, preferred, deepseek, with_biases, by_step),
 )
 
 
 #: Those of losses that are known by name, whose logits are held nowhere.
-BY_DEFAULT = (predicted, predicted_of_slices, of_each_token, tied)
+BY_DEFAULT = (
+    *(predicted, predicted_of_slices, of_each_token, tied),
+    *(deepseek, with_biases, by_step),
+)
 
 
 def several_tangents(h, w, t, labels, mask, teacher):

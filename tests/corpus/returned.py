@@ -65,7 +65,10 @@ OUTPUTS = {
 
 KEPT = {
     "maximum": (lambda x: {"best": x.max()}, "the logits have other users"),
-    "smallest two": (lambda x: {"least": x.topk(2, largest=False).indices}, "the logits have other users"),
+    "smallest two": (
+        lambda x: {"least": x.topk(2, largest=False).indices},
+        "the logits have other users",
+    ),
     "one class": (lambda x: {"first": x[..., :3].sum()}, "the logits have other users"),
     "a tensor's": (lambda x: {"more": x + x.detach().mean()}, "the logits have other users"),
 }
