@@ -78,6 +78,11 @@ SECTIONS = {
         stock.""",
         ("recognize/plain_logits.py",),
     ),
+    "A matrix is read by rows and by columns apart": Section(
+        """The plan has `read by rows and by columns apart`, where [one
+        read](heads.md#losses-of-all-pairs) would do. It costs what it costs in stock.""",
+        ("lower/two_softmaxes.py",),
+    ),
     "A head of another library stays its own": Section(
         "[These](heads.md#heads-of-other-libraries) are taken, with these arguments.",
         tuple(f"known_heads/{name}.py" for name in _KNOWN),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_losses.lower.two_softmaxes import ONE_READ
+from compile_losses.lower.two_softmaxes import ONE_READ, TWO_READS
 from tests import contrastive_programs as programs
 from tests.accuracy import assert_accurate
 from tests.constants import set_constants
@@ -115,16 +115,28 @@ class TestPrograms:
                 expected = outcome(function, (logits,))
                 torch.testing.assert_close(found, expected, equal_nan=True)
 
-    def test_reason(self):
-        compiled = Compiled(programs.open_clip)
+    @pytest.mark.parametrize(
+        ("function", "reason"),
+        [
+            (programs.open_clip, ""),
+            (programs.masked, "where"),
+            (programs.scaled_by_rows, "mul"),
+        ],
+    )
+    def test_reasons(self, function, reason):
+        compiled = Compiled(function)
         compiled(*programs.problem())
-        assert [choice for choice in compiled.choices if ONE_READ in choice]
+        choice = TWO_READS if reason else ONE_READ
+        assert sum(choice in found for found in compiled.choices) == 2
+        if reason:
+            details = [detail for site in compiled.sites for detail in site.details]
+            assert any(reason in detail and "in the same loops" in detail for detail in details)
 
     def test_small(self, monkeypatch):
         set_constants(monkeypatch, two_softmaxes_bytes=1 << 20)
         compiled = Compiled(programs.open_clip)
         compiled(*programs.problem())
-        assert ONE_READ not in str(compiled.choices)
+        assert any(TWO_READS in choice for choice in compiled.choices)
 
 
 def autocast(function):

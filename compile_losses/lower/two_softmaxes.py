@@ -30,7 +30,7 @@ from compile_losses.graphs import emit, erase_unused, replace_uses
 from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import nbytes_of
 from compile_losses.lower.decision import Decision
-from compile_losses.lower.decompose import Decomposition, decomposition_of
+from compile_losses.lower.decompose import decomposition_of
 from compile_losses.lower.early_parts import take_parts_early
 from compile_losses.lower.fused_calls import Loss
 from compile_losses.lower.known_factors import is_one_number
@@ -38,7 +38,7 @@ from compile_losses.lower.node_relations import filled_with, is_generated, is_tu
 from compile_losses.lower.product_gradients import hold_layout, scale_after_products
 from compile_losses.op_traits import ALIASES, CASTS, PRODUCTS, QUOTIENTS, RESHAPES
 from compile_losses.ops.checks import accumulation_type
-from compile_losses.sites import site_of
+from compile_losses.sites import in_words, site_of
 
 aten = torch.ops.aten
 fused = torch.ops.fused
@@ -46,7 +46,8 @@ fused = torch.ops.fused
 #: Losses that are a softmax of their input's second dimension.
 _LOSSES = ("cross_entropy", "cross_entropy_probabilities")
 
-ONE_READ = "one read by rows and columns"
+#: What is chosen for the losses of a matrix.
+ONE_READ, TWO_READS = "one read by rows and columns", "read by rows and by columns apart"
 
 #: Whether it divides, and the other operand.
 Scaling: TypeAlias = tuple[Any, Any]
@@ -97,34 +98,35 @@ def take_two_softmaxes(graph: AtenGraph) -> None:
 
 def _take(graph: AtenGraph, matrix: Matrix, losses: Sequence[Loss]) -> None:
     """Replaces the reductions of one matrix, or says at its losses why they stay."""
-    decompositions = [decomposition_of(loss) for loss in losses]
-    reason = _reason_against(matrix, decompositions)
-    if reason is not None:
-        return
     told = [(site_of(loss.forward), loss.name) for loss in losses]
+    reason = _reason_against(matrix)
+    if reason is not None:
+        graph.decisions += [Decision(*loss, TWO_READS, reason) for loss in told]
+        return
+    decompositions = list(filter(None, map(decomposition_of, losses)))
+    if len(decompositions) < len(losses):  # others read what it gives the backward
+        return
     for decomposition in decompositions:
-        assert decomposition is not None
         decomposition.apply()
     _replace(matrix, _softmaxes(graph)[matrix])
     if matrix.node.target is aten.mm.default:
         if matrix.scaling is not None:
             scale_after_products(matrix.node, *matrix.scaling)
         hold_layout(matrix.node)
-    for site, name in told:
-        reason = "softmaxes by rows and by columns read the same matrix"
-        graph.decisions.append(Decision(site, name, ONE_READ, reason))
+    graph.decisions += [Decision(*loss, ONE_READ, "softmaxes of one matrix") for loss in told]
 
 
-def _reason_against(matrix: Matrix, decompositions: Sequence[Decomposition | None]) -> str | None:
+def _reason_against(matrix: Matrix) -> str | None:
+    """Why the reductions of a matrix stay; None if a call replaces them."""
     value = matrix.node.meta["val"]
     if not implementations.has_kernels(value.device):
         return "there are no kernels"
-    if None in decompositions:
-        return "a loss can't be decomposed"
     if nbytes_of(value) < constants_of(value.device).two_softmaxes_bytes:
-        return "the matrix is small"
+        return "the matrix is small: calls would take longer than a read saves"
     if is_generated(matrix.node):
-        return "the matrix would have to be written for it"
+        return (
+            f"{in_words(matrix.node)} is computed in the same loops, and would have to be written"
+        )
     return None
 
 
