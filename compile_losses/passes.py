@@ -53,6 +53,7 @@ PASSES = (
         PLAN, "two_softmaxes", "softmaxes by rows and by columns of a matrix share one read of it"
     ),
     Pass(PLAN, "kernels", "each loss stays a kernel, with its gradient, or becomes torch's ops"),
+    Pass(PLAN, "product_gradients", "gradients of large products are written over these"),
     Pass(PLAN, "head_factors", "losses of a head take the known factors of their gradients"),
     Pass(PLAN, "one_weight", "heads of one weight make one gradient of it"),
     Pass(PLAN, "short_gradients", "gradients that torch reads fewer tensors for become its ops"),

@@ -55,6 +55,7 @@ from compile_losses.lower.node_relations import (
     is_fused_into_readers,
 )
 from compile_losses.lower.one_weight import join_heads
+from compile_losses.lower.product_gradients import overwrite_products
 from compile_losses.lower.regions import take_regions
 from compile_losses.lower.slow_paths import is_small, slow_path
 from compile_losses.lower.statistics import plan_statistics
@@ -309,6 +310,7 @@ _PIPELINE: Pipeline[AtenGraph] = Pipeline(
     regions=take_regions,
     two_softmaxes=take_two_softmaxes,
     kernels=_plan_kernels,
+    product_gradients=overwrite_products,
     head_factors=plan_linear,
     one_weight=join_heads,
     short_gradients=_decompose_short_backwards,

@@ -1,4 +1,4 @@
-"""Gradients through a product of matrices that one loop reads: written over it, scaled afterwards.
+"""Gradients through large products of matrices: written over them, and scaled afterwards.
 
 Of ``x = a @ b`` and ``y = x * scale`` autograd scales the gradient g of y, multiplies that by b and
 by a, and sums up ``g * x`` for the scale. Then g is read twice as a matrix of its own, and x lives
@@ -8,42 +8,91 @@ is ``sum((g @ b.T) * a)``. So g may be written over x.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
+from compile_losses.device_constants import constants_of
 from compile_losses.graphs import emit, erase_unused, move_before, replace_uses, retrace_views
+from compile_losses.lower.aten_graph import AtenGraph
+from compile_losses.lower.cost import nbytes_of
+from compile_losses.lower.early_parts import take_parts_early
+from compile_losses.lower.known_factors import is_one_number
 from compile_losses.lower.node_relations import is_generated, is_turned_matrix
-from compile_losses.op_traits import PRODUCTS, QUOTIENTS, TOTALS
+from compile_losses.op_traits import CASTS, PRODUCTS, QUOTIENTS, TOTALS
 from compile_losses.ops.checks import accumulation_type
 
 aten = torch.ops.aten
+fused = torch.ops.fused
 
 
-def scale_after_products(product: Node, divides: bool, factor: Any) -> None:
-    """Changes the gradients of one product of matrices that is scaled by one number.
-
-    Args:
-        product: the call of ``mm``.
-        divides: whether it is divided by the factor, or multiplied.
-        factor: a number, or a node that holds one.
-    """
-    if product.meta["val"].dtype == torch.float16:  # a gradient without its scale may underflow
-        return
-    for node in list(product.graph.nodes):
-        gradient = _scaled(node, divides, factor)
-        if gradient is None or _matrix_of(gradient)[0].meta["val"].shape not in _shapes(product):
+def overwrite_products(graph: AtenGraph) -> None:
+    """Changes the gradients of each large product of matrices that has a learned scale, or whose
+    softmaxes by rows and by columns one call reads."""
+    for product in graph.graph.find_nodes(op="call_function", target=aten.mm.default):
+        value = product.meta["val"]
+        large = nbytes_of(value) >= constants_of(value.device).two_softmaxes_bytes
+        if not large or product in graph.backward:
             continue
-        readers = _products_of(node)
-        if readers is not None:
-            for reader in readers:
-                _scale_after(reader, node, gradient, factor)
-            erase_unused([*node.users, node])
-    if isinstance(factor, Node) and not divides:
-        for node in list(product.users):
-            _sum_of_products(node, product)
+        sums = [(n, t) for n in _totals(graph) if (t := _terms_of(n)) and product in t.matrices]
+        # In float16 a gradient without its scale may underflow.
+        if sums and value.dtype != torch.float16:
+            for scaled in [node for node in graph.graph.nodes if node in graph.backward]:
+                _scale_after(scaled, product)
+            for total, terms in sums:
+                _sum_of_parts(total, terms, product)
+            take_parts_early(product)
+        if sums or any(user.target is fused.softmax_sums.default for user in product.users):
+            _hold_layout(product)
+
+
+def _totals(graph: AtenGraph) -> list[Node]:
+    nodes = (n for op in TOTALS for n in graph.graph.find_nodes(op="call_function", target=op))
+    return [n for n in nodes if n in graph.backward and n.meta["val"].numel() == 1]
+
+
+@dataclass
+class _Terms:
+    """Matrices and numbers that are multiplied element by element.
+
+    Attributes:
+        matrices: without casts.
+        numbers: an op for each, and its other operands.
+    """
+
+    matrices: list[Node] = field(default_factory=list)
+    numbers: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
+
+
+def _terms_of(total: Node) -> _Terms | None:
+    """What a sum of all elements is the sum of; None if that is no product of two matrices."""
+    terms, waiting = _Terms(), [total.args[0]]
+    while waiting:
+        node: Any = waiting.pop()
+        target = node.target
+        if target in CASTS:
+            waiting.append(node.args[0])
+        elif target is aten.neg.default:
+            terms.numbers.append((target, ()))
+            waiting.append(node.args[0])
+        elif target in (*PRODUCTS, *QUOTIENTS) and not node.kwargs:
+            left, right = node.args
+            if target in PRODUCTS and isinstance(left, Node) and is_one_number(left):
+                left, right = right, left
+            waiting.append(left)
+            if not isinstance(right, Node) or is_one_number(right):
+                terms.numbers.append((target, (right,)))
+            elif target in PRODUCTS:
+                waiting.append(right)
+            else:
+                return None
+        else:
+            terms.matrices.append(node)
+    is_pair = len(terms.matrices) == 2
+    return terms if is_pair and all(n.meta["val"].dim() == 2 for n in terms.matrices) else None
 
 
 def _shapes(product: Node) -> tuple[Any, Any]:
@@ -51,81 +100,82 @@ def _shapes(product: Node) -> tuple[Any, Any]:
     return shape, torch.Size(reversed(shape))
 
 
-def _scaled(node: Node, divides: bool, factor: Any) -> Node | None:
-    """What a node is the scaling of, by a factor."""
-    if node.target not in (QUOTIENTS if divides else PRODUCTS) or node.kwargs:
-        return None
-    left, right = node.args
-    if left is factor and not divides:
-        left, right = right, left
-    is_same = right is factor if isinstance(factor, Node) else right == factor
-    return left if is_same and isinstance(left, Node) else None
-
-
 def _matrix_of(node: Node) -> tuple[Node, bool]:
-    """What a node is a view of, and whether that is turned."""
+    """What a node is a view or cast of, and whether that is turned."""
     turned = False
-    while is_turned_matrix(node):
-        node, turned = node.args[0], not turned  # type: ignore[assignment]
+    while node.op == "call_function":
+        if is_turned_matrix(node):
+            turned = not turned
+        elif node.target not in CASTS:
+            break
+        node = node.args[0]  # type: ignore[assignment]
     return node, turned
 
 
-def _products_of(node: Node) -> list[Node] | None:
-    """The products of matrices that read a node, itself or turned; None if anything else does."""
+def _scale_after(scaled: Node, product: Node) -> None:
+    """Multiplies by a gradient that is not scaled yet, and scales the results.
+
+    Args:
+        scaled: is changed if it is the gradient of a product, scaled by one number.
+    """
+    if scaled.target not in (*PRODUCTS, *QUOTIENTS) or scaled.kwargs:
+        return
+    gradient, factor = scaled.args
+    if scaled.target in PRODUCTS and isinstance(gradient, Node) and is_one_number(gradient):
+        gradient, factor = factor, gradient
+    is_number = isinstance(factor, Node) and is_one_number(factor)
+    if not isinstance(gradient, Node) or not is_number:
+        return
+    if not isinstance(scaled.meta["val"], Tensor) or scaled.meta["val"].shape not in _shapes(
+        product
+    ):
+        return
+    parts = {part.call for part in _parts(product)}
+    readers = _products_of(scaled)
+    if not readers or not parts.issuperset(readers):
+        return
+    for reader in readers:
+        operand = _same_views(reader.args[0], scaled, gradient, reader)
+        result = emit(reader, aten.mm.default, (operand, reader.args[1]))
+        replace_uses(reader, emit(reader, scaled.target, (result, factor)))
+        erase_unused([reader])
+    erase_unused([*_views_of(scaled), scaled])
+
+
+def _views_of(node: Node) -> list[Node]:
+    """The views and casts of a node, the last first."""
     found = []
     for user in node.users:
-        if user.target is aten.mm.default:
+        if is_turned_matrix(user) or user.target in CASTS:
+            found += [*_views_of(user), user]
+    return found
+
+
+def _products_of(node: Node) -> list[Node] | None:
+    """The products of matrices whose first operand is a node, through views and casts; None if
+    anything else reads it."""
+    found: list[Node] = []
+    for user in node.users:
+        if user.target is aten.mm.default and user.args[0] is node:
             found.append(user)
-        elif is_turned_matrix(user) and all(u.target is aten.mm.default for u in user.users):
-            found += user.users
-        else:
+            continue
+        inner = _products_of(user) if user in _views_of(node) else None
+        if inner is None:
             return None
-    return list(dict.fromkeys(found)) or None
+        found += inner
+    return list(dict.fromkeys(found))
 
 
-def _scale_after(reader: Node, node: Node, gradient: Node, factor: Any) -> None:
-    """Multiplies by a gradient that is not scaled yet, and scales the product."""
-    operands = []
-    for operand in reader.args:
-        matrix, turned = _matrix_of(operand)  # type: ignore[arg-type]
-        if matrix is node:
-            operand = emit(reader, aten.permute.default, (gradient, [1, 0])) if turned else gradient
-        operands.append(operand)
-    result = emit(reader, aten.mm.default, operands)
-    replace_uses(reader, emit(reader, node.target, (result, factor)))
-    erase_unused([reader])
-
-
-def _sum_of_products(node: Node, product: Node) -> None:
-    """Computes the sum of a product and its gradient, the scale's gradient, of a smaller one."""
-    if node.target is not aten.mul.Tensor or len(node.users) != 1:
-        return
-    (total,) = node.users
-    if total.target not in TOTALS or total.meta["val"].numel() != 1:
-        return
-    left, right = node.args
-    gradient = _matrix_of(left if right is product else right)  # type: ignore[arg-type]
-    for part in _parts(product):
-        if (part.gradient, part.turned) == gradient and move_before([part.call], total):
-            break
-    else:
-        return
-    wide = accumulation_type(product.meta["val"].dtype)
-    cast = torch.ops.prims.convert_element_type.default
-    other = emit(total, aten.permute.default, (part.operand, [1, 0]))
-    operands = [
-        each if each.meta["val"].dtype == wide else emit(total, cast, (each, wide))
-        for each in (part.call, part.operand if part.is_of_first else other)
-    ]
-    terms = emit(total, aten.mul.Tensor, operands)
-    value = total.meta["val"]
-    result = emit(total, aten.sum.default, (terms,))
-    if value.dtype != wide:
-        result = emit(total, cast, (result, value.dtype))
-    if value.dim():
-        result = emit(total, aten.view.default, (result, list(value.shape)))
-    replace_uses(total, result)
-    erase_unused([total, node, other])
+def _same_views(view: Any, of: Node, source: Node, place: Node) -> Node:
+    """Makes of a node the same views and casts that another one is of a second."""
+    if view is of:
+        value = of.meta["val"]
+        if source.meta["val"].dtype == value.dtype:
+            return source
+        cast = torch.ops.prims.convert_element_type.default
+        return emit(place, cast, (source, value.dtype))
+    inner = _same_views(view.args[0], of, source, place)
+    return emit(place, view.target, (inner, *view.args[1:]), view.kwargs)
 
 
 @dataclass(frozen=True)
@@ -134,7 +184,7 @@ class _Part:
 
     Attributes:
         call: ``g @ b.T`` or ``g.T @ a``, the gradient of a, or of b turned.
-        gradient: what g is a view of.
+        gradient: what g is a view or cast of.
         turned: whether that is g turned.
         is_of_first: whether it is the gradient of a.
         operand: a or b, that of which it is the gradient.
@@ -158,12 +208,42 @@ def _parts(product: Node) -> list[_Part]:
             continue
         if second == (of_b[0], not of_b[1]):
             found.append(_Part(call, gradient, turned, True, a))  # type: ignore[arg-type]
-        elif second == of_a:
+        if second == of_a:
             found.append(_Part(call, gradient, not turned, False, b))  # type: ignore[arg-type]
     return found
 
 
-def hold_layout(product: Node) -> None:
+def _sum_of_parts(total: Node, terms: _Terms, product: Node) -> None:
+    """Computes the sum of a product and its gradient, the scale's gradient, of a smaller one."""
+    (other,) = [n for n in terms.matrices if n is not product] or [product]
+    gradient = _matrix_of(other)
+    for part in _parts(product):
+        if (part.gradient, part.turned) == gradient and move_before([part.call], total):
+            break
+    else:
+        return
+    wide = accumulation_type(product.meta["val"].dtype)
+    cast = torch.ops.prims.convert_element_type.default
+    operand = part.operand
+    if not part.is_of_first:
+        operand = emit(total, aten.permute.default, (operand, [1, 0]))
+    operands = [
+        each if each.meta["val"].dtype == wide else emit(total, cast, (each, wide))
+        for each in (part.call, operand)
+    ]
+    value = total.meta["val"]
+    result = emit(total, aten.sum.default, (emit(total, aten.mul.Tensor, operands),))
+    for op, others in terms.numbers:
+        result = emit(total, op, (result, *others))
+    if result.meta["val"].dtype != value.dtype:
+        result = emit(total, cast, (result, value.dtype))
+    if result.meta["val"].shape != value.shape:
+        result = emit(total, aten.view.default, (result, list(value.shape)))
+    replace_uses(total, result)
+    erase_unused([total])
+
+
+def _hold_layout(product: Node) -> None:
     """Has Inductor write the gradient of a product in the layout of the product, and so over it.
 
     The gradient may have a term that is computed of the product turned, and then the layout of the
@@ -175,15 +255,19 @@ def hold_layout(product: Node) -> None:
     # Other rows Inductor may pad.
     if any(s != 1 and s * value.element_size() % 16 for s in value.stride()):
         return
-    for gradient, turned in {(part.gradient, part.turned): None for part in _parts(product)}:
-        if not is_generated(gradient):
+    for part in _parts(product):
+        read: Any = part.call.args[0]
+        is_turned = is_turned_matrix(read)
+        gradient = read.args[0] if is_turned else read
+        is_made = is_generated(gradient) or gradient.target in CASTS
+        if not is_made or gradient.meta["val"].dtype != value.dtype:
             continue
         # Recorded strides say little: those of a sum are its first term's, which has changed.
-        like = value.t() if turned else value
+        like = value.t() if is_turned == part.is_of_first else value
         target = torch.ops.prims.inductor_force_stride_order.default
-        args = (gradient, list(like.stride()))
         with gradient.meta["val"].fake_mode:
-            fresh = torch.empty_like(like, dtype=gradient.meta["val"].dtype)
+            fresh = torch.empty_like(like)
+        args = (gradient, list(like.stride()))
         held = emit(gradient.next, target, args, like=gradient, value=fresh)
         replace_uses(gradient, held, but=held)
         retrace_views(held)

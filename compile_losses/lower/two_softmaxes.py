@@ -35,7 +35,6 @@ from compile_losses.lower.early_parts import take_parts_early
 from compile_losses.lower.fused_calls import Loss
 from compile_losses.lower.known_factors import is_one_number
 from compile_losses.lower.node_relations import filled_with, is_generated, is_turned_matrix
-from compile_losses.lower.product_gradients import hold_layout, scale_after_products
 from compile_losses.op_traits import ALIASES, CASTS, PRODUCTS, QUOTIENTS, RESHAPES
 from compile_losses.ops.checks import accumulation_type
 from compile_losses.sites import in_words, site_of
@@ -109,10 +108,6 @@ def _take(graph: AtenGraph, matrix: Matrix, losses: Sequence[Loss]) -> None:
     for decomposition in decompositions:
         decomposition.apply()
     _replace(matrix, _softmaxes(graph)[matrix])
-    if matrix.node.target is aten.mm.default:
-        if matrix.scaling is not None:
-            scale_after_products(matrix.node, *matrix.scaling)
-        hold_layout(matrix.node)
     graph.decisions += [Decision(*loss, ONE_READ, "softmaxes of one matrix") for loss in told]
 
 
