@@ -185,7 +185,7 @@ def of_later_steps(h, own, w, teacher, its, index, has, mask):
 
 #: Those that hold no logits without an option: the teacher's are multiplied once more at the
 #: classes that the draft has.
-BY_DEFAULT = (eagle_by_rows, of_a_sure_teacher)
+BY_DEFAULT = (eagle, eagle_by_rows, of_a_sure_teacher)
 
 
 def hard_and_soft_labels(h, own, w, teacher, its, index, has, mask):
@@ -199,7 +199,7 @@ def hard_and_soft_labels(h, own, w, teacher, its, index, has, mask):
 TAKEN = (
     *(total_variation, overlap, log_overlap, likely_and_overlapping, both_directions),
     *(of_two_teachers, without_infinities, without_infinities_in_reverse, skewed),
-    *(of_picked_logits, of_picked_columns, of_picked_weights, eagle),
+    *(of_picked_logits, of_picked_columns, of_picked_weights),
     *(of_first_classes, of_trained_picks, eagle_of_all_classes),
     *BY_DEFAULT,
 )

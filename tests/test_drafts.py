@@ -60,7 +60,8 @@ class TestPrograms:
         for each in results:
             if each[0] is not None:
                 assert_accurate(*each)
-        assert any(BY_CHUNKS in choice for choice in compiled.choices)
+        is_by_chunks = any(BY_CHUNKS in choice for choice in compiled.choices)
+        assert is_by_chunks != (function in programs.BY_DEFAULT)
 
     @pytest.mark.parametrize("function", programs.TAKEN)
     def test_gradients_are_made_in_the_forward(self, function):

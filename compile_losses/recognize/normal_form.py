@@ -324,8 +324,12 @@ def _number(factor: Any, value: Value, replay: AtenReplay) -> Any:
 def _weights(
     form: NormalForm, left: Value, right: Value, multiplies: bool, replay: AtenReplay
 ) -> list[NormalForm]:
-    """The forms of either factor as the body, with the other one as a weight."""
-    if not form.reduced or form.root.fake.dim() > 0 or "rounding_mode" in form.body.kwargs:
+    """The forms of either factor as the body, with the other one as a weight: of all elements, or
+    of each row whose classes are added up."""
+    if not form.reduced or "rounding_mode" in form.body.kwargs:
+        return []
+    added = sums_classes(form) if form.root.fake.dim() > 0 else ()
+    if added is None:
         return []
     forms = []
     pairs = [(left, right), (right, left)] if multiplies else [(left, right)]
@@ -341,6 +345,8 @@ def _weights(
             weight = compute(aten.unsqueeze.default, weight, 0)
         # A factor that enlarges the body would repeat the body's elements in the sum.
         if weight is None or not same_sizes(body.fake.shape, form.body.fake.shape):
+            continue
+        if any(weight.fake.shape[dim] != 1 for dim in added):
             continue
         if body.fake.is_floating_point() and weight.fake.is_floating_point():
             forms.append(replace(form, body=body, weights=(*form.weights, weight)))

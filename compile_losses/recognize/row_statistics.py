@@ -36,11 +36,12 @@ from compile_losses.ops.linear.row_statistics import (
     TOTAL,
     VARIANCE,
 )
-from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
+from compile_losses.recognize.aten_replay import AtenReplay, aten, compute, same_sizes
 from compile_losses.recognize.head import NotAbsorbedError
 from compile_losses.recognize.logits import logits_of
 from compile_losses.recognize.ranks import rank_of
 from compile_losses.recognize.row_views import (
+    VIEWS,
     RowIndexError,
     picks_of_gather,
     target_of_gather,
@@ -247,7 +248,7 @@ def _soft_targets(call: dict[str, Any], dim: int, replay: AtenReplay) -> Reading
     input, target = whole(call["input"]), whole(call["target"])
     if call["weight"] is not None or call["label_smoothing"] or has_gradient(target):
         return None
-    found = softmax_of(target, replay, logarithm=False)
+    found = softmax_of(_attached(target, replay), replay, logarithm=False)
     if found is None or found[1] != dim:
         return None
     reduction = call["reduction"]
@@ -256,6 +257,17 @@ def _soft_targets(call: dict[str, Any], dim: int, replay: AtenReplay) -> Reading
     divergence = Divergence("cross_entropy", 0.5, 1.0, found[0], reduction)
     what = "cross entropy with a teacher's probabilities"
     return Reading(input, dim, {DIVERGENCE: 1.0}, divergence=divergence, what=what)
+
+
+def _attached(target: Value, replay: AtenReplay) -> Value:
+    """A target without a gradient before it was detached, under views as well."""
+    target = replay.resolve(target)
+    if target.op is aten.detach.default:
+        return _attached(target.args[0], replay)
+    inner = _attached(target.args[0], replay) if target.op in VIEWS else None
+    if inner is None or inner is replay.resolve(target.args[0]):
+        return target
+    return compute(target.op, inner, *target.args[1:]) or target  # type: ignore[arg-type]
 
 
 def _divergence(node: Node, logits: Container[Node]) -> Reading | None:

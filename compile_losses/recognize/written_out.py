@@ -16,7 +16,7 @@ from compile_losses.library import DECLARED
 from compile_losses.op_traits import SCALINGS
 from compile_losses.ops.checks import REDUCTIONS
 from compile_losses.recognize.absorb import absorb
-from compile_losses.recognize.aten_replay import AtenReplay, aten, compute
+from compile_losses.recognize.aten_replay import AtenReplay, aten, compute, same_sizes
 from compile_losses.recognize.difference import find_difference
 from compile_losses.recognize.divergence import softmax_divergences
 from compile_losses.recognize.joined_calls import joined_calls
@@ -29,7 +29,13 @@ from compile_losses.recognize.left_out import (
 )
 from compile_losses.recognize.logistic import find_logistic
 from compile_losses.recognize.match import Decline, Match
-from compile_losses.recognize.normal_form import NormalForm, Written, added_forms, normal_forms
+from compile_losses.recognize.normal_form import (
+    NormalForm,
+    Written,
+    added_forms,
+    normal_forms,
+    sums_classes,
+)
 from compile_losses.recognize.probabilities import written_probabilities
 from compile_losses.recognize.softmax_algebra import SoftmaxAlgebra
 from compile_losses.recognize.symbolic_tensors import Value, example, sources, whole
@@ -143,6 +149,7 @@ class Recognizer:
         for written in written_probabilities(form, self.algebra):
             if written.op in DECLARED:
                 yield from self._probabilities(node, written)
+        yield from self._weighted_rows(node, form)
         if node in self._from_softmax:
             yield from self._without_infinities(node, form)
         for one, other in added_forms(form, self.replay):
@@ -152,6 +159,24 @@ class Recognizer:
                 yield from self._probabilities(node, written)
         if whole and not form.weights and form.body.whole:
             yield from self._calls(node, form)
+
+    def _weighted_rows(self, node: Node, form: NormalForm) -> Iterator[Match]:
+        """The losses of each row that are left of a form without a weight of each row, which stands
+        within the sum over the classes, as a mask does in EAGLE-3's loss."""
+        dims = sums_classes(form)
+        weight = _product(form.weights) if form.weights and form.root.fake.dim() else None
+        if dims is None or weight is None or weight.fake.dim() != form.body.fake.dim():
+            return
+        (dim,) = dims
+        weight = compute(aten.squeeze.dim, weight, dim) if weight.fake.shape[dim] == 1 else None
+        if weight is None or not same_sizes(weight.fake.shape, form.root.fake.shape):
+            return
+        for written in written_probabilities(replace(form, weights=()), self.algebra):
+            if written.op not in DECLARED or not written.each:
+                continue
+            for match in self._probabilities(node, written):
+                match.steps = [*match.steps, (aten.mul.Tensor, (weight,))]
+                yield match
 
     def _without_infinities(self, node: Node, form: NormalForm) -> Iterator[Match | Decline]:
         """The divergences that are left of a form without the terms of infinite logits."""
