@@ -104,6 +104,24 @@ def check_linear():
             )
 
 
+def two_depths(h, w, t):
+    """Heads of one weight, as multi-token prediction has them."""
+    one, two = (F.cross_entropy(F.linear(x, w), t) for x in (h, h.tanh()))
+    return one + two
+
+
+def check_heads_of_one_weight():
+    """Their gradients of the weight are those of one process, sharded by rows or by classes."""
+    tensors = [rand(ROWS, HIDDEN)[1:], rand(CLASSES, HIDDEN, seed=2), labels()[1:]]
+    rows, whole = Shard(0), Replicate()
+    for layouts in ([rows, whole, rows], [whole, rows, whole]):
+        torch._dynamo.reset()
+        with pytest.MonkeyPatch.context() as patch:
+            set_constants(patch, least_rows=1, logits_bytes=1)
+            compiled = torch.compile(two_depths, backend="compile_losses", fullgraph=True)
+            agree(two_depths, tensors, layouts, compiled)
+
+
 def log_probs_and_entropy(h, w, t):
     log_probs, entropy = linear_log_probs(
         h, w, t, temperature=0.7, softcap=4.0, return_entropy=True
