@@ -16,6 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
@@ -887,6 +888,39 @@ def config():
     assert isinstance(inductor.config.triton.cudagraphs, bool)
     for slot in (inductor.PRE_GRAD, inductor.JOINT, inductor.POST_GRAD):
         assert getattr(inductor.config, slot) is None
+
+
+@checks("inductor.InductorError")
+def inductor_error():
+    """What Inductor raises where it can't compile a graph."""
+    from torch._inductor.graph import GraphLowering
+
+    def refused(*args, **kwargs):
+        raise ValueError("refused")
+
+    with pytest.MonkeyPatch.context() as patch, fresh_cache():
+        patch.setattr(GraphLowering, "call_function", refused)
+        with pytest.raises(inductor.InductorError, match="refused"):
+            torch.compile(lambda x: x.sin() + 0.125)(torch.randn(3))
+
+
+@checks("inductor.store_in_place")
+def a_store_in_place():
+    """The values are in the buffer, and not in memory of their own."""
+    from torch._inductor.utils import run_and_get_code
+
+    inductor.store_in_place(torch.ops.fused.write_over.default)
+
+    def written(x, w):
+        made = x @ w
+        torch.ops.fused.write_over(made, made * 2)
+        return made
+
+    x, w = torch.randn(8, 8), torch.randn(8, 8)
+    with fresh_cache(), torch.no_grad():
+        found, (code, *_) = run_and_get_code(torch.compile(written), x, w)
+    torch.testing.assert_close(found, x @ w * 2)
+    assert "fused.write_over" not in code
 
 
 @checks("inductor.list_options")
