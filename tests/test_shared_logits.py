@@ -233,18 +233,21 @@ def test_drawn_functions(seed):
     assert len(check(step, inputs)) == 1
 
 
-def test_each_reason_once():
+@pytest.mark.parametrize(
+    ("reader", "why"), [("median", "needs the logits"), ("std", "has a gradient")]
+)
+def test_each_reason_once(reader, why):
     """Readers of logits that stay: the reason says who needs them, with the line, and once."""
 
     def step(h, w, labels, *_):
         logits = logits_of(h, w)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         second = F.cross_entropy(logits.flatten(0, 1), labels.clamp(min=0).flatten())
-        return loss + second + entropy_of(logits).mean(), logits.std()
+        return loss + second + entropy_of(logits).mean(), getattr(logits, reader)()
 
     compiled, inputs = Compiled(step), problem()
     torch.testing.assert_close(outcome(compiled, inputs), outcome(step, inputs))
-    line = f"std ({shorten(__file__)}:{step.__code__.co_firstlineno + 4}) needs the logits"
+    line = f"{reader} ({shorten(__file__)}:{step.__code__.co_firstlineno + 4}) {why}"
     losses = [site for site in compiled.sites if site.op == "cross_entropy"]
     assert len(losses) == 2
     for site in losses:
