@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -163,7 +163,7 @@ def run(arguments: argparse.Namespace) -> int:
         if "ratio" in found:
             ratios.setdefault(cell.layer, []).append(float(found["ratio"]))
         known = {**common, "loss": cell.loss, "dtype": cell.dtype, "shape": cell.shape, **found}
-        row = Row(**{field.name: known.get(field.name, "") for field in fields(Row)})
+        row = report.row_of(Row, known)
         table[row.key] = row
         columns = (row.stock_ms, row.ours_ms, row.ratio, row.of_floor, row.stock_peak_mib,
                    row.ours_peak_mib)  # fmt: skip

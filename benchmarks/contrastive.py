@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import linear_steps, report
-from benchmarks.clock import Call, Clock, peak_mib, range_of, ratio_of, time_in_turns
+from benchmarks.clock import Call, Clock
 from benchmarks.contenders import version_of
 from benchmarks.options import DTYPES, add_options, provenance
 from benchmarks.workers import Figures, Worker, all_figures
@@ -238,21 +237,12 @@ def measure(
 ) -> dict[str, dict[str, str]]:
     """The figures of the contenders, in their order."""
     builders = {name: partial(_compiled, problem, name) for name in names}
-    steps, reasons = linear_steps.checked(builders, problem.errors, problem.allowed)
-    found = {name: {"reason": reasons[name]} for name in names}
-    ready = {name: partial(problem.next_call, step) for name, step in steps.items()}
-    times = dict(zip(ready, time_in_turns(list(ready.values()), clock, budget_s), strict=True))
-    for index, (name, samples) in enumerate(times.items()):
-        found[name] |= clock.conditions(index)
-        if "stock" in times:
-            found[name]["ratio"] = f"{ratio_of(times['stock'], samples):.3f}"
-            found[name]["range"] = range_of(times["stock"], samples)
-        found[name]["ms"] = f"{statistics.median(samples):.4g}"
-        found[name]["peak_mib"] = f"{peak_mib(ready[name], clock):.0f}"
+
+    def plan(name: str) -> str | None:
         options = CONTENDERS[name]
-        if options is not None:
-            found[name]["plan"] = _plan(problem, options)
-    return found
+        return None if options is None else _plan(problem, options)
+
+    return linear_steps.figures_of(builders, problem, problem.allowed, clock, budget_s, plan)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -274,7 +264,7 @@ def run(arguments: argparse.Namespace) -> int:
                     ),
                     **found[name],
                 }
-                row = Row(**{field.name: known.get(field.name, "") for field in fields(Row)})
+                row = report.row_of(Row, known)
                 table[row.key] = row
                 broken |= name.startswith("ours") and bool(row.reason)
                 print(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -288,7 +288,7 @@ def run(arguments: argparse.Namespace) -> int:
                 size = "x".join(map(str, problem.shape))
                 shape = f"{size} behind {problem.criterion.features}" if behind else size
                 known = {**common, "loss": loss, "dtype": dtype, "shape": shape, **found}
-                row = Row(**{field.name: known.get(field.name, "") for field in fields(Row)})
+                row = report.row_of(Row, known)
                 table[row.key] = row
                 columns = (row.stock_ms, row.ours_ms, row.ratio, row.floor_ms, row.of_floor,
                            row.stock_peak_mib, row.ours_peak_mib)  # fmt: skip

@@ -13,7 +13,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -360,7 +360,7 @@ def run(arguments: argparse.Namespace) -> int:
             failed += "ratio" not in found
             size = "x".join(map(str, shape))
             known = {**common, "loss": loss, "dtype": dtype, "shape": size, **found}
-            row = Row(**{field.name: known.get(field.name, "") for field in fields(Row)})
+            row = report.row_of(Row, known)
             table[row.key] = row
             measured_now.append(row)
             columns = (row.stock_ms, row.ours_ms, row.max_autotune_ms, row.ratio,

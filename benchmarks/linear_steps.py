@@ -195,6 +195,39 @@ def measured(
     return list(rows.values())
 
 
+def figures_of(
+    builders: Mapping[str, Callable[[], Loss]],
+    problem: Any,
+    allowed: Sequence[float],
+    clock: Clock,
+    budget_s: float,
+    plan: Callable[[str], str | None],
+) -> dict[str, dict[str, str]]:
+    """Columns with the figures of some contenders, in their order, by their names.
+
+    Args:
+        builders, problem, allowed: as for :func:`measured`; the contender named stock is stock.
+        plan: what the report says of a contender; None of one that has no report.
+    """
+    steps, reasons = checked(builders, problem.errors, allowed)
+    found = {name: {"reason": reasons[name]} for name in builders}
+    ready = {name: partial(problem.next_call, step) for name, step in steps.items()}
+    times = dict(zip(ready, time_in_turns(list(ready.values()), clock, budget_s), strict=True))
+    for index, (name, samples) in enumerate(times.items()):
+        found[name] |= clock.conditions(index)
+        if "stock" in times:
+            found[name]["ratio"] = f"{ratio_of(times['stock'], samples):.3f}"
+            found[name]["range"] = range_of(times["stock"], samples)
+        found[name] |= {
+            "ms": f"{statistics.median(samples):.4g}",
+            "peak_mib": f"{peak_mib(ready[name], clock):.0f}",
+        }
+        planned = plan(name)
+        if planned is not None:
+            found[name]["plan"] = planned
+    return found
+
+
 def peak_beside(next_call: NextCall, gradients: Iterable[Tensor], clock: Clock) -> float:
     """The peak memory of a step above the memory in use before, less the gradients it returns.
 

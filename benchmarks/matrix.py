@@ -14,7 +14,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -209,7 +209,7 @@ def run(arguments: argparse.Namespace) -> int:
             failed += "ratio" not in figures
             loss, head, dtype, mode = cell
             known = {**common, "loss": loss, "head": head, "dtype": dtype, "mode": mode, **figures}
-            row = Row(**{field.name: known.get(field.name, "") for field in fields(Row)})
+            row = report.row_of(Row, known)
             rows[row.key] = row
             print(
                 f"{' / '.join(cell):<58}{row.stock_ms:>9}{row.ours_ms:>9}{row.ratio:>7}"

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,6 +95,11 @@ def make_row(
         contender_version=result.contender.version,
         commit=commit,
     )
+
+
+def row_of(kind: type[AnyRow], known: Mapping[str, str]) -> AnyRow:
+    """A row with what is known; its other fields are empty."""
+    return kind(**{field.name: known.get(field.name, "") for field in fields(kind)})
 
 
 def names_of(kind: type[Any]) -> list[str]:

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import linear_steps, plots, report
-from benchmarks.clock import Call, Clock, peak_mib, range_of, ratio_of, time_in_turns
+from benchmarks.clock import Call, Clock
 from benchmarks.contenders import UnavailableError, version_of
 from benchmarks.linear_steps import Shape
 from benchmarks.options import DTYPES, add_options, provenance
@@ -378,24 +377,14 @@ def measure(
 ) -> dict[str, dict[str, str]]:
     """The figures of the contenders, in their order."""
     allowed = linear_steps.allowed_errors(problem.errors(problem.eager), problem.hidden.dtype)
-    steps, reasons = linear_steps.checked(
-        {name: partial(BUILDERS[name][0], problem) for name in names}, problem.errors, allowed
-    )
-    found = {name: {"reason": reasons[name]} for name in names}
-    ready = {name: partial(problem.next_call, step) for name, step in steps.items()}
-    times = dict(zip(ready, time_in_turns(list(ready.values()), clock, budget_s), strict=True))
-    for index, (name, samples) in enumerate(times.items()):
-        found[name] |= clock.conditions(index)
-        if "stock" in times:
-            found[name]["ratio"] = f"{ratio_of(times['stock'], samples):.3f}"
-            found[name]["range"] = range_of(times["stock"], samples)
-        found[name] |= {
-            "ms": f"{statistics.median(samples):.4g}",
-            "peak_mib": f"{peak_mib(ready[name], clock):.0f}",
-        }
-        if name in ("ours", "ours_memory"):
-            found[name]["plan"] = _plan(problem, {"prefer_memory": name == "ours_memory"})
-    return found
+    builders = {name: partial(BUILDERS[name][0], problem) for name in names}
+
+    def plan(name: str) -> str | None:
+        if name not in ("ours", "ours_memory"):
+            return None
+        return _plan(problem, {"prefer_memory": name == "ours_memory"})
+
+    return linear_steps.figures_of(builders, problem, allowed, clock, budget_s, plan)
 
 
 def _draw(rows: list[Row], path: Path) -> None:
@@ -451,7 +440,7 @@ def run(arguments: argparse.Namespace) -> int:
                     "contender_version": version_of(BUILDERS[name][1]),
                     **found[name],
                 }
-                row = Row(**{field.name: known.get(field.name, "") for field in fields(Row)})
+                row = report.row_of(Row, known)
                 if row.reason.startswith("not run"):
                     continue
                 table[row.key] = row
