@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch.fx import GraphModule
 
 from compile_losses import passes, switches
-from compile_losses.guard import Failure, attempt, failure_of, strict_by_default, warn_of
+from compile_losses.guard import Failure, attempt, failure_of, is_strict, warn_of
 from compile_losses.inductor_passes import LOWERING, told, users_passes
 from compile_losses.known_heads import doors
 from compile_losses.lazy import Compiled, open_lazy_inputs, plain, return_lazily
@@ -133,21 +133,22 @@ def rewritten(
             before.append(Graphs(gm.graph, gm))
             return _prepared(gm, example_inputs, settings, compiled)
 
-        prepared = attempt(prepare, strict=settings.strict)
-        if isinstance(prepared, Failure):
+        def put_back(failure: Failure) -> _Prepared:
             for graphs in before:
                 graphs.restore()
-            prepared = _as_torch_has_it(gm, example_inputs, prepared, compiled)
+            return _as_torch_has_it(gm, example_inputs, failure, compiled)
+
+        prepared = attempt(prepare, strict=settings.strict)
+        if isinstance(prepared, Failure):
+            prepared = put_back(prepared)
         graph, examples, function = prepared
         try:
             made.append(inner(graph, examples))
         except InductorError as error:
-            if strict_by_default() if settings.strict is None else settings.strict:
+            if is_strict(settings.strict):
                 raise
-            for graphs in before:
-                graphs.restore()
             failure = failure_of(error)
-            graph, examples, function = _as_torch_has_it(gm, example_inputs, failure, compiled)
+            graph, examples, function = put_back(failure)
             with switches.without_passes():
                 made.append(inner(graph, examples))  # raises if torch can't compile it either
             warn_of(failure)

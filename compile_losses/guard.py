@@ -32,9 +32,9 @@ class Failure:
     reason: str
 
 
-def strict_by_default() -> bool:
-    """Whether COMPILE_LOSSES_STRICT=1 is in the environment."""
-    return is_set("COMPILE_LOSSES_STRICT")
+def is_strict(given: bool | None = None) -> bool:
+    """Whether failures are raised; by default if COMPILE_LOSSES_STRICT=1 is in the environment."""
+    return is_set("COMPILE_LOSSES_STRICT") if given is None else given
 
 
 def attempt(
@@ -56,7 +56,7 @@ def attempt(
         if is_restart(error):
             raise
         failure = failure_of(error)
-        if strict_by_default() if strict is None else strict:
+        if is_strict(strict):
             raise
         if warns:
             warn_of(failure)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compile_losses import switches
-from compile_losses.guard import strict_by_default
+from compile_losses.guard import is_strict
 from compile_losses.switches import ELEMENTWISE
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Request:
             switches.chosen() if losses is None else losses,
             given(prefer_memory, "COMPILE_LOSSES_PREFER_MEMORY"),
             given(verify, "COMPILE_LOSSES_VERIFY"),
-            strict_by_default() if strict is None else strict,
+            is_strict(strict),
             lowers,
             lazily,
         )
