@@ -154,11 +154,8 @@ class _Statistics(_Losses):
         variance = None
         if named["variance"]:
             of_rows, _ = _capped(node, logits, named["softcap"])
-            convert, dtype = (
-                torch.ops.prims.convert_element_type.default,
-                self.stats.meta["val"].dtype,
-            )
-            wide = emit(node, convert, (of_rows, dtype))
+            cast = torch.ops.prims.convert_element_type.default
+            wide = emit(node, cast, (of_rows, self.stats.meta["val"].dtype))
             variance = emit(node, aten.var.correction, (wide, [1]), {"correction": 0})
         numbers = _numbers(node, logits, named)
         more = (loss, log_probs, log_squares, variance, *numbers)

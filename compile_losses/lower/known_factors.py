@@ -76,6 +76,17 @@ def is_one_number(node: Node) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and has_one_element(value)
 
 
+def scaling_of(node: Node) -> tuple[Any, Any] | None:
+    """The operands of a product or a quotient, a number last if one of a product's is one; None of
+    another node."""
+    if node.target not in (*PRODUCTS, *QUOTIENTS) or node.kwargs:
+        return None
+    first, second = node.args
+    if node.target in PRODUCTS and isinstance(first, Node) and is_one_number(first):
+        first, second = second, first
+    return first, second
+
+
 def has_one_element(value: Tensor) -> bool:
     """Whether a tensor is known to hold one number, in any number of dimensions."""
     return all(isinstance(size, int) and size == 1 for size in value.shape)

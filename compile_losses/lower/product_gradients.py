@@ -20,9 +20,9 @@ from compile_losses.graphs import emit, erase_unused, move_before, replace_uses,
 from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import nbytes_of
 from compile_losses.lower.early_parts import take_parts_early
-from compile_losses.lower.known_factors import is_one_number
+from compile_losses.lower.known_factors import is_one_number, scaling_of
 from compile_losses.lower.node_relations import is_generated, is_turned_matrix
-from compile_losses.op_traits import CASTS, PRODUCTS, QUOTIENTS, TOTALS
+from compile_losses.op_traits import CASTS, PRODUCTS, TOTALS
 from compile_losses.ops.checks import accumulation_type
 
 aten = torch.ops.aten
@@ -78,10 +78,8 @@ def _terms_of(total: Node) -> _Terms | None:
         elif target is aten.neg.default:
             terms.numbers.append((target, ()))
             waiting.append(node.args[0])
-        elif target in (*PRODUCTS, *QUOTIENTS) and not node.kwargs:
-            left, right = node.args
-            if target in PRODUCTS and isinstance(left, Node) and is_one_number(left):
-                left, right = right, left
+        elif (operands := scaling_of(node)) is not None:
+            left, right = operands
             waiting.append(left)
             if not isinstance(right, Node) or is_one_number(right):
                 terms.numbers.append((target, (right,)))
@@ -118,11 +116,10 @@ def _scale_after(scaled: Node, product: Node) -> None:
     Args:
         scaled: is changed if it is the gradient of a product, scaled by one number.
     """
-    if scaled.target not in (*PRODUCTS, *QUOTIENTS) or scaled.kwargs:
+    operands = scaling_of(scaled)
+    if operands is None:
         return
-    gradient, factor = scaled.args
-    if scaled.target in PRODUCTS and isinstance(gradient, Node) and is_one_number(gradient):
-        gradient, factor = factor, gradient
+    gradient, factor = operands
     is_number = isinstance(factor, Node) and is_one_number(factor)
     if not isinstance(gradient, Node) or not is_number:
         return

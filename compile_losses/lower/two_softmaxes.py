@@ -33,9 +33,9 @@ from compile_losses.lower.decision import Decision
 from compile_losses.lower.decompose import decomposition_of
 from compile_losses.lower.early_parts import take_parts_early
 from compile_losses.lower.fused_calls import Loss
-from compile_losses.lower.known_factors import is_one_number
+from compile_losses.lower.known_factors import is_one_number, scaling_of
 from compile_losses.lower.node_relations import filled_with, is_generated, is_turned_matrix
-from compile_losses.op_traits import ALIASES, CASTS, PRODUCTS, QUOTIENTS, RESHAPES
+from compile_losses.op_traits import ALIASES, CASTS, QUOTIENTS, RESHAPES
 from compile_losses.ops.checks import accumulation_type
 from compile_losses.sites import in_words, site_of
 
@@ -136,10 +136,8 @@ def matrix_of(node: Node) -> tuple[Matrix, bool] | None:
                 break
         elif is_turned_matrix(node):
             turned = not turned
-        elif target in (*PRODUCTS, *QUOTIENTS) and scaling is None and not node.kwargs:
-            factor = node.args[1]
-            if target in PRODUCTS and isinstance(source, Node) and is_one_number(source):
-                source, factor = factor, source
+        elif scaling is None and (operands := scaling_of(node)) is not None:
+            source, factor = operands
             if not isinstance(source, Node) or not _is_factor(factor, source):
                 break
             scaling = (target in QUOTIENTS, factor)
