@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from compile_losses import implementations
 from compile_losses.graphs import GIVEN_AS, emit, move_before, replace
 from compile_losses.lower.argument_layouts import accept_layouts, leave_unpadded
 from compile_losses.lower.aten_graph import AtenGraph
@@ -182,7 +183,10 @@ def _scale(node: Node, donated: Collection[int]) -> Decision:
     given, site = node.meta.get(GIVEN_AS), site_of(node)
     if reason is not None:
         choice = "scale in a new buffer"
-    elif is_fused_into_readers(node):
+    elif is_fused_into_readers(node) or (
+        # Inductor's loop writes over a donated buffer as well, and torch's ops would read it twice.
+        index in donated and not implementations.has_kernels(node.meta["val"].device)
+    ):
         choice = "scale fused"
     elif index in donated:
         choice = "scale in place"

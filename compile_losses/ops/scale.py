@@ -45,6 +45,9 @@ def scale_body(_: None, grad: Tensor, factor: Tensor) -> None:
         return
     dtype = accumulation_type(grad.dtype)
     multiplier = factor.reshape(()).to(dtype)
+    if dtype == grad.dtype:
+        grad.mul_(multiplier)
+        return
     for block in blocks(grad.shape, grad.device):
         part = block(grad)
         part.copy_(part.to(dtype) * multiplier)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from compile_losses import implementations
 from compile_losses.lower.gradient_in_forward import SAVED
 from tests.corpus.capture import inputs_for, put_in_place
 from tests.passes.graphs import aten, fused, of_aten, one, text
@@ -142,6 +143,14 @@ def test_scale_that_is_fused():
     gm, choices = check(backward, *weights((ROWS, CLASSES)), torch.tensor(2.0), donated=(0,))
     assert choices == ["scale fused"]
     assert text(gm.graph).startswith("mul_tensor = aten.mul.Tensor(g_1, tangents_1_1)")
+
+
+def test_scale_without_kernels(monkeypatch):
+    monkeypatch.setattr(implementations, "has_kernels", lambda device: False)
+    gm, choices = check(scaled, *weights((ROWS, CLASSES)), torch.tensor(2.0), donated=(0,))
+    assert choices == ["scale fused"]
+    assert "aten.mul.Tensor" in text(gm.graph)
+    assert "fused.scale" not in text(gm.graph)
 
 
 def test_a_factor_of_another_dtype():
