@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import compile_losses
-from compile_losses import switches
+from compile_losses import implementations, switches
 from compile_losses.linear import linear_log_probs
 from compile_losses.ops import linear_row_statistics
 from compile_losses.ops.linear import matrix_products
@@ -132,7 +132,17 @@ def of_cross_entropy(hidden, weight, target):
     return torch.ops.fused.linear_cross_entropy(hidden, weight, target, reduction=0)
 
 
+def test_warning_without_kernels(batch_invariant, monkeypatch):
+    monkeypatch.setattr(implementations, "has_kernels", lambda device: False)
+    matrix_products._warn_of_sums.cache_clear()
+    hidden = torch.empty(4, 8, device="meta")
+    with pytest.warns(UserWarning, match="expected kernels for meta, and there are none"):
+        layout = matrix_products._layout(hidden, 4)
+    assert layout.piece == matrix_products.PIECE
+
+
 @pytest.mark.gpu
+@pytest.mark.kernels
 @pytest.mark.parametrize("loss", [forward, of_cross_entropy])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(

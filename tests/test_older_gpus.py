@@ -11,7 +11,7 @@ import pytest
 
 from tests import ROOT
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.kernels]
 
 #: Prints the names of the kernels that compute a cross entropy with its gradient.
 KERNELS = """

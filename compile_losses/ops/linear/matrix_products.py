@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compile_losses import switches
+from compile_losses import implementations, switches
 from compile_losses.device_constants import constants_of
 from compile_losses.torch_internals.ops import has_kernel, key_of_device
 
@@ -94,8 +95,20 @@ def _layout(input: Tensor, count: int) -> Layout:
         return Layout(1 if few and not switches.is_batch_invariant() else ROWS_ALIKE)
     if not switches.is_batch_invariant():
         return Layout()
+    if not implementations.has_kernels(input.device):
+        _warn_of_sums(input.device.type)
     # Kernels read a row in another order if it begins elsewhere between two boundaries.
     return Layout(PIECE, PIECE, 16 // input.element_size())
+
+
+@functools.cache
+def _warn_of_sums(device_type: str) -> None:
+    """Once for each device type: torch's reductions choose their order by the number of rows."""
+    warnings.warn(
+        f"batch_invariant: expected kernels for {device_type}, and there are none. The products of "
+        "a head are the same bits in every batch, but torch's sums over classes may not be",
+        stacklevel=2,
+    )
 
 
 def parts_of(chunk: Chunk, part: int) -> Iterator[tuple[slice, Tensor]]:
@@ -185,7 +198,7 @@ class Gradients:
         self.bias_sum = linear_weight.new_zeros(classes if self.needs_bias else 0, dtype=dtype)
         self.starts = True
 
-    @cached_property
+    @functools.cached_property
     def weight(self) -> Tensor:
         """The sum that is the weight's gradient, or is rounded to it.
 
