@@ -70,6 +70,16 @@ def nnunet_dice_and_cross_entropy(x: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(x, target[:, 0]) + nnunet_dice(x, target)
 
 
+def smp_dice(x: Tensor, target: Tensor) -> Tensor:
+    """segmentation_models_pytorch's ``DiceLoss(mode="multiclass")``, over batch and places."""
+    p = x.log_softmax(1).exp().flatten(2)
+    t = F.one_hot(target.flatten(1), x.shape[1]).permute(0, 2, 1).type_as(p)
+    found, true = p.sum((0, 2)), t.sum((0, 2))
+    shared = (found + true - torch.linalg.vector_norm(p - t, ord=1, dim=(0, 2))) / 2
+    score = shared / (0.5 * (found + true)).clamp_min(1e-7)
+    return ((1 - score) * (true > 0)).mean()
+
+
 def kornia_focal(x: Tensor, target: Tensor) -> Tensor:
     """kornia's ``focal_loss`` with gamma 2."""
     weight = torch.pow(1.0 - x.softmax(1), 2.0)
@@ -136,6 +146,7 @@ CRITERIA = {
         Criterion(monai_dice_sigmoid, 1, "binary", _VOLUMES, 32),
         Criterion(nnunet_dice, 1, "classes of 1", _VOLUMES, 32),
         Criterion(nnunet_dice_and_cross_entropy, 1, "classes of 1", _VOLUMES, 32),
+        Criterion(smp_dice, 1, "classes", _IMAGES, 64),
         Criterion(kornia_focal, 1, "classes", _IMAGES, 64),
         Criterion(focal_of_cross_entropy, 1, "classes", _IMAGES, 64),
         Criterion(smp_focal, 1, "classes", _IMAGES, 64),
