@@ -80,7 +80,24 @@ PICKS = {
     "then a slice": lambda x: x[MASK][1:-1],
     "twice": lambda x: x[MASK][PLACES],
     "none": lambda x: x[MASK & False],
+    "masked_select": lambda x: selected(x, MASK[:, None]),
+    "masked_select, expanded": lambda x: selected(x, MASK[:, None].expand_as(x)),
+    "masked_select, broadcast": lambda x: selected(x.view(4, 6, CLASSES), MASK[:6, None]),
+    "masked_select, all rows of some": lambda x: selected(
+        x.view(4, 6, CLASSES), MASK[:4, None, None]
+    ),
+    "masked_select of a slice": lambda x: selected(x.view(4, 6, CLASSES)[:, 1:], MASK[1:6, None]),
+    "masked_select, picked": lambda x: selected(x, MASK[:, None])[PLACES],
+    "masked_select of none": lambda x: selected(x, MASK[:, None] & False),
+    "masked_select, its size a number": lambda x: x.masked_select(MASK[:, None]).view(
+        int(MASK.sum()), CLASSES
+    ),
+    "mask of elements, expanded": lambda x: x[MASK[:, None].expand_as(x)].view(-1, CLASSES),
 }
+
+
+def selected(x, mask):
+    return x.masked_select(mask).view(-1, CLASSES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,6 +122,15 @@ OTHERS = {
     "elements": lambda x: x[x > 0],
     "one number": lambda x: x[PLACES, PLACES],
     "rows and classes": lambda x: x[MASK][:, PLACES],
+    "elements, the same of each row": lambda x: x.masked_select(
+        MASK[:, None].expand_as(x).contiguous()
+    ),
+    "elements, selected": lambda x: x.masked_select(x > 0),
+    "selected of classes": lambda x: x.masked_select(torch.arange(CLASSES) % 2 == 0),
+    "selected by one number": lambda x: x.masked_select(torch.tensor(data=True)),
+    "selected of more dimensions": lambda x: x.masked_select(MASK[:2, None, None]),
+    "selected of rows that are repeated": lambda x: x[:1].masked_select(MASK[:, None]),
+    "selected by a mask of a row's class": lambda x: x[:, :1].masked_select(MASK[:, None]),
     "read before": lambda x: x[MASK] * (x.sum() > -1e9),
 }
 
@@ -186,14 +212,15 @@ def test_gradients_that_are_asked_for(name, asked):
     same(program)
 
 
-def test_numbers_of_rows_that_change():
+@pytest.mark.parametrize("pick", [torch.Tensor.__getitem__, lambda x, m: selected(x, m[:, None])])
+def test_numbers_of_rows_that_change(pick):
     compiled = lazily(head), lazily(loss)
     for rows in (5, 17, 11):
         h, w = leaves()
         mask = torch.arange(ROWS) < rows
         values = []
         for first, second in (compiled, (head, loss)):
-            picked = first(h, w)[mask]
+            picked = pick(first(h, w), mask)
             value = second(picked, labels(rows))
             values.append([value, *torch.autograd.grad(value, [h, w])])
         torch.testing.assert_close(*values)

@@ -81,4 +81,19 @@ def test_selected_logits():
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         (site,) = compile_losses.explain(selected_logits, *problem(24, torch.float32)).losses
     assert "masked_select picks single logits" in site.reason
-    assert "logits[mask] breaks the graph, and lazy_logits takes it" in site.reason
+    assert "the graph breaks there, and lazy_logits takes them with their layer" in site.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lazy_logits(dtype):
+    """As the reason says."""
+    options = {"lazy_logits": True}
+    compiled = torch.compile(selected_logits, backend="compile_losses", options=options)
+    close = {} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 3e-3}
+    for rows in (24, 36, 48):
+        given = problem(rows, dtype)
+        (site,) = compile_losses.explain(compiled, *given).losses
+        assert (site.op, site.status) == ("linear_cross_entropy", "rewritten")
+        torch.testing.assert_close(
+            outcome(compiled, given), outcome(selected_logits, given), **close
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -114,11 +115,14 @@ def picked(head: Head, steps: tuple[Step, ...]) -> tuple[Head, tuple[Step, ...]]
         does not leave the classes whole and last.
     """
     input, rest = head.input, []
-    for step in steps:
+    for step, following in pairwise((*steps, None)):
+        assert step is not None
         op, args, _ = step
         if op in COPIES:
             rest.append(step)
             continue
+        if op in RESHAPES and following is not None and following[0] in RESHAPES:
+            continue  # what it merges may be split again
         moved = _moved(input, op, args, head.classes)
         if moved is None:
             return None

@@ -101,6 +101,34 @@ class Picked:
     origin: Head | None
 
 
+def mask_of_rows(lazy: Any, func: Any, args: tuple[Any, ...]) -> Tensor | None:
+    """The mask of rows by which an op takes the elements of some rows, all classes of each.
+
+    Args:
+        lazy: a lazy tensor of [..., classes].
+        args: of the op, after the tensor.
+
+    Returns:
+        A mask of [...]. None if the op does something else, or if its mask has an element for each
+        class: whether these are equal is not looked at. A mask that is expanded has one element.
+    """
+    is_selected = func is aten.masked_select.default
+    if not is_selected and (func is not aten.index.Tensor or len(args[0]) != 1):
+        return None
+    (mask,) = args if is_selected else args[0]
+    if type(mask) is not Tensor or mask.dtype != torch.bool or not 0 < mask.dim() <= lazy.dim():
+        return None
+    if mask.device != lazy.device or not (is_selected or mask.shape == lazy.shape):
+        return None
+    *rows, classes = lazy.shape
+    if mask.shape[-1] != 1 and (mask.stride(-1) != 0 or mask.shape[-1] != classes):
+        return None
+    mask = mask[..., 0]
+    sizes = rows[len(rows) - mask.dim() :]
+    is_broadcast = all(size in (1, of) for size, of in zip(mask.shape, sizes, strict=True))
+    return mask.expand(rows) if is_broadcast else None
+
+
 def picked_rows(lazy: Any, func: Any, args: tuple[Any, ...], is_recorded: bool) -> Picked | None:
     """The rows that an op takes of a lazy tensor; None if it does something else.
 

@@ -14,7 +14,7 @@ from compile_losses.lazy.head import COPIES, Head, Step, apply
 from compile_losses.lazy.memory import Memory
 from compile_losses.lazy.methods import Methods
 from compile_losses.lazy.path import Path, nodes_to_head
-from compile_losses.lazy.rows import by_row, few_rows, picked_rows
+from compile_losses.lazy.rows import by_row, few_rows, mask_of_rows, picked_rows
 from compile_losses.lazy.source import Source
 from compile_losses.op_traits import ALIASES, VIEWS, is_one_view
 from compile_losses.torch_internals.dynamo import leave_to_eager
@@ -44,7 +44,7 @@ _IN_PLACE_VIEWS = {
 }
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 #: Ops that take rows by an index, or by a mask.
-_PICKS = (aten.index.Tensor, aten.index_select.default)
+_PICKS = (aten.index.Tensor, aten.index_select.default, aten.masked_select.default)
 
 
 class LazyLogits(Methods):
@@ -181,6 +181,10 @@ class LazyLogits(Methods):
 
     def _pick(self, func: Any, args: tuple[Any, ...]) -> LazyLogits | None:
         """Some of the rows; None if an index takes something else."""
+        mask = mask_of_rows(self, func, args)
+        if mask is not None:
+            rows = self._pick(aten.index.Tensor, ([mask],))
+            return None if rows is None else rows._then(aten.view.default, ([-1],), {})
         found = picked_rows(self, func, args, torch.is_grad_enabled())
         if found is None or self.source is None:
             return None

@@ -14,7 +14,7 @@ drops. A number that is added to all logits is dropped, too, but before a soft-c
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,9 +58,9 @@ _BACKWARDS_OF_LAYERS = ("AddmmBackward", "CompiledFunctionBackward", "LinearBack
 _BACKWARDS_OF_ONE = frozenset(
     f"{name}Backward"
     for name in (
-        *("Add", "Alias", "Clone", "Div", "Index", "IndexSelect", "Mul", "Permute", "ReshapeAlias"),
-        *("Select", "Slice", "Squeeze", "T", "Tanh", "ToCopy", "Transpose", "UnsafeView"),
-        *("Unsqueeze", "View"),
+        *("Add", "Alias", "Clone", "Div", "Index", "IndexSelect", "MaskedSelect", "Mul", "Permute"),
+        *("ReshapeAlias", "Select", "Slice", "Squeeze", "T", "Tanh", "ToCopy", "Transpose"),
+        *("UnsafeView", "Unsqueeze", "View"),
     )
 )
 #: Why a layer stays if one of these ops is between it and its loss, as in some models.
@@ -78,8 +78,9 @@ _STAY = {
     ),
     aten.gather: "picks other classes for each row: an index of classes for all rows can be taken",
     aten.masked_select: (
-        "picks single logits, as many as only data say: of whole rows, logits[mask] breaks the "
-        "graph, and lazy_logits takes it with its layer"
+        "picks single logits, as many as only data say: with a mask of rows ([..., 1]) and without "
+        "capture_dynamic_output_shape_ops the graph breaks there, and lazy_logits takes them with "
+        "their layer"
     ),
 }
 
@@ -309,7 +310,7 @@ class _Walk:
         self.masked = False
 
     def over(self, steps: list[Value]) -> None:
-        for step in steps:
+        for step in _joined_reshapes(steps):
             if step.op in (*PRODUCTS, *QUOTIENTS):
                 self._multiply(step)
             elif step.op in SUMS:
@@ -635,6 +636,19 @@ class _Walk:
         logits.weight = computed(op, logits.weight, *rest)
         logits.bias = logits.bias and computed(op, logits.bias, *rest)
         logits.copies_weight = True  # its gradient is
+
+
+def _joined_reshapes(steps: list[Value]) -> list[Value]:
+    """The same steps, in which the last of consecutive reshapes is one of what the first is given.
+
+    So classes that a reshape merges and the next one splits stay together.
+    """
+    joined: list[Value] = []
+    for step in steps:
+        if step.op in RESHAPES and joined and joined[-1].op in RESHAPES:
+            step = replace(step, args=(joined.pop().args[0], *step.args[1:]))
+        joined.append(step)
+    return joined
 
 
 def _check_size(step: Value) -> None:

@@ -63,6 +63,7 @@ MATCHES = {
     "two biases": lambda h, w, b, t: flat(F.linear(h, w, b) + b.detach(), t),
     "bias subtracted": lambda h, w, b, t: flat(F.linear(h, w) - b, t),
     "bias of flat rows": lambda h, w, b, t: flat(F.linear(h, w).view(-1, CLASSES) + b, t),
+    "merged and split again": lambda h, w, b, t: flat(F.linear(h, w).view(-1).view(-1, CLASSES), t),
     "bias, then classes second": lambda h, w, b, t: F.cross_entropy(
         (F.linear(h, w) + b).transpose(1, 2), t
     ),
@@ -217,6 +218,12 @@ NEAR_MISSES = {
     ),
     "an addend of each logit": (
         lambda h, w, b, t: flat(F.linear(h, w) + torch.ones(2, 6, CLASSES), t), "a tensor to"
+    ),
+    "merged and split otherwise": (
+        lambda h, w, b, t: F.cross_entropy(
+            F.linear(h, w).view(-1).view(-1, CLASSES // 2), known(t).view(-1).repeat(2) % 20
+        ),
+        "takes the classes of a row apart",
     ),
     "an addend after a soft-cap": (
         lambda h, w, b, t: flat(5 * torch.tanh(F.linear(h, w) / 5) + b, t), "after their soft-cap"
