@@ -692,9 +692,8 @@ def _why_it_stays(step: Value) -> str:
     assert step.op is not None
     if packet_of(step.op) in (aten.cat, aten.stack) and _is_returned(step.node):
         return (
-            "puts the logits of several layers together, and this graph returns them: of a "
-            "compiled step that returns its losses alone, and has no graph break after the layers, "
-            "each loss takes its own layer"
+            "puts the logits of several layers together, and this graph returns them: in a step of "
+            "one graph (fullgraph=True) that returns its losses alone each loss takes its own layer"
         )
     return _STAY.get(
         packet_of(step.op), "is none of a cast, a factor, an addend, a soft-cap and a view"
