@@ -25,6 +25,16 @@ from tests.heads import errors_on_similar, small_chunks  # noqa: F401
 fused = torch.ops.fused
 
 FORWARD = f"{BY_CHUNKS}, gradient in forward"
+#: What libraries write: LoRA, bounds and margins, soft labels, R-Drop, PolyLoss.
+OF_LIBRARIES = [
+    programs.clamped,
+    programs.penalised,
+    programs.adapted,
+    programs.with_margin,
+    programs.of_soft_labels,
+    programs.both_ways,
+    programs.poly,
+]
 
 
 def outcome(function, inputs):
@@ -151,7 +161,7 @@ class TestPrograms:
         outcome(compiled, programs.problem())
         assert not any(BY_CHUNKS in choice for choice in compiled.choices)
 
-    @pytest.mark.parametrize("function", [programs.clamped, programs.adapted, programs.of_all_rows])
+    @pytest.mark.parametrize("function", [*OF_LIBRARIES, programs.of_all_rows])
     def test_sizes_that_change(self, function):
         compiled = Compiled(function, prefer_memory=True)
         for batch, tokens in ((3, 24), (2, 31), (5, 24)):
@@ -171,7 +181,7 @@ class TestPrograms:
             found, expected = compiled(*inputs), function(*inputs)
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
-    @pytest.mark.parametrize("function", [programs.clamped, programs.penalised, programs.adapted])
+    @pytest.mark.parametrize("function", OF_LIBRARIES)
     def test_bfloat16(self, function):
         wide = programs.problem()
         inputs = programs.problem(torch.bfloat16)
