@@ -206,6 +206,31 @@ def of_each_pair(h, w, b, lora_a, lora_b, labels, mask, soft, other):
 
 
 #: Their gradients are made in the forward.
+def confident(logits, labels):
+    """Cross entropy of bounded logits, whose labels all count, with a confidence penalty."""
+    log_p = logits.clamp(-3, 3).log_softmax(-1)
+    return (0.1 * (log_p.exp() * log_p).sum(-1) - picked(log_p, labels)).mean()
+
+
+def of_shifted_rows(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    return confident(F.linear(h, w, b)[:, :-1], labels[:, 1:])
+
+
+def of_some_rows(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """Those of a matrix, without a bias; float32 from there on."""
+    logits = F.linear(h.flatten(0, 1), w)[5:70]
+    return confident(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten()[5:70]
+    )
+
+
+def of_rows_at_other_places(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    """A teacher's rows begin one later, as a draft model's steps have them."""
+    teacher = F.linear(h.detach(), other.detach())[:, 1:].softmax(-1)
+    student = F.linear(h, w, b)[:, :-1].softmax(-1)
+    return (mask[:, 1:] * (1 - torch.minimum(student, teacher).sum(-1))).sum() / mask[:, 1:].sum()
+
+
 IN_THE_FORWARD = (
     *(
         adapted,
@@ -219,6 +244,7 @@ IN_THE_FORWARD = (
     *(smoothed_by_hand, of_soft_labels, of_a_teacher_by_hand, two_temperatures, two_teachers),
     *(both_ways, with_the_largest, poly, hinge, of_each_class, of_classes, with_metrics),
     *(of_learned_weights, of_a_part_that_is_unused, scaled_by_learned_rows),
+    *(of_shifted_rows, of_some_rows, of_rows_at_other_places),
     *(of_a_learned_temperature, contrastive, without_themselves, of_each_pair),
 )
 
@@ -252,6 +278,15 @@ AGAIN = (of_all_rows, several_tangents, spread, centred)
 def returned(h, w, b, lora_a, lora_b, labels, mask, soft, other):
     logits = F.linear(h, w, b).clamp(-3, 3)
     return F.cross_entropy(*flat(logits, labels)), logits
+
+
+def of_two_slices(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    logits = F.linear(h, w, b)
+    return confident(logits[:, :-1], labels[:, 1:]) + confident(logits[:, 1:], labels[:, 1:])
+
+
+def of_every_other_row(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    return confident(F.linear(h, w, b)[:, ::2], labels[:, ::2])
 
 
 def across_rows(h, w, b, lora_a, lora_b, labels, mask, soft, other):
@@ -302,6 +337,8 @@ LEFT = {
     standardised: None,
     shifted: None,
     sorted_rows: None,
+    of_two_slices: None,
+    of_every_other_row: None,
     hidden_layer: None,
     stacked: None,
 }

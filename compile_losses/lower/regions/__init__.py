@@ -45,6 +45,7 @@ from compile_losses.lower.known_factors import is_one_number
 from compile_losses.lower.mutated_inputs import changed_inputs
 from compile_losses.lower.regions.rows import Rows
 from compile_losses.lower.regions.rules import EXTREMES_OF_TWO
+from compile_losses.lower.regions.slices import slice_first
 from compile_losses.lower.regions.steps import (
     COLUMN,
     LOGITS,
@@ -75,8 +76,10 @@ def take_regions(graph: AtenGraph) -> None:
     """Replaces each head that may be computed without its logits, if memory is preferred."""
     if not graph.request.prefer_memory:
         return
-    for product in [node for node in graph.graph.nodes if head_of(node) is not None]:
-        if product.users and product not in graph.backward:
+    found = [node for node in graph.graph.nodes if head_of(node) is not None]
+    heads = [node for node in found if node not in graph.backward and _is_large(node)]
+    for product in [slice_first(head) or head for head in heads]:
+        if product.users:
             _take(graph, product)
 
 
