@@ -99,6 +99,24 @@ def test_losses_become_torchs_ops_only_if_they_are_taken(monkeypatch):
     assert left.count(CALL) == 1
 
 
+def test_a_loss_that_stays():
+    """Something else reads the statistics of a loss: all losses stay, with the reason."""
+
+    def function(x, t, u):
+        options = None, 1, -100, 0.0, torch.float32
+        by_rows = fused.cross_entropy_forward(x, t, *options)
+        return *by_rows, fused.cross_entropy_forward(x.t(), u, *options)[0]
+
+    inputs = torch.randn(6, 7), torch.randint(7, (6,)), torch.randint(6, (7,))
+    gm = of_aten(function, *inputs)
+    graph = indexed(gm)
+    before = listing(gm.graph)
+    take_two_softmaxes(graph)
+    assert listing(gm.graph) == before
+    told = [(decision.choice, decision.reason) for decision in graph.decisions]
+    assert told == [(TWO_READS, "cross_entropy can't be decomposed, which reads the matrix")] * 2
+
+
 def test_matrix_of():
     def function(x, s):
         return (x.t() * s).float().t(), (s * x).half(), x / 2 * s, x * s[:, None]
