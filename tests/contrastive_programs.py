@@ -60,6 +60,20 @@ def transformers_clip(a, b, scale, *_):
     return both(by_text.t())
 
 
+def scaled_after(a, b, scale, *_):
+    """The learned factor comes first, and the product is scaled."""
+    return both(scale.exp().clamp(max=100) * (F.normalize(a) @ F.normalize(b).T))
+
+
+def widened(a, b, scale, *_):
+    """The product is cast before it is scaled."""
+    return both((a @ b.T).to(scale.dtype) * scale)
+
+
+def divided(a, b, scale, *_):
+    return both(a @ b.T / scale.exp())
+
+
 def symmetric_ranking(a, b, scale, *_):
     """sentence-transformers' MultipleNegativesSymmetricRankingLoss: a factor that is no tensor."""
     scores = torch.mm(F.normalize(a), F.normalize(b).transpose(0, 1)) * 20.0
@@ -133,6 +147,9 @@ def with_accuracy(a, b, scale, *_):
 TAKEN = {
     open_clip: 1,
     transformers_clip: 1,
+    scaled_after: 1,
+    widened: 1,
+    divided: 1,
     symmetric_ranking: 1,
     temperature: 2,
     smoothed: 1,

@@ -166,14 +166,25 @@ def test_equal_bits(function, device):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("function", [programs.open_clip, programs.transformers_clip])
-def test_gradient_over_the_matrix(function, monkeypatch):
-    """Inductor holds one matrix, and no other as large."""
+SCALED_AFTER = [
+    programs.transformers_clip,
+    programs.scaled_after,
+    programs.symmetric_ranking,
+    programs.divided,
+]
+
+
+@pytest.mark.parametrize("around", [lambda f: f, autocast])
+@pytest.mark.parametrize("function", [programs.open_clip, *SCALED_AFTER])
+def test_gradient_over_the_matrix(function, around):
+    """Inductor holds one matrix, and no other as large, where it cuts the loop, too."""
+    from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
 
     inputs = programs.problem(torch.float32)
-    compiled = torch.compile(function, backend="compile_losses")
-    _, (forward, backward) = run_and_get_code(lambda: outcome(compiled, inputs))
+    compiled = torch.compile(around(function), backend="compile_losses")
+    with config.patch(realize_opcount_threshold=30, force_disable_caches=True):
+        _, (forward, backward) = run_and_get_code(lambda: outcome(compiled, inputs))
     matrix = f"empty_strided_cpu(({programs.PAIRS}, {programs.PAIRS})"
     assert forward.count(matrix) == 1
     assert matrix not in backward

@@ -16,7 +16,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from compile_losses.device_constants import constants_of
-from compile_losses.graphs import emit, erase_unused, move_before, replace_uses, retrace_views
+from compile_losses.graphs import (
+    emit,
+    erase_unused,
+    move_before,
+    replace_uses,
+    retrace_views,
+)
 from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import nbytes_of
 from compile_losses.lower.early_parts import take_parts_early
@@ -27,6 +33,9 @@ from compile_losses.ops.checks import accumulation_type
 
 aten = torch.ops.aten
 fused = torch.ops.fused
+
+#: Ops of elements that are none by their tags.
+_OF_ELEMENTS = (*CASTS, aten.clone.default, aten.scatter.value)
 
 
 def overwrite_products(graph: AtenGraph) -> None:
@@ -261,10 +270,34 @@ def _hold_layout(product: Node) -> None:
             continue
         # Recorded strides say little: those of a sum are its first term's, which has changed.
         like = value.t() if is_turned == part.is_of_first else value
-        target = torch.ops.prims.inductor_force_stride_order.default
-        with gradient.meta["val"].fake_mode:
-            fresh = torch.empty_like(like)
-        args = (gradient, list(like.stride()))
-        held = emit(gradient.next, target, args, like=gradient, value=fresh)
-        replace_uses(gradient, held, but=held)
-        retrace_views(held)
+        _hold(gradient, like)
+        _hold_numbers(gradient)
+
+
+def _hold(node: Node, like: Tensor) -> None:
+    """Has Inductor write a node in the strides of another tensor."""
+    with node.meta["val"].fake_mode:
+        fresh = torch.empty_like(like, dtype=node.meta["val"].dtype)
+    target = torch.ops.prims.inductor_force_stride_order.default
+    held = emit(node.next, target, (node, list(like.stride())), like=node, value=fresh)
+    replace_uses(node, held, but=held)
+    retrace_views(held)
+
+
+def _hold_numbers(gradient: Node) -> None:
+    """Has Inductor compute what a gradient takes of each row or column before the gradient.
+
+    Inductor cuts a loop of many ops in several. Those read the product each, so that none of them
+    may write over it.
+    """
+    shapes = _shapes(gradient)
+    waiting, found = [gradient], dict[Node, None]()
+    for node in waiting:
+        elements = is_generated(node) or node.target in _OF_ELEMENTS or is_turned_matrix(node)
+        value = node.meta["val"]
+        if elements and value.shape in shapes:
+            waiting += [each for each in node.all_input_nodes if each not in waiting]
+        elif is_generated(node) and value.dim() == 2 and value.numel() > 1:
+            found[node] = None
+    for node in found:
+        _hold(node, node.meta["val"])
