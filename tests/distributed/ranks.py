@@ -1,18 +1,12 @@
 """What two processes compute on CPUs through gloo, or on GPUs through NCCL, compared with one.
 
-Run by tests/distributed/test_processes.py, which names the checks. A rank reports each in a file:
-gloo sometimes ends a process abruptly when all of them are through.
+Run by tests/distributed/test_processes.py, which names the checks.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,10 +23,10 @@ from compile_losses.distributed.data_parallel import global_mean
 from compile_losses.lazy import LazyLogits, automatic
 from compile_losses.linear import linear_log_probs, linear_softmax_kl_div
 from tests.constants import set_constants
+from tests.distributed.processes import report_checks
 
 WORLD = 2
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-device = torch.device("cpu")  # of this rank; main sets it
+device = torch.device("cpu")  # of this rank; each check is told
 ROWS, CLASSES, HIDDEN = 7, 11, 6
 
 
@@ -384,31 +378,21 @@ def check_lazy_fsdp2():
     lazily(wrap)
 
 
-CHECKS = [name.removeprefix("check_") for name in list(globals()) if name.startswith("check_")]
+CHECKS = {
+    name.removeprefix("check_"): check
+    for name, check in list(globals().items())
+    if name.startswith("check_")
+}
 
 
-def main(rank: int, folder: Path, kind: str, names: list[str]) -> None:
-    global device
-    if kind != "cpu":
-        device = torch.device(kind, rank)
-        torch.accelerator.set_device_index(rank)
-    dist.init_process_group(
-        BACKENDS[kind],
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=300),
-    )
-    for name in names:
-        try:
-            globals()[f"check_{name}"]()
-            found = "passed"
-        except Exception:
-            found = traceback.format_exc()
-        (folder / f"{name}.{rank}").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+def on(check):
+    def run(given):
+        global device
+        device = given
+        check()
+
+    return run
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    report_checks({name: on(check) for name, check in CHECKS.items()})

@@ -5,17 +5,14 @@ On CPUs through gloo, and on two GPUs through NCCL.
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
-from tests import ROOT
 from tests.distributed.chosen import chosen
+from tests.distributed.processes import assert_passed, run, wait
 from tests.distributed.ranks import CHECKS, WORLD
 
 TWO_GPUS = [
@@ -27,30 +24,9 @@ TWO_GPUS = [
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=TWO_GPUS)])
 def reports(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tests.distributed.ranks"]
-    given = [str(folder), request.param, *chosen(test_two_processes, request)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), *given], env=environment, cwd=ROOT)
-        for rank in range(WORLD)
-    ]
-    wait(ranks, folder)
+    names = chosen(test_two_processes, request)
+    run("tests.distributed.ranks", folder, request.param, WORLD, names)
     return folder
-
-
-def wait(ranks, folder, patience=400, pause=0.2):
-    """Until all ranks end. If none ends or writes a report for so many seconds, they are killed: a
-    machine with other work may take long for all checks, but not for one."""
-    before, since = None, time.monotonic()
-    while any(rank.poll() is None for rank in ranks):
-        progress = ([rank.poll() for rank in ranks], len(list(folder.iterdir())))
-        if progress != before:
-            before, since = progress, time.monotonic()
-        elif time.monotonic() - since > patience:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        time.sleep(pause)
 
 
 def test_ranks_that_are_slow_and_ranks_that_hang(tmp_path):
@@ -67,7 +43,4 @@ def test_ranks_that_are_slow_and_ranks_that_hang(tmp_path):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_processes(name, reports):
-    for rank in range(WORLD):
-        path = reports / f"{name}.{rank}"
-        assert path.exists(), f"rank {rank} ended, or was killed because it hung, before it"
-        assert json.loads(path.read_text()) == "passed"
+    assert_passed(reports, name, WORLD)
