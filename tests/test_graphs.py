@@ -6,6 +6,7 @@ import operator
 
 import pytest
 import torch
+import torch.distributed._functional_collectives  # which loads their ops
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph
 
@@ -154,3 +155,19 @@ def test_each_tool_counts_as_a_change(chain):
     assert changed(lambda: graphs.copy_nodes([neg], copies, lambda _: split, neg))
     assert changed(lambda: graphs.move_before([copies[neg]], neg))
     assert add.kwargs == {"alpha": 2}
+
+
+@pytest.mark.parametrize("passes", [False, True])
+def test_collectives_keep_their_order(passes):
+    """A count of all ranks moves to before a loss, but not past what is summed before it."""
+    functional, graph = torch.ops._c10d_functional, Graph()
+    x = graph.placeholder("x")
+    loss = graph.call_function(aten.sum.default, (x,))
+    if passes:
+        graph.call_function(functional.all_reduce.default, (x, "sum", "0"))
+    first = graph.call_function(functional.all_reduce.default, (x, "sum", "0"))
+    second = graph.call_function(functional.all_reduce.default, (first, "sum", "0"))
+    count = graph.call_function(functional.wait_tensor.default, (second,))
+    assert graphs.move_before([count], loss) is not passes
+    assert (count < loss) is not passes
+    assert first < second

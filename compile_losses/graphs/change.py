@@ -7,6 +7,7 @@ new node gets its value under the name that the node it inherits from has it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -21,7 +22,7 @@ from compile_losses.graphs.indexed import changed
 from compile_losses.graphs.reach import is_movable, later_sources
 from compile_losses.op_traits import shares_memory
 from compile_losses.torch_internals.graphs import EAGER_VALUES, EXAMPLE, GRAPH_ARGUMENT
-from compile_losses.torch_internals.ops import tree_leaves
+from compile_losses.torch_internals.ops import communicates, schema_of, tree_leaves
 from compile_losses.torch_internals.tensors import FakeTensor, shard_of
 
 #: No value is given for a new node: it is computed.
@@ -252,12 +253,17 @@ def move_before(
 ) -> bool:
     """Moves what ``nodes`` are computed by to before ``first``; False where that can't be done.
 
+    Collectives keep their order among each other. The ranks match them by it, and another rank may
+    have another plan.
+
     Args:
-        may_move: whether a node may move; by default calls of ops that give the same anywhere, and
-            the graph's constants.
+        may_move: whether a node may move; by default calls of ops that give the same anywhere and
+            what they return, the graph's constants and collectives.
     """
     late = later_sources(nodes, first)
     if first in late or not all(map(may_move or _may_move, late)):
+        return False
+    if not _keeps_order_of_collectives(late, first):
         return False
     for node in late:
         first.prepend(node)
@@ -266,7 +272,24 @@ def move_before(
 
 
 def _may_move(node: Node) -> bool:
-    return node.op == "get_attr" or is_movable(node)
+    is_item = node.target is operator.getitem  # of what a call returns
+    return node.op == "get_attr" or is_item or is_movable(node) or _is_functional_collective(node)
+
+
+def _is_functional_collective(node: Node) -> bool:
+    return communicates(node.target) and not schema_of(node.target).is_mutable
+
+
+def _keeps_order_of_collectives(moved: Sequence[Node], first: Node) -> bool:
+    """Whether nodes that move to before ``first``, in their order, pass no other collective."""
+    collectives = [node for node in moved if communicates(node.target)]
+    if not collectives:
+        return True
+    passed, node = [], first
+    while node is not collectives[-1]:
+        passed.append(node)
+        node = node.next
+    return all(node in collectives for node in passed if communicates(node.target))
 
 
 def fresh_like(fake: Any) -> Tensor:

@@ -13,7 +13,7 @@ from compile_losses.lazy.head import apply
 from compile_losses.lazy.tensor import LazyLogits
 from compile_losses.switches import LAZY_LOGITS
 from compile_losses.torch_internals.eager import TorchDispatchMode, recording
-from compile_losses.torch_internals.ops import schema_of, tree_leaves
+from compile_losses.torch_internals.ops import communicates, schema_of, tree_leaves
 from compile_losses.torch_internals.tensors import storage_id, version_of
 
 
@@ -34,7 +34,7 @@ class _Pure(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise _ImpureError(f"it draws random numbers ({func})")
-        if "c10d" in func.namespace:
+        if communicates(func):
             raise _ImpureError(f"it talks to other processes ({func})")
         for place, argument in enumerate(schema_of(func).arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:

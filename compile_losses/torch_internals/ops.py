@@ -112,9 +112,19 @@ def draws_random_numbers(op: Any) -> bool:
     return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
 
 
+#: Of the ops of process groups, those that send nothing.
+_SILENT = ("wait_tensor", "_wrap_tensor_autograd")
+
+
+def communicates(op: Any) -> bool:
+    """Whether an op is a collective, or sends to one process or receives from it."""
+    is_op = isinstance(op, OpOverload)
+    return is_op and "c10d" in op.namespace and op._opname not in _SILENT
+
+
 def is_pure(op: Any) -> bool:
     """Whether an op's results depend on its arguments alone, to which it does not write."""
-    is_op = isinstance(op, OpOverload)
+    is_op = isinstance(op, OpOverload) and not communicates(op)
     return is_op and not schema_of(op).is_mutable and not draws_random_numbers(op)
 
 
