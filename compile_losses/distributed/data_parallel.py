@@ -26,7 +26,7 @@ def global_mean(
     *,
     gradients: str = "averaged",
 ) -> Tensor:
-    """The sum of all ranks' totals over the sum of their counts, in one all-reduce of two numbers.
+    """The sum of all ranks' totals over the sum of their counts.
 
     ::
 
@@ -37,6 +37,9 @@ def global_mean(
     Every rank gets the same value: the loss of the whole batch. Its gradient is that of the rank's
     own part, times the number of ranks where gradients are averaged afterwards, so that training is
     that of one process with all of the batch.
+
+    In eager mode both sums take one all-reduce. A compiled function sums up the counts first, in an
+    all-reduce of their own: then the loss knows what divides it when it computes its gradient.
 
     With gradient accumulation give each micro-batch the count of the whole step, divided by nothing
     else: the sum over micro-batches is then the mean over all of the step's tokens.
@@ -75,7 +78,12 @@ def global_mean(
         total = ranks * total - (ranks - 1) * total.detach()
     from compile_losses.distributed.collectives import totals_over
 
-    whole, counted = totals_over(groups, [total, count.reshape(()).to(wide)])
+    count = count.reshape(()).to(wide)
+    if torch.compiler.is_compiling():
+        (counted,) = totals_over(groups, [count])
+        (whole,) = totals_over(groups, [total])
+    else:
+        whole, counted = totals_over(groups, [total, count])
     return (whole / counted).to(dtype)
 
 
