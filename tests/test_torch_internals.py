@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import operator
 import subprocess
@@ -287,6 +288,18 @@ def pure_ops():
     assert not any(map(ops.is_pure, (aten.add_.Tensor, aten.rand_like.default, torch.add)))
     assert ops.draws_random_numbers(aten.rand_like.default)
     assert not any(map(ops.draws_random_numbers, (aten.add.Tensor, torch.rand_like)))
+
+
+@checks("ops.communicates")
+def ops_of_process_groups():
+    if not torch.distributed.is_available():
+        return
+    importlib.import_module("torch.distributed._functional_collectives")  # which loads them
+    found = torch.ops._c10d_functional
+    sends = (found.all_reduce.default, found.all_gather_into_tensor.default)
+    assert all(map(ops.communicates, (*sends, torch.ops.c10d.allreduce_.default)))
+    assert not any(map(ops.is_pure, sends))
+    assert not any(map(ops.communicates, (found.wait_tensor.default, aten.add.Tensor, torch.add)))
 
 
 # eager
@@ -727,6 +740,27 @@ def collectives():
 whole = dtensors.waited(dtensors.all_gather(x, 0, (mesh, 0)))
 torch.testing.assert_close(whole, x)
 torch.testing.assert_close(dtensors.waited(dtensors.all_reduce(x, "sum", (mesh, 0))), x)
+""")
+
+
+@checks("dtensors.in_loss_parallel")
+def loss_parallel_is_seen():
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    assert not dtensors.in_loss_parallel()
+    with loss_parallel():
+        assert dtensors.in_loss_parallel()
+    assert not dtensors.in_loss_parallel()
+
+
+@checks("dtensors.default_store")
+def ranks_have_a_store():
+    on_one_rank("""
+store = dtensors.default_store()
+store.set("key", "text")
+assert store.get("key") == b"text"
 """)
 
 

@@ -37,3 +37,23 @@ def mesh_of(op: str, **tensors: Tensor | None) -> DeviceMesh | None:
     from compile_losses.distributed.layout import common_mesh
 
     return common_mesh(op, **tensors)
+
+
+def replicated_by_loss_parallel(classes: tuple[Tensor, int], *plain: Tensor | None) -> Any:
+    """Plain tensors as DTensors of which every rank has all, where torch takes them for that: in
+    ``torch.distributed.tensor.parallel.loss_parallel()``. Elsewhere as they are.
+
+    Args:
+        classes: the DTensor whose classes are sharded, and their dimension. Torch asks that nothing
+            else of it is.
+        plain: the target and the weights of a cross entropy.
+    """
+    sharded, dim = classes
+    if not are_dtensors(sharded) or all(are_dtensors(t) for t in plain if t is not None):
+        return plain
+    from compile_losses.distributed.layout import as_replicated, shards_classes_alone
+    from compile_losses.torch_internals.dtensors import in_loss_parallel
+
+    if not in_loss_parallel() or not shards_classes_alone(sharded, dim):
+        return plain
+    return tuple(t if t is None else as_replicated(t, sharded) for t in plain)

@@ -63,6 +63,20 @@ def replicated(mesh: DeviceMesh) -> Placements:
     return (Replicate(),) * mesh.ndim
 
 
+def shards_classes_alone(tensor: Any, dim: int) -> bool:
+    """Whether one dimension of the mesh shards a dimension of a tensor, and none another one."""
+    sharded = [p for p in tensor.placements if not p.is_replicate()]
+    return sharded == [Shard(dim)]
+
+
+def as_replicated(tensor: Tensor, like: Any) -> Tensor:
+    """A DTensor of which every rank has all, on the mesh of another one; a DTensor as it is."""
+    if isinstance(tensor, DTensor):
+        return tensor
+    mesh = like.device_mesh
+    return DTensor.from_local(tensor, mesh, replicated(mesh), run_check=False)
+
+
 def summed(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Placements:
     """The placements of a number of which each rank along these dimensions has a part."""
     return tuple(Partial() if i in mesh_dims else Replicate() for i in range(mesh.ndim))

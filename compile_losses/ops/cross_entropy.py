@@ -25,7 +25,7 @@ from torch import Tensor
 
 from compile_losses import library
 from compile_losses.bodies.class_targets import CrossEntropy
-from compile_losses.distributed import mesh_of
+from compile_losses.distributed import mesh_of, replicated_by_loss_parallel
 from compile_losses.eager import plain, records_gradient
 from compile_losses.ops import checks, cross_entropy_probabilities
 from compile_losses.ops.row_loss import Signature, declare_row_loss, declare_value
@@ -112,6 +112,8 @@ def public_kernel(
             input, target, None, reduction, ignore_index, label_smoothing, input.dtype, None
         )
         return loss
+    classes = (input, 0 if input.dim() == 1 else 1)
+    target, weight = replicated_by_loss_parallel(classes, target, weight)
     mesh = mesh_of("cross_entropy", input=input, target=target, weight=weight)
     if target.is_floating_point() and checks.same_shape(target.shape, input.shape):
         return cross_entropy_probabilities.loss(

@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 
 from compile_losses import library
-from compile_losses.distributed import mesh_of
+from compile_losses.distributed import are_dtensors, mesh_of, replicated_by_loss_parallel
 from compile_losses.ops.checks import REDUCTIONS, class_indices, loss_dtype
 from compile_losses.ops.linear.arguments import NAME, as_rows, check, has_probabilities
 from compile_losses.ops.linear.leaf_ops import declare_leaves
@@ -87,6 +87,8 @@ def public_kernel(
     z_loss: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
+    if are_dtensors(input) and all(placement.is_replicate() for placement in input.placements):  # type: ignore[attr-defined]
+        target, weight = replicated_by_loss_parallel((linear_weight, 0), target, weight)
     mesh = mesh_of(
         NAME, input=input, linear_weight=linear_weight, target=target, linear_bias=linear_bias,
         weight=weight,

@@ -163,6 +163,8 @@ class AtenReplay:
                 return self.of(source)
             shape = list(leaf.fake.shape)
             return Value(leaf.fake, node, aten.expand.default, (whole(source), shape))
+        if (source := kept_source(node)) is not None:
+            return self.of(source)
         if node.op not in ("call_function", "call_method"):
             return leaf
         if isinstance(node.target, HigherOrderOperator):
@@ -206,6 +208,21 @@ def expanded_source(node: Node) -> Node | None:
         return None
     found = tensors.args[index] if index < len(tensors.args) else None
     return found if isinstance(found, Node) and isinstance(example(found), Tensor) else None
+
+
+def kept_source(node: Node) -> Node | None:
+    """The DTensor that a node redistributes to the placements that it has; None of another node.
+
+    ``parallelize_module`` puts such a call after each layer.
+    """
+    if node.op != "call_method" or node.target != "redistribute":
+        return None
+    source = node.args[0]
+    if not isinstance(source, Node) or not are_dtensors(example(source), example(node)):
+        return None
+    before, after = example(source), example(node)
+    same = before.device_mesh == after.device_mesh and before.placements == after.placements
+    return source if same and before.dtype == after.dtype else None
 
 
 def compute(op: OpOverload[..., Any], *args: Any) -> Value | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.distributed import _functional_collectives as _functional
-from torch.distributed.tensor import placement_types
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor, placement_types
 
 #: A shard of a dimension that another dimension of the mesh shards as well. Taken for no
 #: shard, such a loss would be refused.
@@ -19,3 +21,16 @@ all_reduce: Any = _functional.all_reduce
 def waited(tensor: Any) -> Any:
     """A collective's result when it is there; read earlier, it would be half of one."""
     return tensor.wait() if isinstance(tensor, _functional.AsyncCollectiveTensor) else tensor
+
+
+def in_loss_parallel() -> bool:
+    """Whether torch's ``loss_parallel`` is on, which has handlers of its own for DTensors' ops. A
+    plain target would be refused in it."""
+    handlers = getattr(DTensor._op_dispatcher, "_custom_op_handlers", {})
+    return torch.ops.aten.nll_loss_forward.default in handlers
+
+
+def default_store() -> Any:
+    """The store through which the ranks found each other. Without it they could not tell each other
+    anything while one of them compiles."""
+    return distributed_c10d._get_default_store()
