@@ -6,11 +6,13 @@ The name is an entry point, so the model's code needs no import.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from torch.fx import GraphModule
 
 from compile_losses import passes, switches
+from compile_losses.distributed import are_dtensors
+from compile_losses.graphs import value_of
 from compile_losses.guard import Failure, attempt, failure_of, is_strict, warn_of
 from compile_losses.inductor_passes import LOWERING, told, users_passes
 from compile_losses.known_heads import doors
@@ -23,6 +25,11 @@ from compile_losses.torch_internals import warn_if_untested
 from compile_losses.torch_internals.dynamo import backend_of, is_captured, lookup_backend
 from compile_losses.torch_internals.inductor import InductorError, compile_with_inductor
 from compile_losses.traced import settings_by
+
+if TYPE_CHECKING:
+    from compile_losses.distributed.agreement import Agreement
+
+T = TypeVar("T")
 
 
 def compile_losses(
@@ -138,21 +145,51 @@ def rewritten(
                 graphs.restore()
             return _as_torch_has_it(gm, example_inputs, failure, compiled)
 
+        agreement = _agreement_on(gm)
         prepared = attempt(prepare, strict=settings.strict)
+        if agreement is not None:
+            prepared = _as_others("rewritten", agreement, prepared, gm)
         if isinstance(prepared, Failure):
             prepared = put_back(prepared)
         graph, examples, function = prepared
+        failure: Failure | None = None
         try:
             made.append(inner(graph, examples))
         except InductorError as error:
             if is_strict(settings.strict):
                 raise
             failure = failure_of(error)
+        if agreement is not None:
+            failure = _as_others("compiled", agreement, failure, gm)
+        if failure is not None:
             graph, examples, function = put_back(failure)
+            made.clear()
             with switches.without_passes():
                 made.append(inner(graph, examples))  # raises if torch can't compile it either
             warn_of(failure)
         return made[0] if function is compiled else function
+
+
+def _agreement_on(gm: GraphModule) -> Agreement | None:
+    if not any(are_dtensors(value_of(node)) for node in gm.graph.nodes):
+        return None
+    from compile_losses.distributed.agreement import agreement_on
+
+    return agreement_on(gm)
+
+
+def _as_others(stage: str, agreement: Agreement, result: T, gm: GraphModule) -> T | Failure:
+    """A result of this rank, or a failure if it is another one than that of the other ranks."""
+    report = gm.meta.get("compile_losses")
+    found = [] if report is None else [f"{s.op} {s.status}" for s in report.losses] + report.errors
+    outcome = result.reason if isinstance(result, Failure) else ", ".join(found)
+    reason = agreement.difference(stage, outcome)
+    if reason is None:
+        return result
+    failure = Failure(reason)
+    if not isinstance(result, Failure):
+        warn_of(failure)
+    return failure
 
 
 #: A graph to compile, examples of its inputs, and a function that takes the inputs of another.

@@ -74,7 +74,7 @@ def warn_of(failure: Failure) -> None:
     if failure.reason not in _warned:
         _warned.add(failure.reason)
         warnings.warn(
-            f"compile_losses: a loss is left to torch because of an {failure.reason}. "
+            f"compile_losses: losses are left to torch: {failure.reason}. "
             "COMPILE_LOSSES_STRICT=1 raises it",
             RuntimeWarning,
             stacklevel=3,
