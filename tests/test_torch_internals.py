@@ -1158,6 +1158,28 @@ def asked_while_tracing():
     assert compiler.compiler_fn is keep
     assert f'"{__file__}", line {function.__code__.co_firstlineno + 1}' in lines
     assert dynamo.traced_for() is None
+    if torch.distributed.is_available():
+        on_one_rank("""
+from compile_losses.torch_internals import dynamo
+
+found = []
+
+@dynamo.constant_in_graphs
+def ask():
+    found.append(dynamo.traced_for())
+    return 1
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * ask()
+
+def keep(gm, _):
+    return gm.forward
+
+wrapped = torch.nn.parallel.DistributedDataParallel(Model(3, 3))
+torch.compile(wrapped, backend=keep)(x)
+assert [compiler.compiler_fn for compiler in found] == [keep], found
+""")
 
 
 @checks("dynamo.lookup_backend", "dynamo.list_backends")

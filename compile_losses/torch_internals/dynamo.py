@@ -159,11 +159,17 @@ def constant_in_graphs(function: Callable[..., _T]) -> Callable[..., _T]:
 
 def traced_for() -> Any:
     """The backend for which Dynamo traces in this thread; None where it does not. Without it a head
-    would be taken in the graphs of other backends."""
+    would be taken in the graphs of other backends.
+
+    In a DistributedDataParallel that is Dynamo's optimizer for it, which splits graphs and hands
+    the parts to the backend.
+    """
     translator = getattr(symbolic_convert.tls, "current_tx", None)
     if translator is None:
         return None
     backend = translator.output.compiler_fn
+    splits = getattr(backend, "__self__", None)
+    backend = getattr(splits, "backend_compile_fn", backend)
     return getattr(backend, "_torchdynamo_orig_backend", backend)
 
 
