@@ -1,0 +1,641 @@
+"""Steps as trainers take them, on several processes: this backend trains as stock does.
+
+Run by tests/distributed/test_trainers.py, which names the checks. docs/distributed.md has each as a
+recipe.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import compile_losses
+from compile_losses import guard, inductor_passes, options, recognize, switches
+from compile_losses.distributed.data_parallel import global_mean
+from tests import ROOT
+from tests.constants import set_constants
+from tests.distributed.processes import report_checks
+from tests.graphs import interpreted
+from tests.models.training import reported
+
+HIDDEN, CLASSES, LENGTH = 16, 48, 8
+#: A batch of sequences for each rank and micro-batch, of which the last rank's are half ignored.
+SEQUENCES, MICRO_BATCHES, STEPS = 2, 2, 3
+HEAD = "linear_cross_entropy"
+
+
+class LanguageModel(nn.Module):
+    """Returns the sum of its tokens' losses over a given count, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+        self.head = nn.Linear(HIDDEN, CLASSES, bias=False)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens)
+        return h + self.down(F.gelu(self.up(h)))
+
+    def forward(self, tokens: Tensor, labels: Tensor, count: Any) -> Tensor:
+        logits = self.head(self.hidden(tokens)).flatten(0, -2)
+        total = F.cross_entropy(logits.float(), labels.flatten(), reduction="sum")
+        return (total.full_tensor() if isinstance(total, DTensor) else total) / count
+
+
+def new_model() -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel()
+
+
+def batch(step: int, micro_batch: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels, each [SEQUENCES, LENGTH]; the ranks count different numbers of tokens."""
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank)
+    tokens, labels = torch.randint(CLASSES, (2, SEQUENCES, LENGTH), generator=generator)
+    labels[:, : 2 * rank] = -100
+    return tokens, labels
+
+
+def counted(step: int, ranks: int) -> int:
+    """The tokens of a step, of all ranks and micro-batches."""
+    batches = [batch(step, m, r) for m in range(MICRO_BATCHES) for r in range(ranks)]
+    return sum(int((labels != -100).sum()) for _, labels in batches)
+
+
+def alone(ranks: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Training in one process in eager mode, with the batches of all ranks."""
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    losses = []
+    for step in range(STEPS):
+        count, total = counted(step, ranks), 0.0
+        for micro_batch in range(MICRO_BATCHES):
+            for rank in range(ranks):
+                loss = model(*batch(step, micro_batch, rank), count)
+                loss.backward()
+                total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, weights(model)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, weight in model.named_parameters():
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        name = name.replace("_orig_mod.", "").replace("module.", "")
+        found[name] = whole.detach().clone()
+    return found
+
+
+@contextmanager
+def small_chunks() -> Iterator[None]:
+    """A head of few rows is worth taking, and Inductor's graphs are run op by op."""
+    with pytest.MonkeyPatch.context() as patch, interpreted(patch):
+        set_constants(patch, least_rows=1, least_elements=1, logits_bytes=1, part_of_weight=0)
+        yield
+
+
+def same(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+Trained = tuple[list[float], dict[str, Tensor]]
+
+
+def trains_as_stock(
+    train: Callable[[Callable[..., Any]], Trained],
+    exact: Trained,
+    ops: Any = (HEAD,),
+    **options: Any,
+) -> None:
+    """A training compiled by stock and by this backend: both are that of one process.
+
+    Args:
+        train: is given ``torch.compile`` with a backend.
+        exact: losses and weights of one process.
+        ops: the losses that are to be found and rewritten in each graph with a loss.
+    """
+    stock = partial(torch.compile, backend="inductor")
+    ours = partial(torch.compile, backend="compile_losses", options=options or None)
+    for name, compiled in (("stock", stock), ("ours", ours)):
+        torch._dynamo.reset()
+        with small_chunks(), reported() as report:
+            found = train(compiled)
+        same(found, exact)
+        assert not report.errors, str(report)
+        if name == "ours":
+            assert {site.status for site in report.losses} == {"rewritten"}, str(report)
+            assert {site.op for site in report.losses} == set(ops), str(report)
+
+
+# What follows trains and returns the losses of all ranks and the whole weights.
+
+
+def steps(
+    model: nn.Module,
+    call: Callable[..., Tensor],
+    last: Callable[[bool], Any] = nullcontext,
+    *,
+    part: tuple[int, int] | None = None,
+    prepared: Callable[[Tensor, Tensor], Any] = lambda tokens, labels: (tokens, labels),
+) -> Trained:
+    """Steps of micro-batches, whose gradients are averaged over the ranks at the last.
+
+    Args:
+        model: has the parameters.
+        call: of tokens, labels and a count; its loss is this rank's part.
+        last: a context for a micro-batch, given whether it is the last.
+        part: which part of how many of the batch this rank has; by default one part a rank.
+        prepared: the tokens and labels that the model is given.
+    """
+    rank, ranks = part or (dist.get_rank(), dist.get_world_size())
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    losses = []
+    for step in range(STEPS):
+        # As an integer in a tensor, which transformers' Trainer gives.
+        count = torch.tensor(counted(step, ranks))
+        total = torch.zeros(())
+        for micro_batch in range(MICRO_BATCHES):
+            with last(micro_batch == MICRO_BATCHES - 1):
+                # Averaged over the ranks: times their number, as Trainer multiplies.
+                loss = call(*prepared(*batch(step, micro_batch, rank)), count) * ranks
+                loss.backward()
+            total += loss.detach() / ranks
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total)
+        losses.append(total.item() / (dist.get_world_size() // ranks))
+    return losses, weights(model)
+
+
+def check_ddp(static_graph: bool = False, outside: bool = True) -> None:
+    """With ``no_sync``; the wrapped model compiled, or the model inside."""
+
+    def train(compiled: Callable[..., Any]) -> Trained:
+        model = new_model()
+        inner = model if outside else compiled(model)
+        wrapped = DistributedDataParallel(inner, static_graph=static_graph)
+        call = compiled(wrapped) if outside else wrapped
+        # A static graph counts its gradients in the first backward, which then must synchronise.
+        waits = nullcontext if static_graph else wrapped.no_sync
+        return steps(model, call, lambda last: nullcontext() if last else waits())
+
+    trains_as_stock(train, alone(dist.get_world_size()))
+
+
+def check_ddp_static_graph() -> None:
+    check_ddp(static_graph=True)
+
+
+def check_ddp_around_compiled() -> None:
+    check_ddp(outside=False)
+
+
+def check_ddp_in_buckets() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 64)
+        patch.setattr(
+            DistributedDataParallel,
+            "__init__",
+            partial_method(DistributedDataParallel.__init__, bucket_cap_mb=64 / 2**20),
+        )
+        check_ddp()
+
+
+def partial_method(method: Callable[..., Any], **more: Any) -> Callable[..., Any]:
+    return lambda *args, **given: method(*args, **given, **more)
+
+
+def fsdp2(*apart: str, **options: Any) -> None:
+    def train(compiled: Callable[..., Any]) -> Trained:
+        model = new_model()
+        for name in apart:
+            fully_shard(model.get_submodule(name), reshard_after_forward=True)
+        fully_shard(model)
+
+        def last(is_last: bool) -> Any:
+            model.set_requires_gradient_sync(is_last)
+            return nullcontext()
+
+        return steps(model, compiled(model), last)
+
+    trains_as_stock(train, alone(dist.get_world_size()), **options)
+
+
+def check_fsdp2() -> None:
+    """The head's weight belongs to the whole model, whose step gathers it before."""
+    fsdp2("up", "down")
+
+
+def check_fsdp2_of_head() -> None:
+    """The head is a module of its own, whose weight is freed after each call: its loss is a kernel,
+    and its logits are held."""
+    fsdp2("up", "down", "head", ops=["cross_entropy"], lazy_logits=True)
+
+
+def parallel(model: LanguageModel, mesh: Any) -> LanguageModel:
+    """Matrices by columns and by rows, and the head by its classes, whose logits stay sharded."""
+    plan = {
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    return parallelize_module(model, mesh, plan)
+
+
+def check_tensor_parallel(data: int = 1) -> None:
+    """The logits of each rank's classes; with FSDP2 along the mesh's other dimension."""
+    world = dist.get_world_size()
+    names = ("data", "tensor")
+    mesh = init_device_mesh("cpu", (data, world // data), mesh_dim_names=names)
+
+    def train(compiled: Callable[..., Any]) -> Trained:
+        model = parallel(new_model(), mesh["tensor"])
+        if data > 1:
+            fully_shard(model, mesh=mesh["data"])
+
+        def replicated(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            return tokens, DTensor.from_local(labels, mesh["tensor"], [Replicate()])
+
+        part = mesh["data"].get_local_rank(), data
+        return steps(model, compiled(model), part=part, prepared=replicated)
+
+    trains_as_stock(train, alone(data))
+
+
+def check_tensor_parallel_of_fsdp2() -> None:
+    check_tensor_parallel(data=2)
+
+
+def check_loss_parallel(whole: bool = False) -> None:
+    """Labels that are no DTensors, in torch's own context; the loss compiled, or all of a step."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def train(compiled: Callable[..., Any]) -> Trained:
+        model = parallel(new_model(), mesh)
+
+        def loss(logits: Tensor, labels: Tensor, count: Any) -> Tensor:
+            logits = logits.flatten(0, 1).float()
+            return F.cross_entropy(logits, labels.flatten(), reduction="sum") / count
+
+        def step(tokens: Tensor, labels: Tensor, count: Any) -> Tensor:
+            return loss(model.head(model.hidden(tokens)), labels, count)
+
+        compiled_loss, compiled_step = compiled(loss), compiled(step)
+
+        def call(tokens: Tensor, labels: Tensor, count: Any) -> Tensor:
+            with loss_parallel():
+                if whole:
+                    total = compiled_step(tokens, labels, count)
+                else:
+                    total = compiled_loss(model.head(model.hidden(tokens)), labels, count)
+                return total.full_tensor() if isinstance(total, DTensor) else total
+
+        return steps(model, call, part=(0, 1))
+
+    trains_as_stock(train, alone(1), ops=[HEAD if whole else "cross_entropy"])
+
+
+def check_loss_parallel_of_step() -> None:
+    check_loss_parallel(whole=True)
+
+
+def check_context_parallel() -> None:
+    """Every rank has a part of each sequence."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def train(compiled: Callable[..., Any]) -> Trained:
+        model = new_model()
+        step = compiled(DistributedDataParallel(model))
+
+        losses = []
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        for index in range(STEPS):
+            total = torch.zeros(())
+            for micro_batch in range(MICRO_BATCHES):
+                buffers = list(batch(index, micro_batch, 0))
+                # Its end restores the buffers, which the backward reads.
+                with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1]):
+                    loss = step(*buffers, torch.tensor(counted(index, 1))) * mesh.size()
+                    loss.backward()
+                total += loss.detach() / mesh.size()
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.all_reduce(total)
+            losses.append(total.item())
+        return losses, weights(model)
+
+    trains_as_stock(train, alone(1))
+
+
+@contextmanager
+def launched() -> Iterator[None]:
+    """The environment that ``torchrun`` gives its processes."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in given.items():
+            patch.setenv(name, value)
+        yield
+
+
+def check_accelerate() -> None:
+    """DDP, with ``accumulate`` and the number of tokens that ``gather`` sums."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+
+    def train(compiled: Callable[..., Any]) -> Trained:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
+        assert accelerator.num_processes == ranks
+        model = new_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        wrapped, optimizer = accelerator.prepare(compiled(model), optimizer)
+        losses = []
+        for step in range(STEPS):
+            batches = [batch(step, m, rank) for m in range(MICRO_BATCHES)]
+            own = torch.tensor(sum(int((labels != -100).sum()) for _, labels in batches))
+            count = accelerator.gather(own).sum()
+            total = torch.zeros(())
+            for tokens, labels in batches:
+                with accelerator.accumulate(wrapped):
+                    loss = wrapped(tokens, labels, count) * ranks * MICRO_BATCHES
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                total += loss.detach() / ranks / MICRO_BATCHES
+            losses.append(accelerator.reduce(total).item())
+        return losses, weights(model)
+
+    with launched():
+        trains_as_stock(train, alone(ranks))
+
+
+def logged(trainer: Any) -> Trained:
+    """The losses that a trainer of transformers logs at each step, and the weights after."""
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == STEPS
+    return losses, weights(trainer.model)
+
+
+def trainer_options(folder: str) -> dict[str, Any]:
+    """For transformers' trainers; they average over the tokens of all devices by themselves."""
+    own = {"output_dir": folder, "use_cpu": True, "ddp_backend": "gloo", "torch_compile": True}
+    own |= {"per_device_train_batch_size": SEQUENCES, "max_steps": STEPS, "logging_steps": 1}
+    own |= {"gradient_accumulation_steps": MICRO_BATCHES, "learning_rate": 0.01, "bf16": False}
+    own |= {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "max_grad_norm": 0.0}
+    return own | {"gradient_checkpointing": False}
+
+
+def new_llama(classes: int, **tokens: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=classes, **sizes, **heads, **tokens))
+
+
+def check_trainer() -> None:
+    """transformers' Trainer with ``torch_compile=True``."""
+    from transformers import Trainer, TrainingArguments
+
+    data = []
+    for rank in range(2 * STEPS * MICRO_BATCHES):
+        tokens, labels = batch(rank, 0, rank % 3)
+        data += [{"input_ids": t, "labels": of} for t, of in zip(tokens, labels, strict=True)]
+
+    def train(folder: str) -> Trained:
+        arguments = TrainingArguments(**trainer_options(folder))
+        return logged(Trainer(new_llama(CLASSES), arguments, train_dataset=data))
+
+    by_trainer(train, HEAD, lazy_logits=True)
+
+
+def check_sft_trainer() -> None:
+    """TRL's, whose head is a known one."""
+    from trl import SFTConfig, SFTTrainer
+
+    from tests.models.test_trl_trainers import pairs
+
+    sys.path.insert(0, str(ROOT / "examples"))
+    from text import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+
+    def train(folder: str) -> Trained:
+        arguments = SFTConfig(max_length=64, **trainer_options(folder))
+        data = pairs().rename_column("chosen", "completion")
+        data = data.select_columns(["prompt", "completion"])
+        model = new_llama(len(tokenizer), **ends)
+        return logged(SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer))
+
+    by_trainer(train, None)
+    counted = switches.counters()
+    met = counted["known heads"]["trl's ChunkedLogProbFunction"]
+    assert met + counted["rewritten"]["linear_row_statistics"] >= 1, counted
+
+
+def by_trainer(train: Callable[[str], Trained], op: str | None, **options: Any) -> None:
+    """Trains with stock's ``torch.compile`` and with ``enable()``.
+
+    Args:
+        op: the loss in the compiled graphs, all of which is to be rewritten; None if there is none.
+    """
+    switches.counters().clear()
+    found = []
+    for is_on in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        with (
+            launched(),
+            small_chunks(),
+            reported() as report,
+            compile_losses.enable(**options) if is_on else nullcontext(),
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            found.append(train(folder))
+    stock, ours = found
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
+    assert not report.errors, str(report)
+    rewritten = {site.op for site in report.losses if site.status == "rewritten"}
+    assert op is None or rewritten == {op}, str(report)
+
+
+# What differs on one rank: nothing hangs, and the numbers are those of one process.
+
+
+class PlantedError(Exception):
+    pass
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    raise PlantedError
+
+
+#: The functions of the stages.
+STAGES = {
+    "recognition": (options, "rewrite_graph"),
+    "rewriting": (recognize.Rewriting, "run"),
+    "plan": (inductor_passes, "plan"),
+    "in place": (inductor_passes, "in_place"),
+}
+
+
+class Counting(nn.Module):
+    """A model with collectives of its own: a metric's, and that of the number of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = new_model()
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        total = self.inner(tokens, labels, 1)
+        seen = all_reduce(tokens.sum().float(), "sum", dist.group.WORLD)
+        return global_mean(total, (labels != -100).sum()), seen
+
+
+def trains(different: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]], stage: str) -> None:
+    """A step of plain tensors on ranks of which the last one has something of its own.
+
+    Args:
+        different: the batch of the last rank, of tokens, labels and the step.
+        stage: which stage fails on it; "" for none.
+    """
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    is_last = rank == ranks - 1
+
+    def batches(step: int) -> list[tuple[Tensor, Tensor]]:
+        found = [batch(step, 0, r) for r in range(ranks)]
+        return [*found[:-1], different(*found[-1], step)]
+
+    def train(step: Callable[..., Any], model: nn.Module, own: Callable[[int], Any]) -> Trained:
+        optimizer, losses = torch.optim.SGD(model.parameters(), 0.5), []
+        for index in range(STEPS):
+            loss, seen = step(*own(index))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append((loss.item(), float(seen)))
+        return losses, weights(model)
+
+    def whole(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return alone(tokens, labels, (labels != -100).sum()), tokens.sum()
+
+    alone = new_model()
+    exact = train(whole, alone, lambda i: map(torch.cat, zip(*batches(i), strict=True)))
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch, small_chunks(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if stage and is_last:
+            patch.setattr(*STAGES[stage], fails)
+        compiled = partial(torch.compile, backend="compile_losses", options={"strict": False})
+        model = Counting()
+        step = compiled(DistributedDataParallel(model))
+        found = train(step, model.inner, lambda i: batches(i)[rank])
+    same(found, exact)
+
+
+def failing(stage: str) -> None:
+    trains(lambda tokens, labels, _: (tokens, labels), stage)
+
+
+def check_one_rank_fails_to_recognise() -> None:
+    failing("recognition")
+
+
+def check_one_rank_fails_to_plan() -> None:
+    """Its collectives come in the same order as those of the ranks that have a plan."""
+    failing("plan")
+
+
+def check_one_rank_fails_in_place() -> None:
+    failing("in place")
+
+
+def check_one_rank_counts_nothing() -> None:
+    trains(lambda tokens, labels, _: (tokens, torch.full_like(labels, -100)), "")
+
+
+def check_one_rank_has_an_empty_batch() -> None:
+    trains(lambda tokens, labels, _: (tokens[:0], labels[:0]), "")
+
+
+def check_one_rank_recompiles() -> None:
+    """Its second batch has another shape, and its third one again."""
+
+    def rows(tensor: Tensor, step: int) -> Tensor:
+        return torch.cat([tensor, tensor])[: (2, 1, 3)[step]]
+
+    trains(lambda tokens, labels, step: (rows(tokens, step), rows(labels, step)), "")
+
+
+def failing_with_dtensors(stage: str) -> None:
+    """All ranks leave the loss to torch, whose collectives are others."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        compiled = partial(torch.compile, backend="compile_losses", options={"strict": False})
+        patch.setattr(guard, "_warned", set())
+        if dist.get_rank() == dist.get_world_size() - 1:
+            patch.setattr(*STAGES[stage], fails)
+        model = parallel(new_model(), mesh)
+
+        def replicated(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            return tokens, DTensor.from_local(labels, mesh, [Replicate()])
+
+        with small_chunks():
+            found = steps(model, compiled(model), part=(0, 1), prepared=replicated)
+    same(found, alone(1))
+    # On the others as well, with what happened there.
+    assert any("PlantedError" in str(each.message) for each in told), [str(w.message) for w in told]
+
+
+def check_one_rank_of_a_mesh_fails() -> None:
+    failing_with_dtensors("recognition")
+
+
+def check_one_rank_of_a_mesh_fails_later() -> None:
+    failing_with_dtensors("rewriting")
+
+
+CHECKS = {
+    name.removeprefix("check_"): check
+    for name, check in list(globals().items())
+    if name.startswith("check_")
+}
+
+
+if __name__ == "__main__":
+    report_checks({name: lambda _, check=check: check() for name, check in CHECKS.items()})
