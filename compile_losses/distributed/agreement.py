@@ -41,6 +41,7 @@ class Agreement:
 
     def __init__(self, ranks: list[int], name: str) -> None:
         self.ranks, self.name = ranks, name
+        self.is_heard = True
 
     def difference(self, stage: str, outcome: str) -> str | None:
         """Tells the others an outcome, and waits for theirs.
@@ -50,13 +51,17 @@ class Agreement:
 
         Returns:
             What is different, the same on all ranks; None if nothing is, or if a rank is silent.
+            After that nobody waits for it at a later stage.
         """
+        if not self.is_heard:
+            return None
         store: Any = default_store()
         keys = {rank: f"compile_losses/{self.name}/{stage}/{rank}" for rank in self.ranks}
         store.set(keys[dist.get_rank()], outcome)
         try:
             store.wait(list(keys.values()), PATIENCE)
         except RuntimeError:
+            self.is_heard = False
             _log.warning("no word from all of the ranks %s about a graph", self.ranks)
             return None
         found = {rank: store.get(key).decode() for rank, key in keys.items()}

@@ -8,6 +8,7 @@ is ``sum((g @ b.T) * a)``. So g may be written over x.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,8 +55,11 @@ def overwrite_products(graph: AtenGraph) -> None:
             for total, terms in sums:
                 _sum_of_parts(total, terms, product)
             take_parts_early(product)
-        if sums or any(user.target is fused.softmax_sums.default for user in product.users):
-            _hold_layout(product)
+        softmaxes = [u for u in product.users if u.target is fused.softmax_sums.default]
+        for gradient in _in_layout(product) if sums or softmaxes else ():
+            # Two softmaxes of a scaled product are too many ops for one loop.
+            if any(factor is not None for _, factor in (call.args for call in softmaxes)):
+                _hold_numbers(gradient)
 
 
 def _totals(graph: AtenGraph) -> list[Node]:
@@ -249,8 +253,9 @@ def _sum_of_parts(total: Node, terms: _Terms, product: Node) -> None:
     erase_unused([total])
 
 
-def _hold_layout(product: Node) -> None:
-    """Has Inductor write the gradient of a product in the layout of the product, and so over it.
+def _in_layout(product: Node) -> Iterator[Node]:
+    """Has Inductor write the gradient of a product in the layout of the product, and so over it;
+    yields it.
 
     The gradient may have a term that is computed of the product turned, and then the layout of the
     turned product.
@@ -271,7 +276,7 @@ def _hold_layout(product: Node) -> None:
         # Recorded strides say little: those of a sum are its first term's, which has changed.
         like = value.t() if is_turned == part.is_of_first else value
         _hold(gradient, like)
-        _hold_numbers(gradient)
+        yield gradient
 
 
 def _hold(node: Node, like: Tensor) -> None:
