@@ -216,6 +216,10 @@ def of_shifted_rows(h, w, b, lora_a, lora_b, labels, mask, soft, other):
     return confident(F.linear(h, w, b)[:, :-1], labels[:, 1:])
 
 
+def of_a_slice_of_a_slice(h, w, b, lora_a, lora_b, labels, mask, soft, other):
+    return confident(F.linear(h, w, b)[1:, :-1], labels[1:, 1:].clamp(min=0))
+
+
 def of_some_rows(h, w, b, lora_a, lora_b, labels, mask, soft, other):
     """Those of a matrix, without a bias; float32 from there on."""
     logits = F.linear(h.flatten(0, 1), w)[5:70]
@@ -244,7 +248,7 @@ IN_THE_FORWARD = (
     *(smoothed_by_hand, of_soft_labels, of_a_teacher_by_hand, two_temperatures, two_teachers),
     *(both_ways, with_the_largest, poly, hinge, of_each_class, of_classes, with_metrics),
     *(of_learned_weights, of_a_part_that_is_unused, scaled_by_learned_rows),
-    *(of_shifted_rows, of_some_rows, of_rows_at_other_places),
+    *(of_shifted_rows, of_a_slice_of_a_slice, of_some_rows, of_rows_at_other_places),
     *(of_a_learned_temperature, contrastive, without_themselves, of_each_pair),
 )
 

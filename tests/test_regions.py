@@ -34,6 +34,7 @@ OF_LIBRARIES = [
     programs.of_soft_labels,
     programs.both_ways,
     programs.poly,
+    programs.of_shifted_rows,
 ]
 
 

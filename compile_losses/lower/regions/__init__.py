@@ -45,7 +45,7 @@ from compile_losses.lower.known_factors import is_one_number
 from compile_losses.lower.mutated_inputs import changed_inputs
 from compile_losses.lower.regions.rows import Rows
 from compile_losses.lower.regions.rules import EXTREMES_OF_TWO
-from compile_losses.lower.regions.slices import slice_first
+from compile_losses.lower.regions.slices import slices_first
 from compile_losses.lower.regions.steps import (
     COLUMN,
     LOGITS,
@@ -78,7 +78,7 @@ def take_regions(graph: AtenGraph) -> None:
         return
     found = [node for node in graph.graph.nodes if head_of(node) is not None]
     heads = [node for node in found if node not in graph.backward and _is_large(node)]
-    for product in [slice_first(head) or head for head in heads]:
+    for product in [slices_first(head) for head in heads]:
         if product.users:
             _take(graph, product)
 

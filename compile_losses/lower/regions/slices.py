@@ -9,6 +9,7 @@ Each change is right by itself. If a region is not taken afterwards, the product
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,12 @@ class Slice:
     dim: int
     start: Any
     end: Any
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it takes all, as ``logits[:, :-1]`` does of its first dimension. Torch leaves out
+        such a slice where the size is known."""
+        return self.start in (0, None) and self.end in (sys.maxsize, None)
 
     def rows_of(self, place: Node, source: Node) -> Node:
         """Those of another matrix, [rows, features], as a matrix."""
@@ -92,11 +99,16 @@ def as_matrix(place: Node, tensor: Node) -> Node:
     return emit(place, aten.view.default, (dense, [-1, value.shape[-1]]))
 
 
-def slice_first(product: Node) -> Node | None:
-    """Replaces a product by that of the rows that are read, and returns it.
+def slices_first(product: Node) -> Node:
+    """Replaces a product by that of the rows that are read, if these are slices of slices; returns
+    it, or the product itself."""
+    while (fewer := _slice_first(product)) is not None:
+        product = fewer
+    return product
 
-    Returns None, and changes nothing, if more is read than one slice of its rows.
-    """
+
+def _slice_first(product: Node) -> Node | None:
+    """Returns None, and changes nothing, if more is read than one slice of the rows."""
     head = head_of(product)
     assert head is not None
     shaped = _in_its_shape(product)
@@ -107,6 +119,13 @@ def slice_first(product: Node) -> Node | None:
     (rows,) = found
     assert rows is not None
     scattered = [n for n in sorted(descendants(cuts)) if _is_put_into_zeros(n, rows)]
+    if rows.is_whole:
+        for node in cuts:
+            replace_uses(node, shaped)
+        for node in scattered:
+            replace_uses(node, named_arguments(node)["src"])
+        erase_unused([*cuts, *scattered])
+        return product
     readers = [list(_readers(node, product.meta["val"].shape[1])) for node in scattered]
     if not all(all(each is not None for each in some) for some in readers):
         return None
