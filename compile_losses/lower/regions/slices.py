@@ -34,12 +34,14 @@ class Slice:
         sizes: as arguments of a view; None if these are a matrix's rows.
         dim: along which of them.
         start, end: as arguments of a slice.
+        length: how many it takes along that; -1 if that is a symbol.
     """
 
     sizes: tuple[Any, ...] | None
     dim: int
     start: Any
     end: Any
+    length: int
 
     @property
     def is_whole(self) -> bool:
@@ -60,7 +62,7 @@ class Slice:
         """A matrix of these rows, in the shape that the slice has."""
         if self.sizes is None:
             return matrix
-        sizes = (*self.sizes[: self.dim], -1, *self.sizes[self.dim + 1 :])
+        sizes = (*self.sizes[: self.dim], self.length, *self.sizes[self.dim + 1 :])
         width = matrix.meta["val"].shape[1]
         return emit(place, aten.view.default, (matrix, [*sizes, width]))
 
@@ -162,7 +164,12 @@ def _slice_of(node: Node, shaped: Node, product: Node) -> Slice | None:
     if named["step"] != 1 or dim == whole.dim() - 1 or whole.dim() < 2:
         return None
     sizes = None if shaped is product else tuple(shaped.args[1][:-1])  # type: ignore[arg-type,index]
-    return Slice(sizes, dim, named["start"], named["end"])
+    length = node.meta["val"].shape[dim]
+    if not isinstance(length, int):
+        length = -1
+        if sizes is not None and -1 in (*sizes[:dim], *sizes[dim + 1 :]):
+            return None
+    return Slice(sizes, dim, named["start"], named["end"], length)
 
 
 def _is_put_into_zeros(node: Node, rows: Slice) -> bool:
@@ -187,7 +194,9 @@ def _readers(
     for user in gradients.users:
         if user.target in CASTS and user.kwargs.keys() <= {"dtype"}:
             yield from _readers(user, classes, (*casts, user))
-        elif user.target in RESHAPES and _is_matrix(user, classes):
+        elif user.target is aten.clone.default or (
+            user.target in RESHAPES and _is_matrix(user, classes)
+        ):
             yield from _readers(user, classes, casts)
         elif rank == 2 and is_turned_matrix(user):
             for each in user.users:
