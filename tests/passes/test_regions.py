@@ -79,6 +79,8 @@ OF_ROWS = {
     "some classes of each kind": lambda z, r, c, y: z[:, 1:].amax(1) + z[:, :3].sum(1) * z.sum(1),
     "looked up from the end": lambda z, r, c, y: z.sum(1) * c[z.argmax(1) - 2],
     "looked up": lambda z, r, c, y: z.sum(1) * c[z.argmax(1)],
+    "some rows": lambda z, r, c, y: z[1:].sum(1),
+    "some tokens": lambda z, r, c, y: in_batch(z)[:, :-1].sum(2),
 }
 
 #: What mixes rows, or has other numbers than one of each row.
@@ -87,7 +89,8 @@ OF_NO_ROWS = {
     "cumulated": lambda z, r, c, y: z.cumsum(0).sum(1),
     "rolled": lambda z, r, c, y: z.roll(1, 0).sum(1),
     "flipped": lambda z, r, c, y: z.flip(0).sum(1),
-    "some rows": lambda z, r, c, y: z[1:].sum(1),
+    "every other row": lambda z, r, c, y: z[::2].sum(1),
+    "two slices of rows": lambda z, r, c, y: z[1:].sum(1) * z[:-1].sum(1),
     "rows by index": lambda z, r, c, y: z[y.clamp(max=ROWS - 1)].sum(1),
     "tokens first": lambda z, r, c, y: in_batch(z).transpose(0, 1).sum(2),
     "every other class": lambda z, r, c, y: z[:, ::2].sum(1),
