@@ -145,7 +145,9 @@ def rewritten(
                 graphs.restore()
             return _as_torch_has_it(gm, example_inputs, failure, compiled)
 
-        agreement = _agreement_on(gm)
+        agreement = attempt(lambda: _agreement_on(gm), strict=settings.strict)
+        if isinstance(agreement, Failure):
+            agreement = None
         prepared = attempt(prepare, strict=settings.strict)
         if agreement is not None:
             prepared = _as_others("rewritten", agreement, prepared, gm)
@@ -183,9 +185,9 @@ def _as_others(stage: str, agreement: Agreement, result: T, gm: GraphModule) -> 
     report = gm.meta.get("compile_losses")
     found = [] if report is None else [f"{s.op} {s.status}" for s in report.losses] + report.errors
     outcome = result.reason if isinstance(result, Failure) else ", ".join(found)
-    reason = agreement.difference(stage, outcome)
-    if reason is None:
-        return result
+    reason = attempt(lambda: agreement.difference(stage, outcome))
+    if reason is None or isinstance(reason, Failure):
+        return result if reason is None else reason
     failure = Failure(reason)
     if not isinstance(result, Failure):
         warn_of(failure)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import compile_losses
-from compile_losses import implementations, switches
+from compile_losses import library, switches
 from compile_losses.linear import linear_log_probs
 from compile_losses.ops import linear_row_statistics
 from compile_losses.ops.linear import matrix_products
@@ -133,7 +133,7 @@ def of_cross_entropy(hidden, weight, target):
 
 
 def test_warning_without_kernels(batch_invariant, monkeypatch):
-    monkeypatch.setattr(implementations, "has_kernels", lambda device: False)
+    monkeypatch.setattr(library, "no_kernels", lambda device: "none for it")
     matrix_products._warn_of_sums.cache_clear()
     hidden = torch.empty(4, 8, device="meta")
     with pytest.warns(UserWarning, match="expected kernels for meta, and there are none"):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compile_losses import implementations, switches
+from compile_losses import library, switches
 from compile_losses.device_constants import constants_of
 from compile_losses.torch_internals.ops import has_kernel, key_of_device
 
@@ -95,7 +95,7 @@ def _layout(input: Tensor, count: int) -> Layout:
         return Layout(1 if few and not switches.is_batch_invariant() else ROWS_ALIKE)
     if not switches.is_batch_invariant():
         return Layout()
-    if not implementations.has_kernels(input.device):
+    if library.no_kernels(input.device) is not None:
         _warn_of_sums(input.device.type)
     # Kernels read a row in another order if it begins elsewhere between two boundaries.
     return Layout(PIECE, PIECE, 16 // input.element_size())
