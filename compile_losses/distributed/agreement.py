@@ -72,10 +72,10 @@ class Agreement:
 
 
 def agreement_on(gm: GraphModule) -> Agreement | None:
-    """For a Dynamo graph; None where it has no DTensors, or no other rank has a part of them."""
+    """For a Dynamo graph that has DTensors; None where no other rank has a part of them."""
     values = [value_of(node) for node in gm.graph.nodes]
     meshes = [value.device_mesh for value in values if are_dtensors(value)]
-    if not meshes or not dist.is_initialized() or dist.get_backend() == "fake":
+    if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
     ranks = sorted({int(rank) for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
     if len(ranks) == 1 or dist.get_rank() not in ranks:

@@ -17,13 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from compile_losses.device_constants import constants_of
-from compile_losses.graphs import (
-    emit,
-    erase_unused,
-    move_before,
-    replace_uses,
-    retrace_views,
-)
+from compile_losses.graphs import emit, erase_unused, move_before, replace_uses, retrace_views
 from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import nbytes_of
 from compile_losses.lower.early_parts import take_parts_early
