@@ -84,6 +84,17 @@ def _calls(loss: Loss) -> list[Node]:
     return [*loss.backwards, loss.forward]
 
 
+def decompositions_of(losses: Sequence[Loss]) -> list[Decomposition] | Loss:
+    """The decompositions of losses, or the first that has none; the graph is not changed."""
+    found: list[Decomposition] = []
+    for loss in losses:
+        decomposition = decomposition_of(loss)
+        if decomposition is None:
+            return loss
+        found.append(decomposition)
+    return found
+
+
 def decomposition_of(loss: Loss) -> Decomposition | None:
     """The decomposition of a loss, None where there is none; the graph is not changed."""
     reference = reference_of(loss.name)

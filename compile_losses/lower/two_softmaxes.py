@@ -30,7 +30,7 @@ from compile_losses.graphs import emit, erase_unused, replace_uses
 from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import nbytes_of
 from compile_losses.lower.decision import Decision
-from compile_losses.lower.decompose import Decomposition, decomposition_of
+from compile_losses.lower.decompose import decompositions_of
 from compile_losses.lower.early_parts import take_parts_early
 from compile_losses.lower.fused_calls import Loss
 from compile_losses.lower.known_factors import is_one_number, scaling_of
@@ -95,11 +95,18 @@ def take_two_softmaxes(graph: AtenGraph) -> None:
             _take(graph, matrix, [loss for loss, _ in own])
 
 
+def _reads_the_matrix(loss: Loss) -> str:
+    """Why a loss without a decomposition is in the way."""
+    return f"{loss.name} can't be decomposed, which reads the matrix"
+
+
 def _take(graph: AtenGraph, matrix: Matrix, losses: Sequence[Loss]) -> None:
     """Replaces the reductions of one matrix, or says at its losses why they stay."""
     told = [(site_of(loss.forward), loss.name) for loss in losses]
     reason = _reason_against(matrix)
-    found = _decompositions(losses) if reason is None else reason
+    found = decompositions_of(losses) if reason is None else reason
+    if isinstance(found, Loss):
+        found = _reads_the_matrix(found)
     if isinstance(found, str):
         graph.decisions += [Decision(*loss, TWO_READS, found) for loss in told]
         return
@@ -121,17 +128,6 @@ def _reason_against(matrix: Matrix) -> str | None:
             f"{in_words(matrix.node)} is computed in the same loops, and would have to be written"
         )
     return None
-
-
-def _decompositions(losses: Sequence[Loss]) -> list[Decomposition] | str:
-    """Losses in torch's own ops; or why one of them has none."""
-    found: list[Decomposition] = []
-    for loss in losses:
-        decomposition = decomposition_of(loss)
-        if decomposition is None:
-            return f"{loss.name} can't be decomposed, which reads the matrix"
-        found.append(decomposition)
-    return found
 
 
 def matrix_of(node: Node) -> tuple[Matrix, bool] | None:

@@ -37,7 +37,7 @@ from compile_losses.graphs import (
 from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import Cost, behind_views, hint_of, nbytes_of
 from compile_losses.lower.decision import REGION, Decision
-from compile_losses.lower.decompose import Decomposition, decomposition_of
+from compile_losses.lower.decompose import Decomposition, decompositions_of
 from compile_losses.lower.early_sizes import compute_sizes_early
 from compile_losses.lower.elementwise.find import linear_part
 from compile_losses.lower.fused_calls import Loss
@@ -163,11 +163,10 @@ def _reads(loss: Loss, rows: Rows) -> bool:
 
 def _decompositions(losses: Sequence[Loss]) -> list[Decomposition]:
     """Losses of logits in torch's own ops, which rules know."""
-    found = [decomposition_of(loss) for loss in losses]
-    for loss, decomposition in zip(losses, found, strict=True):
-        if decomposition is None:
-            raise NotOfRowsError(f"{loss.name} reads them, which can't be decomposed")
-    return [each for each in found if each is not None]
+    found = decompositions_of(losses)
+    if isinstance(found, Loss):
+        raise NotOfRowsError(f"{found.name} reads them, which can't be decomposed")
+    return found
 
 
 def _is_large(product: Node) -> bool:
