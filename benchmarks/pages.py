@@ -346,6 +346,37 @@ def _elementwise(file: str) -> str:
     return measured(header, lines, rows)
 
 
+def behind() -> str:
+    """Geometric means over the losses of each layer and dtype."""
+    rows = rows_of("behind-nvidia-h200.csv")
+    lines = []
+    for shape, dtype in dict.fromkeys((row["shape"], row["dtype"]) for row in rows):
+        group = [row for row in rows if (row["shape"], row["dtype"]) == (shape, dtype)]
+        ratios = [float(row["ratio"]) for row in group]
+        memory = [float(row["ours_peak_mib"]) / float(row["stock_peak_mib"]) for row in group]
+        size, _, layer = shape.partition(" ")
+        figures = statistics.geometric_mean(ratios), min(ratios), max(ratios), max(memory)
+        lines.append((layer.replace("_", " "), size, dtype, *(f"{each:.2f}" for each in figures)))
+    header = ("layer", "size", "dtype", "ours / stock", "the fastest", "the slowest")
+    return measured((*header, "memory, at most"), lines, rows)
+
+
+def contrastive() -> str:
+    rows = rows_of("contrastive-nvidia-h200.csv")
+    names = {
+        "infonce": "InfoNCE",
+        "siglip": "SigLIP",
+        "clip": "CLIP, an embedding scaled",
+        "clip_scaled": "CLIP, the products scaled",
+    }
+    contenders = {"stock": "torch.compile", "ours": "ours", "ours_memory": "ours, `prefer_memory`"}
+    lines = [
+        (name, *(pair(one(rows, loss=loss, contender=contender)) for contender in contenders))
+        for loss, name in names.items()
+    ]
+    return measured(("loss", *contenders.values()), lines, rows)
+
+
 def criteria() -> str:
     """What stock leaves of each loss, alone and behind a layer: its time over the bound."""
     rows = rows_of("criteria-nvidia-h200.csv")
@@ -430,6 +461,8 @@ TABLES: dict[str, Callable[[], str]] = {
         distillation,
         elementwise,
         elementwise_cpu,
+        behind,
+        contrastive,
         criteria,
         steps,
         steps_h100,
