@@ -116,6 +116,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         counts[name] += 1
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: looking through it for garbage took a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("kernels") and not HAS_KERNELS:
         pytest.skip(reason="about the kernels, which are not built or switched off")

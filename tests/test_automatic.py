@@ -597,7 +597,7 @@ def outcome(program, compile, bias):
     return [x.detach() + 0 for x in (*seen, *made.parameters())]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.filterwarnings("ignore:the logits that forward")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_training(name, compiled, monkeypatch):

@@ -85,6 +85,7 @@ def compared(function, inputs, factor=1.0, **options):
     return ours, results(stock(function), inputs, factor)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LOSSES)
@@ -98,6 +99,7 @@ def test_gradients_where_a_sigmoid_rounds(name, dtype, dynamic, graphs, no_code)
         assert MOVED in joint
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("factor", [1.0, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LOSSES)

@@ -282,6 +282,7 @@ def script(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
 
 
+@pytest.mark.slow
 @pytest.mark.kernels
 def test_a_process_that_ends_without_an_exception(script, tmp_path):
     run = Processes("train.py:step", tmp_path, None, EAGER, 1)

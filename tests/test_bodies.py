@@ -134,6 +134,7 @@ class Classifier(nn.Module):
         return self.loss(x, target)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["backend", "enable"])
 @pytest.mark.parametrize("budget", [None, 0.9, 0.5, 0.0])
 def test_linear_cross_entropy_is_computed_once(budget, way, graphs, chunks, no_code):

@@ -85,6 +85,7 @@ def losses_dropped(x, t):
     return loss.mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("no_code", "kernels_for_small_losses")
 @pytest.mark.parametrize("way", ["backend", "enable"])
 @pytest.mark.parametrize(

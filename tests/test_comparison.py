@@ -62,6 +62,7 @@ def test_forward(enabled):
     assert model.weight.grad is None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("returned", "clears"),
     [

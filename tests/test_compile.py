@@ -90,6 +90,7 @@ def loss_and_gradient(model, predictions, targets):
     return loss.detach(), torch.autograd.grad(loss, predictions)[0]
 
 
+@pytest.mark.sampled(2)
 @reference_models
 def test_reference_model(model, inputs, device):
     module = model().to(device)
@@ -108,6 +109,7 @@ def rewritten(module, arguments):
     return [site.status for site in report.sites] == ["rewritten"]
 
 
+@pytest.mark.sampled(2)
 @reference_models
 def test_reference_model_dynamic(model, inputs, device):
     """Three batch sizes, no more graphs than stock."""
@@ -372,6 +374,7 @@ def test_pass_identity():
     assert Pass(lambda graph: None).uuid() is None
 
 
+@pytest.mark.slow
 def test_second_process_hits_the_cache(tmp_path):
     """And with Inductor, too, the backend needs no import."""
     script = """

@@ -45,6 +45,7 @@ def check(function, inputs, monkeypatch, around=lambda f: f):
 
 @pytest.mark.usefixtures("no_code")
 class TestPrograms:
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("function", programs.TAKEN)
     def test_taken(self, function, dtype, monkeypatch):
@@ -147,6 +148,7 @@ def autocast(function):
     return narrow
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("function", [programs.open_clip, programs.transformers_clip])
 def test_autocast(function, device, monkeypatch):
     """In Inductor's code. The gradient is written over the matrix, and only the products are
@@ -174,6 +176,7 @@ SCALED_AFTER = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("around", [lambda f: f, autocast])
 @pytest.mark.parametrize("function", [programs.open_clip, *SCALED_AFTER])
 def test_gradient_over_the_matrix(function, around):

@@ -62,6 +62,7 @@ def test_left_out(name, frozen, kept, device):
     assert all(each == rows for each in kept)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("small_heads")
 @pytest.mark.parametrize("name", COUNTED)
 def test_accuracy(name, device):

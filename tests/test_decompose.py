@@ -68,6 +68,7 @@ def test_decomposed_is_the_op(loss, reduction, scales_once, graphs, no_code):
     assert all("fused" not in graph for graph in graphs["joint"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reduction", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"])
 def test_decomposed_weight_is_the_op(loss, reduction, graphs, no_code):
@@ -126,6 +127,7 @@ def test_weighted_mean_without_a_backward_is_decomposed(graphs, no_code):
     assert "fused" not in graphs["post"][0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shapes", [((1, 5, 6), (2, 5, 6)), ((4, 6), (2, 4, 6)), ((), (3,))])
 def test_decomposed_batchmean_is_the_op(shapes, scales_once, graphs, no_code):
     """The batch is the input's own, also where input is broadcast."""
@@ -142,6 +144,7 @@ def test_decomposed_batchmean_is_the_op(shapes, scales_once, graphs, no_code):
     assert "fused" not in graphs["joint"][0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reduction", [0, 1, 3])
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -253,6 +256,7 @@ STOCK = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:reduction")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("loss", STOCK)
@@ -276,6 +280,7 @@ def test_decomposed_on_a_gpu_is_stocks(loss, dtype, scales_once, no_code):
     assert ours == stock
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", ["cross entropy", "smoothed", "probabilities"])
 def test_gradient_reads_what_the_forward_computed(loss, scales_once, graphs, no_code):
     linear, x, target = nn.Linear(16, 12), torch.randn(8, 16), torch.rand(8, 12)
@@ -287,6 +292,7 @@ def test_gradient_reads_what_the_forward_computed(loss, scales_once, graphs, no_
     assert graphs["joint"][-1].count("aten.log.default") == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:reduction")
 @pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"])
 def test_decomposed_mean_of_nothing(loss, scales_once, graphs, no_code):

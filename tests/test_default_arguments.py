@@ -71,6 +71,7 @@ BODIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize(
     "shape",

@@ -28,6 +28,7 @@ def assert_same(found, expected, tolerance=1e-11):
 
 @pytest.mark.usefixtures("no_code")
 class TestPrograms:
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("function", programs.TAKEN)
     def test_no_logits_are_held(self, function, monkeypatch):
         inputs = programs.problem()
@@ -39,6 +40,7 @@ class TestPrograms:
         assert "mm.default" not in graph, [s.details for s in compiled.sites]
         assert "fused.linear_" in graph, [s.details for s in compiled.sites]
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize(
         "function", [programs.total_variation, programs.log_overlap, programs.eagle]
@@ -63,6 +65,7 @@ class TestPrograms:
         is_by_chunks = any(BY_CHUNKS in choice for choice in compiled.choices)
         assert is_by_chunks != (function in programs.BY_DEFAULT)
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("function", programs.TAKEN)
     def test_gradients_are_made_in_the_forward(self, function):
         compiled = Compiled(function, prefer_memory=True)
@@ -94,6 +97,7 @@ class TestPrograms:
         reason = "prefer_memory': True} computes them twice"
         assert any(reason in site.reason for site in compiled.sites)
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("options", [{}, {"prefer_memory": True}, {"lazy_logits": True}])
     @pytest.mark.parametrize("function", programs.OF_PICKS)
     def test_readers_of_some_classes(self, function, options):

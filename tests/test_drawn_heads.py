@@ -92,7 +92,7 @@ def check(seed: int) -> set[str]:
     return set(counters()["rewritten"] - before)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("first", range(0, IN_CI, 5))
 def test_drawn_programs_are_like_torch(first):
     for seed in range(first, first + 5):

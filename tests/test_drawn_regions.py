@@ -79,7 +79,7 @@ def check(seed: int, *, dynamic: bool = False) -> None:
             )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("first", range(0, IN_CI, 3))
 @pytest.mark.usefixtures("taken")
 def test_drawn_programs_are_like_torch(first, monkeypatch):

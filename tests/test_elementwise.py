@@ -84,7 +84,7 @@ def check(function, inputs, factor=1.0, compiled=None, like=(), **options):
         assert_accurate(ours, eager, true, like=like[i] if like else 0.0)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("factor", [1.0, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", LOSSES)
@@ -168,7 +168,7 @@ class TestLoopsOfRows:
         loss.backward()
         assert any("comes after the sum" in str(decision.reason) for decision in decisions)
 
-    @pytest.mark.sampled(4)
+    @pytest.mark.sampled(8)
     @pytest.mark.parametrize("seed", range(40))
     def test_random_losses(self, seed, no_code):
         check_random(seed)
@@ -181,6 +181,7 @@ class TestLoopsOfRows:
     def test_shapes(self, shape, no_code):
         check(LOSSES["gaussian_nll"][0], inputs_of("gaussian_nll", shape), 3.0)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("shape", [(48,), (1, 48), (1, 1, 6, 8)])
     @pytest.mark.parametrize("reduce", SUMS_OF_ALL)
     def test_one_row(self, shape, reduce, decisions, no_code):
@@ -421,6 +422,7 @@ BEHIND = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", BEHIND)
 def test_over_predictions(name, dtype, graphs, no_code):

@@ -108,12 +108,14 @@ def test_tensor_parallel():
         assert together == pytest.approx(alone, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_first_steps_of_tensor_parallel():
     """The untrained model's loss, of two ranks that share it."""
     (loss,) = tensor_parallel(2, 2, 2)
     assert 4 < loss < 8  # of 256 bytes that are equally likely: 5.5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "library", "op"),
     [
@@ -149,6 +151,7 @@ def test_lightning_module(reports):
     assert run("lightning_module", reports) == {"cross_entropy"}
 
 
+@pytest.mark.slow
 def test_trl_sft(reports):
     pytest.importorskip("trl", reason="pip install .[models]")
     assert run("trl_sft", reports) == {"cross_entropy"}

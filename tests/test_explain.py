@@ -359,6 +359,7 @@ def test_cli_explain_errors(target):
         main(["explain", target])
 
 
+@pytest.mark.slow
 def test_a_copy_without_libraries_says_so(tmp_path):
     """The import goes on, and ``info`` says why there are no kernels."""
     shutil.copytree(

@@ -318,6 +318,7 @@ def changed_after_the_sum(s, t):
     return -terms.sum(-1).mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("function", "op"),
     [

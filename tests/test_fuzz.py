@@ -256,6 +256,7 @@ def test_fuzz(seed):
     check(seed)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", [*range(8, 24), 122])
 def test_fuzz_without_code(seed, no_code):
     check(seed)

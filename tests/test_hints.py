@@ -37,6 +37,7 @@ TAKEN = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TAKEN)
 def test_regions(name):
     """The hint is there if the option takes the loss, and only then."""

@@ -38,6 +38,7 @@ F.kl_div(x.detach(), x.detach().exp(), reduction="batchmean")
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "script",
     # Without kernels torch 2.11 loads Dynamo in the backward.
@@ -57,7 +58,7 @@ def test_names_load_their_modules():
         _ = compile_losses.nothing_of_this_name
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["enable", "explain", "rewrite", "Report", "backend"])
 def test_a_name_in_a_fresh_process(name):
     """Each name works where it is the first that is asked for."""
@@ -115,6 +116,8 @@ else:
 """
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "script",
     # Without kernels and without Inductor a loss is torch's.

@@ -39,6 +39,7 @@ FACTORS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("factor", FACTORS)
 def test_factor(factor, graphs, no_code):
     compare(Head(FACTORS[factor]), (*classes(), torch.tensor(7.0)), factors=(1.0, 3.0))

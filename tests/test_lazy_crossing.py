@@ -148,7 +148,7 @@ MADE = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("of", ["logits", "made"])
 @pytest.mark.parametrize("kind", ["changes", "watches", "retains", "node", "post", "multi"])
 @pytest.mark.parametrize("made", MADE)
@@ -285,6 +285,7 @@ STORAGES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("view", ["itself", "rows", "transpose"])
 @pytest.mark.parametrize("kind", STORAGES)
 def test_storage(kind, view):
@@ -371,6 +372,7 @@ def test_graph_of_another_compiler(later, view, is_read, backend):
 EVALUATED = {"backend": "compile_losses", "options": {"lazy_logits": True}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ignored", [None, -100])
 def test_perplexity_of_torchmetrics(ignored, dtype):

@@ -100,6 +100,7 @@ def selected(x, mask):
     return x.masked_select(mask).view(-1, CLASSES)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", PICKS)
 def test_the_next_graph_takes_the_head(name, dtype):
@@ -188,6 +189,7 @@ WATCHED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("asked", ["retain_grad", "hook", "autograd.grad", "afterwards"])
 @pytest.mark.parametrize("name", WATCHED)
 def test_gradients_that_are_asked_for(name, asked):

@@ -41,6 +41,7 @@ def assert_accurate_with_all_options(dtype, reduction, ignored, device):
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize("ignored", [0, 5, 2])
 @dtypes
@@ -49,6 +50,7 @@ def test_accuracy(dtype, reduction, ignored, chunks, device):
     assert_accurate_with_all_options(dtype, reduction, ignored, device)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reduction", [1, 2])
 @pytest.mark.parametrize("ignored", [0, 5, 2])
 @dtypes
@@ -79,6 +81,7 @@ def test_layouts_of_blocks(dtype, rows, first, blocks, exact_plan, monkeypatch, 
         assert_like_torch(tensors, dtype, f"{options}", **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [1, 8, 9, 64])
 @pytest.mark.parametrize("kind", ["random", "few classes", "mean 1", "calibrated"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

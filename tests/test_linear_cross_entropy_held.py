@@ -97,6 +97,7 @@ def test_logits_are_never_held(reduction, compiled):
     assert buffer <= largest <= constants_of(CPU).logits_bytes < rows * classes * 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("dtype", "options"),

@@ -126,6 +126,7 @@ def run(function, loss, tensors, dtype, *options, **named):
     return value.detach(), *gradients
 
 
+@pytest.mark.sampled(2)
 @losses
 @teachers
 @pytest.mark.parametrize("reduction", REDUCTIONS.values(), ids=REDUCTIONS)
@@ -214,6 +215,7 @@ def test_autograd_contract(loss, chunks, device):
             value.backward()
 
 
+@pytest.mark.sampled(2)
 @losses
 @pytest.mark.parametrize("reduction", REDUCTIONS.values(), ids=REDUCTIONS)
 def test_gradcheck(reduction, loss, chunks, device):
@@ -395,6 +397,7 @@ def test_autocast(loss, chunks, device):
         torch.testing.assert_close(*pair, rtol=3e-2, atol=1e-3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("needs", list(itertools.product((False, True), repeat=3)))
 @pytest.mark.parametrize("teacher", ["logits", "layer"])
 def test_only_gradients_that_are_needed(needs, teacher, chunks):
@@ -550,6 +553,7 @@ CAPS = {
 caps = pytest.mark.parametrize("softcaps", CAPS.values(), ids=CAPS)
 
 
+@pytest.mark.sampled(4)
 @losses
 @teachers
 @caps
@@ -578,6 +582,7 @@ def test_saturated_softcaps(softcaps, loss, chunks, device):
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sampled(3)
 @losses
 @caps
 def test_gradcheck_with_softcaps(softcaps, loss, chunks, device):
@@ -636,6 +641,7 @@ def test_autocast_with_softcaps(softcaps, loss, chunks, device):
     torch.testing.assert_close(mine, loss.in_torch(student, teacher))
 
 
+@pytest.mark.sampled(3)
 @losses
 @caps
 def test_transforms_with_softcaps(softcaps, loss, chunks, device):
@@ -670,6 +676,7 @@ def test_opcheck_with_softcaps(reduction, teacher, loss, chunks, device, opcheck
         opcheck(loss.leaf("rows_with_grad"), rows)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.kernels
 @pytest.mark.parametrize("reduction", [0, 3])
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ def test_gradient_in_forward(loss, graphs, device):
     assert "_backward.default" not in re.sub(r"aten\.\w+", "", joint)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("loss", ["mse", "cross entropy"])
 def test_heads(loss, head, graphs, device, request):
@@ -483,6 +484,7 @@ def test_retain_graph_as_stock(case, first_retains, device, no_code):
         torch.testing.assert_close(ours, expected.to(ours.dtype))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [

@@ -50,6 +50,7 @@ def outcome(step, given):
     return [loss.detach(), *torch.autograd.grad(loss, given[:2])]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("whole", [False, True], ids=["broken", "whole"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("step", [*OF_LOSSES, selected_logits], ids=lambda f: f.__name__)
@@ -64,6 +65,7 @@ def test_numbers(step, dtype, whole):
             torch.testing.assert_close(outcome(compiled, given), outcome(step, given), **close)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("whole", [False, True], ids=["broken", "whole"])
 @pytest.mark.parametrize("step", OF_LOSSES, ids=lambda f: f.__name__)
 def test_selected_losses_keep_their_head(step, whole):

@@ -150,6 +150,7 @@ def after_without_gradients(x, t):
     return loss + x.sum()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("no_code", "kernels_for_small_losses")
 @pytest.mark.parametrize("way", ["backend", "enable"])
 @pytest.mark.parametrize(
@@ -230,6 +231,7 @@ CHANGED_LATER = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("no_code", "small_losses")
 @pytest.mark.parametrize("function", CHANGED_LATER, ids=lambda f: f.__name__)
 def test_backward_reads_inputs_as_they_were(function):

@@ -249,6 +249,7 @@ def compared(function, monkeypatch, *, prefer_memory=True):
 
 @pytest.mark.usefixtures("no_code")
 class TestPrograms:
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("function", JOINED)
     def test_one_gradient_of_the_weight(self, function, monkeypatch):
         compiled, (graph,) = compared(function, monkeypatch)
@@ -264,12 +265,14 @@ class TestPrograms:
         assert "joined_heads" not in graphs[0]
         assert not any(ONE_GRADIENT in choice for choice in compiled.choices)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("function", BY_DEFAULT)
     def test_without_an_option(self, function, monkeypatch):
         compiled, (graph,) = compared(function, monkeypatch, prefer_memory=False)
         assert graph.count("fused.joined_heads") == 1
         assert any(ONE_GRADIENT in choice for choice in compiled.choices)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("function", [f for f in JOINED if f not in BY_DEFAULT])
     def test_what_takes_the_option(self, function, monkeypatch):
         """Other losses hold their logits, or their heads are of two kinds."""

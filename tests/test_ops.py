@@ -18,6 +18,7 @@ from tests.specs import SPECS
 from tests.specs.spec import Sample
 
 
+@pytest.mark.sampled(3)
 @specs
 @dtypes
 def test_accuracy(spec, dtype, device):
@@ -76,6 +77,7 @@ def worst_error(spec, sample, index, dtype):
 ELEMENTWISE = [name for name in SPECS if is_elementwise(name)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_sizes(name, dtype, device):
@@ -104,6 +106,7 @@ def test_sizes(name, dtype, device):
             assert_accurate(gradient, eager[1][0], exact[1][0], f"{sample.name}, gradient")
 
 
+@pytest.mark.sampled(3)
 @specs
 @dtypes
 def test_repeatable(spec, dtype, device):
@@ -135,6 +138,7 @@ def test_repeatable_20_times(spec, dtype, shape, device):
         torch.testing.assert_close(run, runs[0], rtol=0, atol=0)
 
 
+@pytest.mark.sampled(2)
 @specs
 def test_threads_do_not_change_results(spec):
     threads = torch.get_num_threads()
@@ -201,7 +205,7 @@ def value_arguments(spec, forward, args):
     return tuple(value.detach() if isinstance(value, torch.Tensor) else value for value in values)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @specs
 def test_opcheck_leaves(spec, device):
     check_leaves(spec, device)
@@ -263,7 +267,7 @@ def test_value(name, dtype, device):
     assert ran > 5
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @specs
 @dtypes
 @pytest.mark.parametrize("factor", [None, -3.75], ids=["unit", "factor"])
@@ -309,6 +313,7 @@ def test_with_grad(spec, factor, dtype, device):
     assert ran > 5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("factor", [1.0, 3.0, -0.5, 0.0, float("inf"), float("nan")])
 @dtypes
 def test_scale(factor, dtype, device):
@@ -527,6 +532,7 @@ def test_more_than_2_to_the_31_elements(device):
     assert gradient[0, 0].item() == 4.0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("memory_given_back")
 @pytest.mark.parametrize("shape", [(16385, 131_080), (16385, 8193, 16)], ids=["rows", "columns"])
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from tests.calls import specs
 from tests.specs import SPECS
 
 
+@pytest.mark.sampled(2)
 @specs
 def test_gradcheck(spec, device):
     operands = [
@@ -56,6 +57,7 @@ def test_gradcheck_options(name, options, device):
 WEIGHTED = [spec for spec in SPECS.values() if "weight" in spec.arguments and spec.broadcasts]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", WEIGHTED, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("shape", [(4, 5), (5,), (4, 1), ()], ids=str)
 def test_gradcheck_weight(spec, shape, device):

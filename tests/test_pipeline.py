@@ -196,6 +196,7 @@ def test_a_pass_that_changes_nothing_writes_no_file(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_dumps_switch_caches_off(tmp_path):
     """What comes from a cache would go through no pass: a second process dumps the same."""
     program = """
@@ -267,6 +268,7 @@ def two(x, target):
     return F.mse_loss(x, target) + F.mse_loss(x, target) + F.l1_loss(x, target, reduction="none")[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("loss", "inputs"),
     [

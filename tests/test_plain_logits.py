@@ -73,6 +73,7 @@ def test_same_numbers(name):
     check(OTHERS[name], problem())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["in_loops", "without_loops", "regularised"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cast", [False, True])
@@ -191,6 +192,7 @@ READERS_OF_A_NUMBER = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("of_a_layer", [False, True])
 @pytest.mark.parametrize("name", READERS_OF_A_NUMBER)
 def test_numbers_have_no_classes(name, of_a_layer):

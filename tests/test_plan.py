@@ -84,6 +84,7 @@ def heads():
     }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("kernels_for_small_losses")
 @pytest.mark.parametrize("head", heads())
 def test_plan_of_a_head(head):
@@ -232,6 +233,7 @@ def test_simple_losses(loss, options, dtypes, is_slow):
     assert "so little arithmetic" not in _reason(forward, "cuda", tensors, *arguments)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "dtype", "large"),
     [
@@ -253,6 +255,7 @@ def test_small_rows(name, dtype, large, with_gradient):
         assert not is_small(*find_losses(graph))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dtype", "large"), [(torch.float32, (1024, 512)), (torch.bfloat16, (1024, 1024))]
 )
@@ -279,6 +282,7 @@ def test_a_small_input_of_a_large_target():
             assert is_small(loss) == (other is expanded)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "with_gradient", "in_bfloat16", "in_float32"),
     [
@@ -465,6 +469,7 @@ def test_logged(caplog):
     assert "mse_loss: gradient in forward" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.kernels
 def test_torch_logs():
     """TORCH_LOGS knows the package's logger by its name, before the package is imported."""

@@ -67,6 +67,7 @@ def test_the_command(folder, capsys):
     assert not (folder / "saved").exists()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

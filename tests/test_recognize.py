@@ -38,7 +38,7 @@ def calls_then_aot_eager(gm, example_inputs):
     return torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(10)
 @spellings(MATCHES)
 def test_match(name, spelling):
     """One site, rewritten to this op; under three inner backends torch's loss and gradients."""

@@ -29,6 +29,7 @@ def _doubled(tensors):
     torch._foreach_mul_(tensors, 2.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "write",
     [

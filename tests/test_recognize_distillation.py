@@ -61,6 +61,7 @@ def test_matches(name, dtype):
     assert f"absorbed {layers} and" in site.reason or site.reason.startswith(f"absorbed {layers}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name in MATCHES if name != "autocast"])
 def test_in_bfloat16(name):
     """As accurate as torch; a number that is rounded may keep the layers from being taken along."""
@@ -298,6 +299,7 @@ TOKENS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("kind", ["forward", "reverse", "mixture"])
 @pytest.mark.parametrize("name", TOKENS)

@@ -25,6 +25,7 @@ from tests.heads import check_alone, compare, only_site, step
 from tests.heads import small_chunks as small_chunks  # a fixture of this file, too
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MATCHES)
 def test_matches(name, dtype):

@@ -34,6 +34,7 @@ def elements(spelling):
     return both, x.dtype, t.dtype
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spelling", PLAIN, ids=lambda spelling: spelling.name)
 def test_logits(spelling):
     """Value and gradient are eager's where a logit is 0, and where it is large."""
@@ -52,6 +53,7 @@ def test_logits(spelling):
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spelling", PLAIN, ids=lambda spelling: spelling.name)
 def test_infinite_logits(spelling):
     """No spelling has a finite loss then, nor has the op; gradients are eager's."""
@@ -77,6 +79,7 @@ def test_gradient_of_a_bound(name):
     torch.testing.assert_close(actual, run(spelling.function, (x, t)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["logsigmoid", "softplus", "stable", "masked mean"])
 def test_accuracy(name, dtype):

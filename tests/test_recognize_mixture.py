@@ -69,7 +69,7 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("inputs", [distillation, learned_distillation, square_logits])
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_other_mixtures_stay(case, inputs):

@@ -58,6 +58,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.sampled(3)
 @WAYS
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
 @pytest.mark.parametrize("loss", LOSSES)

@@ -170,7 +170,7 @@ NUMBERS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "dynamic",
     [pytest.param(None, id="automatic"), pytest.param(True, id="dynamic", marks=pytest.mark.slow)],
@@ -292,7 +292,7 @@ OFTEN = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("marked", [False, True], ids=["automatic", "marked"])
 @pytest.mark.parametrize(
     "name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in SHAPES]

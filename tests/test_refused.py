@@ -75,6 +75,7 @@ def test_the_reason():
     assert "a linear layer of float32 and bfloat16 without autocast" in site.reason
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("where", ["around", "inside", "inside a checkpoint", "around one"])
 def test_autocast_casts(where, loss):
@@ -180,6 +181,7 @@ def raises(function):
     return False
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_losses(name):
     """Inductor's code of some of these losses does not check what torch's kernels check."""

@@ -66,6 +66,7 @@ def assert_as_accurate(compiled, function, inputs, truth):
 
 @pytest.mark.usefixtures("no_code")
 class TestPrograms:
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("function", programs.IN_THE_FORWARD)
     def test_gradients_in_the_forward(self, function):
         inputs = programs.problem()
@@ -73,6 +74,7 @@ class TestPrograms:
         assert_same(outcome(compiled, inputs), outcome(function, inputs))
         assert any(choice.endswith(FORWARD) for choice in compiled.choices)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("function", programs.AGAIN)
     def test_gradients_of_logits_computed_again(self, function):
         inputs = programs.problem()
@@ -80,6 +82,7 @@ class TestPrograms:
         assert_same(outcome(compiled, inputs), outcome(function, inputs))
         assert any("computed again" in choice for choice in compiled.choices)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize(("function", "reason"), programs.LEFT.items())
     def test_left(self, function, reason):
         inputs = programs.problem()
@@ -162,6 +165,7 @@ class TestPrograms:
         outcome(compiled, programs.problem())
         assert not any(BY_CHUNKS in choice for choice in compiled.choices)
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("function", [*OF_LIBRARIES, programs.of_all_rows])
     def test_sizes_that_change(self, function):
         compiled = Compiled(function, prefer_memory=True)
@@ -182,6 +186,7 @@ class TestPrograms:
             found, expected = compiled(*inputs), function(*inputs)
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("function", OF_LIBRARIES)
     def test_bfloat16(self, function):
         wide = programs.problem()
@@ -236,7 +241,7 @@ class TestPrograms:
         second = torch.autograd.grad(loss * 2, leaves)
         assert_same(second, [2 * each for each in first])
 
-    @pytest.mark.sampled(4)
+    @pytest.mark.sampled(8)
     @pytest.mark.parametrize(
         "passes", ["", "rewrite.known_heads,plan.regions,plan.kernels,in_place"]
     )

@@ -358,6 +358,7 @@ def test_backend_while_enabled():
         assert isinstance(lazy(ids())["logits"], LazyLogits)
 
 
+@pytest.mark.slow
 @pytest.mark.kernels
 def test_warm_caches(tmp_path):
     """A second process takes the compiled graph from a cache, and returns lazy logits as well."""
@@ -428,6 +429,7 @@ def broken(model, after=lambda logits: logits):
     return step
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("between", BETWEEN)
 def test_graph_break(between):
     torch.manual_seed(0)
@@ -502,6 +504,7 @@ NEXT = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NEXT)
 def test_next_graph(name):
     torch.manual_seed(0)

@@ -85,6 +85,7 @@ def test_in_the_forward(name, dtype, device):
     assert only(check(BY_ROW[name], inputs)).plan[0] == IN_THE_FORWARD
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ACROSS_ROWS)
 def test_across_rows(name, device):
     """Recognised, and then computed as without this op: the reason says what would save memory."""

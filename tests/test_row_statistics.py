@@ -704,6 +704,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.sampled(2)
 @dtypes
 @pytest.mark.parametrize("softcap", [None, 4.0], ids=["", "softcap"])
 @pytest.mark.parametrize("pair", PAIRS)

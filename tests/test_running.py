@@ -110,6 +110,7 @@ def test_in_the_environment(on, folder, installed):
     assert told["rewritten"] == ({"mse_loss": 2} if on == "1" else {})
 
 
+@pytest.mark.slow
 def test_without_autoload(folder, installed):
     """Where torch loads no entry points, the import of the package does it."""
     (folder / "train.py").write_text("import compile_losses\n" + PROGRAM)
@@ -118,6 +119,7 @@ def test_without_autoload(folder, installed):
     assert told["rewritten"] == {"mse_loss": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("on", ["1", "0"])
 def test_a_program_that_enables_by_itself(on, folder):
@@ -131,6 +133,7 @@ def test_a_program_that_enables_by_itself(on, folder):
     assert told["rewritten"] == ({"mse_loss": 2} if on == "1" else {})
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("end", "tells"), [("sys.exit()", True), ("sys.exit(3)", False)])
 def test_a_program_that_compiles_nothing(end, tells, tmp_path):
     """It is told at its end, unless it ended by an error."""

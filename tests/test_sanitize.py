@@ -92,6 +92,7 @@ def tool(tmp_path, monkeypatch):
     (tmp_path / "calls").touch()
 
 
+@pytest.mark.slow
 def test_what_is_clean_is_kept(tmp_path, tool):
     finding, record = tmp_path / "finding", tmp_path / "clean.csv"
     path = tmp_path / "test_nothing.py"
@@ -200,6 +201,7 @@ def test_faults_are_found(tool, fault, tmp_path):
         assert outcome.passed == 1
 
 
+@pytest.mark.slow
 def test_collect():
     script = "from tests.sanitize.batches import collect\n"
     script += "print(*((t.name, t.large) for t in collect(['tests/test_ops.py'])), sep='\\n')"

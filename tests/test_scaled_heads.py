@@ -31,6 +31,7 @@ no_code = pytest.mark.usefixtures("no_code")
 TOLERANCE = 5e-2
 
 
+@pytest.mark.sampled(2)
 @no_code
 @pytest.mark.parametrize("name", BY_ROW)
 def test_in_the_forward(name):
@@ -50,6 +51,7 @@ def test_across_rows(name, options, plan):
     assert site.plan[0] == plan
 
 
+@pytest.mark.sampled(2)
 @no_code
 @pytest.mark.parametrize("name", {**BY_ROW, **ACROSS_ROWS})
 def test_accuracy(name):
@@ -57,6 +59,7 @@ def test_accuracy(name):
     check_accuracy(function, inputs, like=errors_on_similar(function, inputs, outcome))
 
 
+@pytest.mark.sampled(2)
 @no_code
 @pytest.mark.parametrize("name", {**BY_ROW, **ACROSS_ROWS})
 def test_in_float64(name):

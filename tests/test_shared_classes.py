@@ -39,7 +39,7 @@ from tests.linear_problems import largest_allocation
 pytestmark = pytest.mark.usefixtures("no_code", "chunks", "kernels_for_small_losses")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", BY_ROW)
 def test_gradients_in_the_forward(name):
     inputs = problem()
@@ -56,7 +56,7 @@ def test_frozen_heads(name):
     assert site.plan[0] == IN_THE_FORWARD
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("options", "plan"), [({}, LOGITS), ({"prefer_memory": True}, AGAIN)])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", PREFERENCES)
@@ -67,6 +67,7 @@ def test_preferences(options, plan, frozen, name):
     assert site.plan[0] == plan
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PREFERENCES)
 def test_verified_preferences(name):
     inputs = problem()
@@ -74,12 +75,14 @@ def test_verified_preferences(name):
     assert "not verified" not in site.notes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["two_sets", "policy_and_chosen", "orpo", "several_classes"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_accuracy(name, dtype):
     check_accuracy({**BY_ROW, **PREFERENCES}[name], problem(dtype))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("function", [policy_and_chosen, policy_and_next, orpo_of_pairs])
 def test_symbols(function):
     compiled = torch.compile(function, backend="compile_losses", dynamic=True)
@@ -186,6 +189,7 @@ def test_near_misses(function):
     assert not any(site.status == "rewritten" for site in sites)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("function", [drawn, drawn_by_probabilities, without_an_order])
 def test_what_is_not_computed_earlier(function):
     inputs = problem()
@@ -249,7 +253,7 @@ def drawn_reader(generator):
     return read
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("options", [{}, {"prefer_memory": True}], ids=str)
 @pytest.mark.parametrize("seed", range(16))
 def test_drawn_functions(seed, options):
@@ -266,6 +270,7 @@ def test_drawn_functions(seed, options):
     assert site.status == "rewritten"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("function", LABELS_MADE_TWICE, ids=lambda f: f.__name__)
 def test_equal_labels_of_two_nodes(function):
     """The second node comes after the place of the call, which reads the first alone."""
@@ -277,7 +282,7 @@ def test_equal_labels_of_two_nodes(function):
     assert site.plan[0] == IN_THE_FORWARD
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("function", LABELS_MADE_TWICE, ids=lambda f: f.__name__)
 def test_equal_labels_of_two_nodes_over_held_logits(function):
     """Something needs the logits, or they are given: what is read of their rows is one call."""

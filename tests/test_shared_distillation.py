@@ -63,6 +63,7 @@ class TestRecognition:
         (site,) = check(FORMS[name], inputs)
         assert site.plan[0] in (IN_THE_FORWARD, SCALED)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("name", ["hard_and_soft", "minitron", "jensen_shannon", "soft_caps"])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_accuracy(self, name, dtype):
@@ -158,6 +159,7 @@ class TestRecognition:
         assert held <= most_allocated(train) <= held + 2 * (h.nbytes + w.nbytes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("no_code", "chunks")
 @pytest.mark.parametrize("function", NEAR_MISSES, ids=lambda f: f.__name__)
 def test_near_misses(function):

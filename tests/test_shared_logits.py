@@ -71,6 +71,7 @@ def test_frozen_heads(name):
     assert site.plan[0] in (IN_THE_FORWARD, SCALED)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["ppo_with_entropy", "token_accuracy", "with_z_loss"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_accuracy(name, dtype):

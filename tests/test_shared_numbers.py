@@ -21,13 +21,14 @@ def test_gradients_in_the_forward(name):
     assert "not verified" not in site.notes
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", BY_ROW)
 def test_accuracy(name, dtype):
     check_accuracy(BY_ROW[name], problem(dtype))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("function", NEAR_MISSES, ids=lambda f: f.__name__)
 def test_near_misses(function):
     assert check(function, problem()) == []

@@ -66,6 +66,7 @@ def test_function_of_this_package():
     check(of_the_function, sparse_problem(count=1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["cross_entropy_of_picks", "with_hard_labels", "renormalised"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_accuracy(name, dtype):

@@ -50,6 +50,7 @@ def pictures(loss, head, monkeypatch):
     return re.sub(call, r"\1(\2) \3", whole).replace(" {}\n", "\n")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(
     not torch.__version__.startswith(VERSION), reason=f"graphs of torch {VERSION} are on file"
 )

@@ -118,6 +118,7 @@ def check(logits, target, weight, reduction, smoothing, softcap, what):
         assert_accurate(gradient, eager_gradient, exact_gradient, f"{what}{way}, gradient", atol)
 
 
+@pytest.mark.sampled(3)
 @dtypes
 @pytest.mark.parametrize("cols", WIDTHS)
 def test_rows(cols, dtype, device):
@@ -142,6 +143,7 @@ def test_layouts(layout, dtype, device):
             check(logits, target, weights, reduction, smoothing, 7.5, f"smoothing {smoothing}")
 
 
+@pytest.mark.sampled(2)
 @dtypes
 @pytest.mark.parametrize("cols", [7, 100, 1031, 9000])
 @pytest.mark.parametrize("transposed", [False, True])

@@ -213,6 +213,7 @@ def test_export_of_an_unmodified_model_is_torchs():
     assert not any("fused" in str(node.target) for node in program.graph.nodes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(
     torch.__version__ < (2, 12), reason="AOTInductor of torch 2.11 hands ops another dtype"
 )

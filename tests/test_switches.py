@@ -100,6 +100,7 @@ def lines(x, t, labels):
     return first + F.cross_entropy(x, labels)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("folder", ["", "tests/", "./tests/", "../tests/", "whole"])
 @pytest.mark.parametrize("way", ["option", "environment"])
 def test_places(folder, way, monkeypatch):
@@ -180,6 +181,7 @@ def test_off(way, counted, monkeypatch):
     assert any("COMPILE_LOSSES=0" in error for error in report.errors)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["backend", "enable"])
 @pytest.mark.parametrize("passes", ["rewrite", "rewrite,plan", "rewrite,in_place", "plan"])
 def test_passes(passes, way, counted, monkeypatch):

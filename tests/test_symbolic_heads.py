@@ -80,7 +80,7 @@ def assert_equal_plans(function, inputs, plan, lengths, *, mark):
         assert site.plan[0] == plan, site.details
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("function", "inputs", "plan"), list(programs()))
 def test_a_marked_size(function, inputs, plan):
     assert_equal_plans(function, inputs, plan, (18, 23), mark=True)

@@ -10,9 +10,17 @@ from tests.tutorials import executed, tutorials
 
 LIBRARIES = {"language_model": ["transformers"], "reinforcement_learning": ["trl", "datasets"]}
 NAMES = [path.stem for path in tutorials()]
+#: These take minutes.
+LONG = "language_model", "reinforcement_learning"
 
 
-@pytest.mark.parametrize("path", tutorials(), ids=NAMES)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in LONG else [])
+        for path in tutorials()
+    ],
+)
 def test_runs(path):
     for library in ["nbclient", "ipykernel", "ninja", *LIBRARIES.get(path.stem, [])]:
         pytest.importorskip(library, reason="pip install .[test,models]")

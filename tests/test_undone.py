@@ -210,6 +210,7 @@ def check(function: Callable, inputs: tuple, way: str) -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(3 * expected, inputs[0])[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.planted
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loss_with_a_fault_is_torchs(way, harmed, no_code):
@@ -291,6 +292,7 @@ def test_a_graph_that_can_never_be_checked_is_torchs(faulty, function, monkeypat
     assert all("refused" in site.reason for site in report.losses)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.planted
 @pytest.mark.parametrize("harm", HARM, ids=lambda harm: harm.__name__)
 @pytest.mark.parametrize("step", ["take_shared_logits", "take_plain_logits"])
@@ -324,6 +326,7 @@ def test_losses_beside_a_step_with_a_fault(harm, step, monkeypatch, chunks):
 # The passes on AOTAutograd's graphs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.planted
 @pytest.mark.parametrize("harm", HARM, ids=lambda harm: harm.__name__)
 @pytest.mark.parametrize("lowering", ["plan", "in_place"])

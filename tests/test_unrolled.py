@@ -263,12 +263,14 @@ def check(function, x, t):
     return compiled.sites
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LOOPS)
 def test_one_loss(name):
     (site,) = check(LOOPS[name], *batch())
     assert (site.op, site.status) == ("cross_entropy", "rewritten")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_loops(name):
     """Of a sample each at most."""
@@ -323,6 +325,7 @@ def test_calls_changed_between(function):
     assert "is changed in place by" in sites[-1].reason
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name in LOOPS if "calls" in name])
 def test_verified(name):
     x, t = batch()
@@ -332,6 +335,7 @@ def test_verified(name):
     assert [site.op for site in report.losses] == ["cross_entropy"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -80,6 +80,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "function", "inputs", "change"), WRONG, ids=[w[0] for w in WRONG])
 def test_wrong_matches_are_refused(name, function, inputs, change):
     (right,) = report_of(function, inputs()).sites
@@ -154,6 +155,7 @@ def not_a_number(result):
     return result + torch.zeros_like(result).log() * 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "function"), SATURATED, ids=[name for name, _ in SATURATED])
 def test_what_rounding_leaves_of_large_numbers_is_no_difference(name, function, saturated):
     """The original has 1 - p where the rewritten loss has log(1 + q), or the other way round."""
@@ -235,7 +237,7 @@ def test_option_and_environment(monkeypatch):
     assert len(calls) == 3
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @spellings([(s.name, m) for s in SPECS.values() for m in s.matches[::4]])
 def test_spellings_are_verified(name, spelling):
     """A sample of the spellings passes, and without a remark that it could not be tried."""

@@ -41,6 +41,7 @@ def trained(x, z, mask, weight):
     return -(rows * (z.softmax(-1) * x.log_softmax(-1))).sum(-1).mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("function", [masked, divergence, with_two_weights, of_an_integer, trained])
 def test_rewritten(function):
     compare(function, rewritten=True)

@@ -66,6 +66,7 @@ def check_all(calls: list[Call], choose) -> None:
         check(call, compiled(choose(call)))
 
 
+@pytest.mark.sampled(2)
 @losses
 def test_calls(loss, device):
     """One call of every option."""
@@ -85,6 +86,7 @@ def test_all_calls(loss, dtype, device):
     check_all(list(samples.brief(loss, dtype, device)), lambda call: call.theirs)
 
 
+@pytest.mark.sampled(2)
 @losses
 def test_functional_compiles(loss, device):
     """compile_losses.functional itself, in one graph, by any backend."""
@@ -95,6 +97,7 @@ def test_functional_compiles(loss, device):
         check(call, torch.compile(call.ours, backend="aot_eager", fullgraph=True, dynamic=True))
 
 
+@pytest.mark.sampled(2)
 @losses
 def test_dynamic_shapes(loss, device):
     function = None
@@ -148,6 +151,7 @@ def check_modules(name: str, step: int, device: str) -> None:
     assert ran > 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODULES)
 def test_some_modules(name, device):
     check_modules(name, 8 if name == "CrossEntropyLoss" else 3, device)
@@ -175,6 +179,7 @@ class Trained(nn.Module):
         return self.criterion(self.head(x), target)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "state_dict"])
 @pytest.mark.parametrize("compile_as", ["method", "wrapper"])
 def test_copies_of_compiled_modules(how, compile_as, device):

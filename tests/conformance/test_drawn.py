@@ -143,6 +143,7 @@ def examples(loss: str, device: str, number: int, *, second: bool) -> None:
     run()
 
 
+@pytest.mark.sampled(2)
 @losses
 def test_drawn(loss, device):
     examples(loss, device, 60, second=False)

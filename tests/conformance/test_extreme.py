@@ -274,6 +274,7 @@ def examples(loss: str, number: int) -> None:
     run()
 
 
+@pytest.mark.sampled(2)
 @losses
 def test_extreme(loss):
     examples(loss, 100)

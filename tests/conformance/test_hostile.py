@@ -138,6 +138,7 @@ def assert_same_as_on_cpu(what, op, result, on_cpu, *, exact) -> None:
             )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 def test_wrong_arguments_of_every_op(spec, dtype, device):

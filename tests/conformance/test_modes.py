@@ -71,6 +71,7 @@ def summed(function):
     return lambda *tensors: function(*tensors).sum()
 
 
+@pytest.mark.sampled(2)
 @losses
 @pytest.mark.parametrize(
     "transform", ["grad", "grad of grad", "vjp", "jacrev", "jacfwd", "jvp", "hessian"]
@@ -171,6 +172,7 @@ def test_autograd_functional(loss, vectorize, device):
         assert_same(call, ours, theirs, "vmap" if vectorize else "double backward")
 
 
+@pytest.mark.sampled(2)
 @losses
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("weight", ["same", pytest.param("float32", marks=pytest.mark.slow)])
@@ -199,6 +201,7 @@ def test_autocast(loss, low, weight, device):
             ledger.count(call, "autocast")
 
 
+@pytest.mark.sampled(2)
 @losses
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "deterministic", "detect_anomaly"])
 def test_grad_modes(loss, mode, device):
@@ -223,6 +226,7 @@ def test_grad_modes(loss, mode, device):
                 assert results[0].is_inference() == results[1].is_inference()
 
 
+@pytest.mark.sampled(2)
 @losses
 def test_meta(loss):
     """Shapes, dtypes and strides without data."""

@@ -32,6 +32,7 @@ def test_there_are_samples():
     assert set(LOSSES) <= set(OPINFOS)
 
 
+@pytest.mark.sampled(2)
 @losses
 @dtypes
 def test_gradients(loss, dtype, device):

@@ -26,6 +26,7 @@ def test_values_and_gradients(loss, dtype, device):
     assert ran > 50
 
 
+@pytest.mark.sampled(2)
 @losses
 @pytest.mark.parametrize(
     "dtype",
@@ -63,6 +64,7 @@ def test_mixed_dtypes(loss, device):
             compare(call)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", [name for name in LOSSES if "broadcast" in OPTIONS[name]])
 def test_dtypes_of_numbers(loss, device):
     """Of tensors and numbers, which have no dimensions, the tensors decide, but where torch expands

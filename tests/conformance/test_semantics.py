@@ -105,6 +105,7 @@ def test_02_targets_out_of_range(loss, smoothing):
         getattr(functional, loss)(logits(), torch.tensor(0))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", ["cross_entropy", "nll_loss"])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_03_nothing_to_average(check, loss, reduction):
@@ -133,6 +134,7 @@ def test_04_ignored_rows_that_hold_nan(check, value, reduction):
     check("cross_entropy", x, classes(0, IGNORED, 2, 3), reduction=reduction)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_05_probability_targets(check, smoothing, reduction):
@@ -198,6 +200,7 @@ def test_09_many_rows_of_float16():
     assert functional.cross_entropy(x, t).isfinite()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", [*PAIRS, "kl_div", "binary_cross_entropy_with_logits"])
 def test_10_mixed_dtypes(check, loss):
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -219,6 +222,7 @@ def test_11_autocast(loss, low, device):
         assert functional.nll_loss(a, b.argmax(-1)).dtype == torch.float32
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", [*PAIRS, "kl_div", "binary_cross_entropy_with_logits"])
 def test_12_strides_of_unreduced_losses(check, loss):
     a = logits(8, 6).view(2, 4, 3, 2)
@@ -232,6 +236,7 @@ def test_12_strides_of_unreduced_losses(check, loss):
     check("cross_entropy", x, target, reduction="none")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", ["mse_loss", "l1_loss", "huber_loss"])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_13_weighted_means(check, loss, reduction):
@@ -247,6 +252,7 @@ def test_13_weighted_means(check, loss, reduction):
         check(loss, a, b, weight=wrong, reduction=reduction)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum", "batchmean"])
 def test_14_kl_div(check, reduction):
     x, q = logits().log_softmax(-1), logits().flip(0).softmax(-1)
@@ -291,6 +297,7 @@ def test_17_linear_cross_entropy_is_linear_and_cross_entropy(check):
     check("cross_entropy", x @ w.T, classes(0, 1, 2, 3))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", [*PAIRS, "kl_div", "binary_cross_entropy_with_logits"])
 def test_18_gradients_of_targets(check, loss):
     for requires in (("target",), ("input", "target")):

@@ -44,7 +44,7 @@ def rows(request, tmp_path_factory):
     return {row.contender: row for row in report.read(path, linear_steps.Row)}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [*OURS, "loss_parallel", "megatron", *LOG_PROBS, *DIVERGENCES])
 def test_figures(name, rows):
     row = rows[name]

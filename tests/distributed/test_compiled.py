@@ -129,6 +129,7 @@ SHAPES = {
 STATIC = ("sequences", "a linear layer", "a linear layer of a sharded batch")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("case", "dynamic"),
     [(case, dynamic) for case in CASES for dynamic in (False, True)[: 2 - (case in STATIC)]],
@@ -180,6 +181,7 @@ CALLS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", CALLS)
 def test_calls_communicate_as_in_eager_mode(case, monkeypatch):
     set_constants(monkeypatch, least_rows=1, logits_bytes=1)

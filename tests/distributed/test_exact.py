@@ -84,6 +84,7 @@ def test_all_rows_are_ignored(layouts, reduction):
     )
 
 
+@pytest.mark.sampled(2)
 @REDUCTIONS
 @pytest.mark.parametrize(
     "layouts",
@@ -174,6 +175,7 @@ def test_batchmean(layouts):
     check(lambda a, b: fused.kl_div(a, b, 3, log_target=True), tensors, layouts, (0, 1))
 
 
+@pytest.mark.sampled(2)
 @REDUCTIONS
 @pytest.mark.parametrize("shapes", [((7, 5), (5,)), ((7, 1), (1, 5)), ((7, 5), ())], ids=str)
 @pytest.mark.parametrize("layout", ["0", "1", "01", "RR"])
@@ -188,6 +190,7 @@ def test_broadcasting(shapes, layout, reduction):
     check(lambda a, b: fused.mse_loss(a, b, reduction), tensors, layouts, (0, 1))
 
 
+@pytest.mark.sampled(3)
 @REDUCTIONS
 @pytest.mark.parametrize("op", ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"])
 @pytest.mark.parametrize(
@@ -237,6 +240,7 @@ def test_class_probabilities(layouts, reduction):
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reduction", range(4))
 @pytest.mark.parametrize(
     "layouts", [("0", "0"), ("0R", "R0"), ("01", "01"), ("P", "1")], ids=" ".join

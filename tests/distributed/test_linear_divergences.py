@@ -79,6 +79,7 @@ def test_sharded_classes(shape, layouts, teacher, divergence, reduction, monkeyp
     check_layers(layouts, teacher, divergence, reduction, shape)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reduction", range(4))
 @pytest.mark.parametrize("layouts", ["1 1", "1 R", "R 1", "01 01", "10 1R", "R1 0R", "P1 RR"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -146,6 +146,7 @@ def test_squared_logsumexp(layout, by_row, smoothing, softcap, dtype, device):
     assert torch.allclose(gradient.double(), exact.grad, rtol=4 * eps, atol=4 * eps)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_opcheck(layout, smoothing):

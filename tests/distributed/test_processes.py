@@ -40,7 +40,7 @@ def test_ranks_that_are_slow_and_ranks_that_hang(tmp_path):
     assert ranks[0].returncode < 0
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CHECKS)
 def test_two_processes(name, reports):
     assert_passed(reports, name, WORLD)

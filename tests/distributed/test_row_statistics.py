@@ -39,6 +39,7 @@ def rows_for(layouts, rows):
     return 8 if "S" in layouts else rows
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("picks", [None, 3])
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -48,6 +49,7 @@ def test_selective_log_softmax(shape, layouts, picks):
     check(F.selective_log_softmax, [rand(rows, classes), index], layouts.split())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_softmax_entropy(shape, layouts):
@@ -55,6 +57,7 @@ def test_softmax_entropy(shape, layouts):
     check(F.softmax_entropy, [logits], [layouts.split()[0]])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layouts", ["2 R", "0 0", "1 1", "12 1R", "02 0R", "01 01"])
 def test_sequences_of_logits(layouts):
     """Logits [batch, sequence, classes], and those of one row."""
@@ -85,6 +88,7 @@ def of_both(function, **options):
     return loss
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("layouts", LINEAR_LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

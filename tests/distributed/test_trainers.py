@@ -35,7 +35,7 @@ def reports(request, tmp_path_factory):
     return folder
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", map(marked, CHECKS))
 def test_recipe(name, reports):
     world = RANKS.get(name, 2)

@@ -39,6 +39,7 @@ def vision_text():
     return transformers.VisionTextDualEncoderModel(config)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("make", [clip, chinese_clip, vision_text])
 def test_models(make, no_code, monkeypatch):
     """The loss and gradients; the model also returns the products, as they are and turned."""

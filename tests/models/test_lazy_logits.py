@@ -234,6 +234,7 @@ TRAINED = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "options", "compiles"), TRAINED)
 def test_trainer(name, options, compiles, tmp_path, monkeypatch, reads):
     """The same losses and metrics, and no logits in a training step."""

@@ -33,7 +33,7 @@ def training_step(model, batch, **options):
     return lambda: model(**batch, **options).loss
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name, dtype):

@@ -40,6 +40,7 @@ def batch(length=LENGTH):
     return draw((2 * CODEBOOKS, length)), draw((2, length, CODEBOOKS))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_each_loss_takes_its_head(no_code, dtype):
     """In training without LayerDrop, which the decoder's own flag says, the step is one graph."""

@@ -62,6 +62,7 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters_hold_no_logits(name, dtype, no_code):

@@ -219,7 +219,7 @@ def build(name):
     return model, batch
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_step(name):
     """The compiled function returns the loss alone."""

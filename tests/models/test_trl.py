@@ -68,6 +68,7 @@ IN_ONE_GRAPH += [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("beta", "reduction"), IN_ONE_GRAPH)
 def test_distillation_of_masked_tokens_in_one_graph(beta, reduction):
     from trl.experimental.gkd import GKDTrainer
@@ -101,7 +102,7 @@ WITHOUT_LOGITS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("beta", "given", "masked"), WITHOUT_LOGITS)
 def test_distillation_without_logits(beta, given, masked, chunks):
     """With the head, and the teacher's where it is called in the step, as GKD's trainer does."""
@@ -134,6 +135,7 @@ def test_distillation_without_logits(beta, given, masked, chunks):
     assert report.losses[0].reason.startswith(f"absorbed {layers}")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("tail", [False, True])
 def test_distillation_from_a_server(tail, beta, chunks, no_code):

@@ -157,6 +157,7 @@ def test_rows_of_the_table():
     assert len({(head.module, head.name) for head in known_heads.HEADS}) == len(known_heads.HEADS)
 
 
+@pytest.mark.slow
 def test_switched_on_by_the_environment():
     """Without a compilation: the import of the head switches on what it needs."""
     code = f"""

@@ -49,6 +49,7 @@ def model_of(kind, tokenizer):
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("build", TRAINERS, ids=lambda build: build.__name__)
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2"])
 def test_eager_step(kind, build, options, tokenizer):
