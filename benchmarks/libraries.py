@@ -26,6 +26,8 @@ from compile_losses.sites import Site
 OUTPUT = report.ROOT / "benchmarks" / "results" / "libraries.csv"
 #: So many that half of the logits are a chunk.
 TOKENS, HIDDEN, CLASSES = 2048, 64, 49152
+#: Of embeddings.
+PAIRS = 8192
 #: Special ones among the classes, in the place of those of a released model.
 _WORDS = {"vocab_size": CLASSES, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FIELDS = ("kind", "library", "program", "losses", "outcome", "reason", "torch", "commit")
@@ -107,6 +109,86 @@ def policy_gradient_with_entropy() -> Loss:
         return found
 
     return loss
+
+
+def named(module: str, name: str, soft: bool = False, **options: Any) -> Callable[[], Any]:
+    """A criterion of rows of logits.
+
+    Args:
+        soft: whether it is given a probability of each class in the place of labels.
+    """
+
+    def make_loss() -> Loss:
+        criterion = getattr(importlib.import_module(module), name)(**options)
+
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            logits, labels = logits.flatten(0, 1), labels.flatten()
+            if soft:
+                labels = F.one_hot(labels, CLASSES).float() * 0.9 + 0.1 / CLASSES
+            found: Tensor = criterion(logits, labels)
+            return found
+
+        return loss
+
+    return of_head(make_loss)
+
+
+def of_images(module: str, name: str, kind: str, **options: Any) -> Callable[[], Any]:
+    """A criterion of the classes of each pixel, behind a convolution.
+
+    Args:
+        kind: "one_hot", "labels" or "binary" targets.
+    """
+
+    def make() -> Any:
+        criterion = getattr(importlib.import_module(module), name)(**options)
+        torch.manual_seed(0)
+        layer = nn.Conv2d(8, 1 if kind == "binary" else 21, 1)
+        images = torch.randn(2, 8, 256, 256)
+        labels = torch.randint(21, (2, 256, 256))
+        if kind == "one_hot":
+            labels = F.one_hot(labels, 21).movedim(-1, 1).float()
+        elif kind == "binary":
+            labels = (labels[:, None] > 10).float()
+        return lambda images, labels: criterion(layer(images), labels), (images, labels)
+
+    return make
+
+
+def of_lightly(name: str) -> Callable[[], Any]:
+    """A criterion of two batches of embeddings."""
+
+    def make() -> Any:
+        criterion = getattr(importlib.import_module("lightly.loss"), name)()
+        torch.manual_seed(0)
+        layer = nn.Linear(HIDDEN, HIDDEN)
+
+        def step(one: Tensor, other: Tensor) -> Tensor:
+            found: Tensor = criterion(layer(one), layer(other))
+            return found
+
+        return step, tuple(torch.randn(2, PAIRS, HIDDEN))
+
+    return make
+
+
+def of_clip(name: str, **options: Any) -> Callable[[], Any]:
+    """A criterion of open_clip."""
+
+    def make() -> Any:
+        criterion = getattr(importlib.import_module("open_clip.loss"), name)(**options)
+        torch.manual_seed(0)
+        layer, scale = nn.Linear(HIDDEN, HIDDEN), torch.tensor(10.0, requires_grad=True)
+        bias = [torch.tensor(-10.0, requires_grad=True)] if name == "SigLipLoss" else []
+
+        def step(image: Tensor, text: Tensor) -> Tensor:
+            rows = (F.normalize(layer(each), dim=-1) for each in (image, text))
+            found: Tensor = criterion(*rows, scale, *bias)
+            return found
+
+        return step, tuple(torch.randn(2, PAIRS, HIDDEN))
+
+    return make
 
 
 def perplexity() -> Loss:
@@ -192,6 +274,7 @@ _T5 = {
 _CAUSAL, _MASKED, _PAIRS = "causal language models", "masked language models", "encoder-decoders"
 _TRAINERS, _METRICS = "losses of trainers", "metrics"
 _ADAPTERS, _HEADS = "adapters", "several heads"
+_CLASSIFIERS, _PIXELS, _PAIRED = "classifiers", "segmentation", "losses of all pairs"
 PROGRAMS = (
     *(
         Program(_CAUSAL, "transformers", name, of_transformers(f"{name}ForCausalLM", **_DECODER))
@@ -225,6 +308,41 @@ PROGRAMS = (
     Program(_ADAPTERS, "peft", "LoRA with dropout", adapted(0.1), {"prefer_memory": True}),
     Program(_HEADS, "transformers", "MusicGen in training", musicgen(drops=True)),
     Program(_HEADS, "transformers", "MusicGen without LayerDrop", musicgen(drops=False)),
+    *(
+        Program(_CLASSIFIERS, "timm", name, named("timm.loss", name, soft, **options))
+        for name, soft, options in (
+            ("LabelSmoothingCrossEntropy", False, {"smoothing": 0.1}),
+            ("SoftTargetCrossEntropy", True, {}),
+            ("BinaryCrossEntropy", True, {}),
+            ("AsymmetricLossMultiLabel", True, {}),
+        )
+    ),
+    *(
+        Program(_PIXELS, library, name, of_images(f"{library}.losses", name, kind, **options))
+        for library, name, kind, options in (
+            ("monai", "DiceLoss", "one_hot", {"softmax": True}),
+            ("monai", "DiceCELoss", "one_hot", {"softmax": True}),
+            ("monai", "FocalLoss", "one_hot", {}),
+            ("monai", "FocalLoss", "one_hot", {"use_softmax": True}),
+            ("monai", "TverskyLoss", "one_hot", {"softmax": True}),
+            ("kornia", "FocalLoss", "labels", {"alpha": 0.5}),
+            ("kornia", "DiceLoss", "labels", {}),
+            ("kornia", "BinaryFocalLossWithLogits", "binary", {"alpha": 0.5}),
+        )
+    ),
+    *(
+        Program(_PAIRED, "open_clip", name, of_clip(name), options)
+        for name in ("ClipLoss", "SigLipLoss") for options in ({}, {"prefer_memory": True})
+    ),
+    *(
+        Program(_PAIRED, "lightly", name, of_lightly(name), options)
+        for name, options in (
+            ("NTXentLoss", {}),
+            ("NTXentLoss", {"prefer_memory": True}),
+            ("BarlowTwinsLoss", {}),
+            ("VICRegLoss", {}),
+        )
+    ),
     Program(_METRICS, "torchmetrics", "perplexity", of_head(perplexity)),
     Program(
         _METRICS, "torchmetrics", "perplexity", of_head(perplexity), {"lazy_logits": True}
