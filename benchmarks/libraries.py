@@ -318,16 +318,22 @@ PROGRAMS = (
         )
     ),
     *(
-        Program(_PIXELS, library, name, of_images(f"{library}.losses", name, kind, **options))
-        for library, name, kind, options in (
+        Program(
+            _PIXELS, library, f"{library}'s {name}{', softmax' if how.get('use_softmax') else ''}",
+            of_images(f"{library}.losses", name, kind, **how),
+        )
+        for library, name, kind, how in (
             ("monai", "DiceLoss", "one_hot", {"softmax": True}),
             ("monai", "DiceCELoss", "one_hot", {"softmax": True}),
             ("monai", "FocalLoss", "one_hot", {}),
             ("monai", "FocalLoss", "one_hot", {"use_softmax": True}),
             ("monai", "TverskyLoss", "one_hot", {"softmax": True}),
-            ("kornia", "FocalLoss", "labels", {"alpha": 0.5}),
+            ("kornia", "FocalLoss", "labels", {"alpha": 0.5, "reduction": "mean"}),
             ("kornia", "DiceLoss", "labels", {}),
-            ("kornia", "BinaryFocalLossWithLogits", "binary", {"alpha": 0.5}),
+            (
+                "kornia", "BinaryFocalLossWithLogits", "binary",
+                {"alpha": 0.5, "reduction": "mean"},
+            ),
         )
     ),
     *(

@@ -181,7 +181,7 @@ class _Writer:
             return across
         for source in node.all_input_nodes:
             if not isinstance(source.meta.get("val"), Tensor):
-                return f"{node.name} has a symbol"
+                return f"{node.name} takes a number that changes: a constant is taken along"
             if source not in self.same:
                 self.known.append((source, tuple(value.shape)))
             elif self._columns(source.meta["val"]) != columns and not _is_column(source, node):
@@ -340,7 +340,7 @@ class _Writer:
         results = [number(gradient) for gradient in grad_outputs]
         text = encode(steps, results)
         if text is None:
-            return "an op between its losses and their gradients can't be written down"
+            return "an op before their gradients has an argument that no text stands for"
         copies = self._copied()
         tensors = tuple(self._as_known(copies.get(n, n), shape) for n, shape in shapes.values())
         return RowGradients(self.tangent, text, tensors)

@@ -159,5 +159,5 @@ def computed(op: Any, *args: Any) -> Value:
     """
     value = compute(op, *args)
     if value is None:
-        raise NotAbsorbedError(f"{op} can't be done before it")
+        raise NotAbsorbedError(f"{op} refuses what would be computed before the loss")
     return value

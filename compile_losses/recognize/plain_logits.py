@@ -257,7 +257,9 @@ class _Taking(Taking):
         needed |= {source for node in needed for source in made_of(node, start)}
         for node in needed & set(readings):
             if readings[node].target is not None or ENTROPY in readings[node].terms:
-                raise NotAbsorbedError("what else is read of its rows depends on it")
+                raise NotAbsorbedError(
+                    "its class indices are made of what else is read of the same rows"
+                )
             del readings[node]
 
     def _check(self, match: Match, logits: Logits) -> None:

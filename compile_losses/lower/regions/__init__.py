@@ -464,7 +464,7 @@ def _write_apart(
     place = min(made)
     reads = [r.node for r in known_reads(rows, nodes, given) if r.node not in given]
     if set(reads) & set(descendants(made)):
-        raise NotOfRowsError("its gradients depend on one another")
+        raise NotOfRowsError("what its gradients read is made of its own results")
     changed = set(changed_inputs(graph))
     if any(behind_views(node) in changed for node in (*reads, *_layers(rows, nodes))):
         raise NotOfRowsError("the forward changes what the backward would read")
