@@ -70,6 +70,10 @@ class Clock(ABC):
         """The peak memory during ``call`` above the memory in use before, in MiB."""
         return None
 
+    def host_us(self, next_call: NextCall) -> float | None:
+        """Microseconds until a call of a device that has nothing to do returns; None on a CPU."""
+        return None
+
     def reading(self) -> Reading | None:
         """The device's clock and power now; None if unknown."""
         return None
@@ -156,14 +160,16 @@ class CudaClock(Clock):
         return self.start.elapsed_time(self.end)
 
     def lead_ms(self, next_call: NextCall) -> float:
-        host_ms = []  # to issue the step, not to run it
-        for _ in range(3):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            next_call()()
-            host_ms.append((time.perf_counter() - start) * 1e3)
+        host_ms = min(self.host_us(next_call) for _ in range(3)) / 1e3
         torch.cuda.synchronize()
-        return min(3 * min(host_ms) + 0.1, self.LONGEST_LEAD_MS)  # two calls, more of a long step
+        return min(3 * host_ms + 0.1, self.LONGEST_LEAD_MS)  # two calls, more of a long step
+
+    def host_us(self, next_call: NextCall) -> float:
+        call = next_call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e6
 
     def sample(self, next_call: NextCall, lead_ms: float, untimed: int, timed: int) -> float:
         torch.cuda._sleep(int(lead_ms * self.cycles_per_ms))
@@ -266,6 +272,23 @@ def time_in_turns(
                 readings[index] += [reading] if reading else []
             spent += sum(samplers[index].calls) * sample
     return times
+
+
+def host_in_turns(runs: Sequence[NextCall], clock: Clock, rounds: int) -> list[list[float]]:
+    """Microseconds of the host for each run's call, one a turn, after warm-up calls.
+
+    Returns:
+        A list for each run, empty where the host is the device.
+    """
+    random, order = Random(0), list(range(len(runs)))
+    found: list[list[float]] = [[] for _ in runs]
+    for turn in range(WARM_UP + rounds):
+        random.shuffle(order)
+        for index in order:
+            sample = clock.host_us(runs[index])
+            if sample is not None and turn >= WARM_UP:
+                found[index].append(sample)
+    return found
 
 
 def ratio_of(stock: list[float], ours: list[float]) -> float:

@@ -22,7 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import report
-from benchmarks.clock import Call, Clock, peak_mib, range_of, ratio_of, time_in_turns
+from benchmarks.clock import (
+    Call,
+    Clock,
+    host_in_turns,
+    peak_mib,
+    range_of,
+    ratio_of,
+    time_in_turns,
+)
 from benchmarks.heads import HEADS, LOSSES, Shape
 from benchmarks.options import DTYPES, add_options, provenance
 from benchmarks.workers import Worker, all_figures
@@ -31,6 +39,8 @@ Cell = tuple[str, str, str, str]  # loss, head, dtype, mode
 MODES = ("training", "inference")
 #: Slower cells than this are measured for longer.
 LIMIT = 1.03
+#: No cell's host is to take more than this of stock's; so many calls of each are timed.
+HOST_LIMIT, HOST_CALLS = 1.15, 60
 #: Partial sums of a reduction take no more, and don't count as more memory.
 SLACK_MIB = 1 / 16
 
@@ -39,7 +49,9 @@ SLACK_MIB = 1 / 16
 class Row(report.Clocked):
     """A cell's figures: medians, also of the ratios of ours to stock's in neighbouring samples.
 
-    ``ratio`` is the median of these ratios, and ``range`` the range of most of them.
+    ``ratio`` is the median of these ratios, and ``range`` the range of most of them. ``host_us`` is
+    the time until a call returns whose device had nothing to do. On a CPU the host is the device:
+    there a small shape shows it.
     """
 
     loss: str
@@ -54,6 +66,9 @@ class Row(report.Clocked):
     ours_peak_mib: str
     plan: str
     range: str = ""
+    stock_host_us: str = ""
+    ours_host_us: str = ""
+    host_ratio: str = ""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -160,6 +175,7 @@ def measure(
             more = time_in_turns(runs, clock, 4 * budget_s)
             times = [a + b for a, b in zip(times, more, strict=True)]
         peaks = [peak_mib(run, clock) for run in runs]
+        host = host_in_turns(runs, clock, HOST_CALLS)
     medians = [statistics.median(sample) for sample in times]
     return {
         "stock_ms": f"{medians[0]:.4g}",
@@ -169,7 +185,18 @@ def measure(
         "ours_peak_mib": f"{peaks[1]:.2f}",
         "plan": plan,
         "range": range_of(*times),
+        **host_figures(*host),
         **clock.conditions(),
+    }
+
+
+def host_figures(stock: list[float], ours: list[float]) -> dict[str, str]:
+    if not stock:
+        return {}
+    return {
+        "stock_host_us": f"{statistics.median(stock):.1f}",
+        "ours_host_us": f"{statistics.median(ours):.1f}",
+        "host_ratio": f"{ratio_of(stock, ours):.3f}",
     }
 
 
@@ -189,6 +216,8 @@ def verdict(row: Row) -> str:
     marks = []
     if row.ratio and float(row.ratio) > LIMIT:
         marks.append("SLOWER")
+    if row.host_ratio and float(row.host_ratio) > HOST_LIMIT:
+        marks.append("LATER")
     if (
         row.ours_peak_mib
         and float(row.ours_peak_mib) > 1.01 * float(row.stock_peak_mib) + SLACK_MIB
@@ -203,7 +232,10 @@ def run(arguments: argparse.Namespace) -> int:
     rows = report.kept(output, Row, append=arguments.append)
     common = {"shape": "x".join(map(str, arguments.shape)), **provenance(arguments, device)}
     failed = 0
-    print(f"{'cell':<58}{'stock':>9}{'ours':>9}{'ratio':>7}{'MiB':>9}{'ours':>9}  plan")
+    print(
+        f"{'cell':<58}{'stock':>9}{'ours':>9}{'ratio':>7}{'host us':>9}{'ratio':>7}{'MiB':>9}"
+        f"{'ours':>9}  plan"
+    )
     with all_figures(MatrixWorker, arguments, list(cells(arguments))) as measured:
         for cell, figures in measured:
             failed += "ratio" not in figures
@@ -213,6 +245,7 @@ def run(arguments: argparse.Namespace) -> int:
             rows[row.key] = row
             print(
                 f"{' / '.join(cell):<58}{row.stock_ms:>9}{row.ours_ms:>9}{row.ratio:>7}"
+                f"{row.ours_host_us:>9}{row.host_ratio:>7}"
                 f"{row.stock_peak_mib:>9}{row.ours_peak_mib:>9}  {row.plan} {verdict(row)}",
                 flush=True,
             )

@@ -15,6 +15,7 @@ from benchmarks.clock import (
     WARM_UP,
     Clock,
     NextCall,
+    host_in_turns,
     range_of,
     time_in_turns,
 )
@@ -109,6 +110,25 @@ def test_conditions() -> None:
     }
     first, second = (float(clock.conditions(step)["clock_mhz"]) for step in (0, 1))
     assert {first, second} <= set(range(1000, 1000 + 2 * FEWEST_ROUNDS))
+
+
+def test_host_in_turns() -> None:
+    """After warm-up calls, in changing order; nothing where the host is the device."""
+    clock = NoClock(torch.device("cpu"), cache_bytes=1, buffer_numel=1)
+    called: list[str] = []
+    runs = [lambda name=name: partial(called.append, name) for name in ("first", "second")]
+    assert host_in_turns(runs, clock, 4) == [[], []]
+    assert not called
+    told = {"first": 1.0, "second": 2.0}
+
+    def host_us(next_call: NextCall) -> float:
+        next_call()()
+        return told[called[-1]]
+
+    clock.host_us = host_us  # type: ignore[method-assign]
+    assert host_in_turns(runs, clock, 20) == [[1.0] * 20, [2.0] * 20]
+    assert len(called) == 2 * (WARM_UP + 20)
+    assert {called[i] for i in range(0, len(called), 2)} == {"first", "second"}
 
 
 def test_range() -> None:
