@@ -24,6 +24,7 @@ from compile_losses import (
 from tests.conformance import ledger
 from tests.constants import plan_small_as_large
 from tests.graphs import interpreted, recorded
+from tests.kernels import HAS_KERNELS, has_cuda_kernels, plan_bodies_as_kernels
 from tests.linear_problems import blocks, chunks, either_way, exact_plan  # noqa: F401
 from tests.opchecks import OpChecks
 
@@ -34,14 +35,6 @@ torch.set_num_threads(1)
 for _dtype in (torch.float32, torch.float64):
     torch.ones(64, dtype=_dtype).exp()
 torch.set_num_threads(_threads)
-
-
-#: Whether there are built kernels for the CPU.
-HAS_KERNELS = not isinstance(library.kernels["cpu"], str)
-
-
-def has_cuda_kernels() -> bool:
-    return torch.cuda.is_available() and not isinstance(library.kernels["cuda"], str)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -200,17 +193,7 @@ def bodies_as_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     """
     if request.node.get_closest_marker("bodies"):
         return
-    known = implementations.has_kernels
-
-    def has_kernels(device: torch.device) -> bool:
-        return device.type in ("cpu", "cuda") or known(device)
-
-    if not has_cuda_kernels():
-        monkeypatch.setattr(implementations, "has_kernels", has_kernels)
-    if HAS_KERNELS:
-        return
-    monkeypatch.setattr(library, "no_kernels", lambda device: None)
-    library.DEVICES.update(("cpu", "cuda"))
+    plan_bodies_as_kernels(monkeypatch)
 
 
 @pytest.fixture(params=["kernels", "as shipped"])
