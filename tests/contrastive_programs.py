@@ -163,6 +163,11 @@ TAKEN = {
     with_accuracy: 1,
 }
 #: Those that take other numbers of rows and columns.
+#: Those whose matrix is scaled or cast as a whole, before its columns are read.
+APART = [
+    *(open_clip, transformers_clip, scaled_after, widened, divided, smoothed, labelled, weighted),
+    with_accuracy,
+]
 UNEQUAL = [labelled, weighted, logsumexps]
 
 

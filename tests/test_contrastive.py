@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from compile_losses.explanation import explain_call
 from compile_losses.lower.two_softmaxes import ONE_READ, TWO_READS
 from tests import contrastive_programs as programs
 from tests.accuracy import assert_accurate
@@ -13,6 +14,9 @@ from tests.graphs import Compiled, recorded
 from tests.heads import errors_on_similar
 
 CALL = "fused.softmax_sums"
+STATISTICS = "linear_row_statistics"
+#: Soft labels, and a metric in a loss, are no readers of a head.
+HELD = [programs.weighted, programs.with_accuracy]
 
 
 @pytest.fixture(autouse=True)
@@ -28,14 +32,14 @@ def outcome(function, inputs):
     return [loss.detach(), *(each for each in gradients if each is not None)]
 
 
-def check(function, inputs, monkeypatch, around=lambda f: f):
-    """Compares a program with float64; returns the joint graph."""
+def check(function, inputs, monkeypatch, around=lambda f: f, **options):
+    """Compares a program with float64, compiled with options; returns the joint graph."""
     eager = around(function)
     likes = errors_on_similar(eager, inputs, outcome)
     wide = [t.detach().double() if t.is_floating_point() else t for t in inputs]
     wide = [w.requires_grad_(t.requires_grad) for w, t in zip(wide, inputs, strict=True)]
     with recorded(monkeypatch) as graphs:
-        ours = outcome(Compiled(eager), inputs)
+        ours = outcome(Compiled(eager, **options), inputs)
     right = outcome(function, wide)
     for *each, like in zip(ours, outcome(eager, inputs), right, likes, strict=True):
         assert_accurate(*each, like=like)
@@ -138,6 +142,39 @@ class TestPrograms:
         compiled = Compiled(programs.open_clip)
         compiled(*programs.problem())
         assert any(TWO_READS in choice for choice in compiled.choices)
+
+
+@pytest.mark.usefixtures("no_code", "chunks")
+class TestPreferMemory:
+    """A product for the rows and one for the columns, and no matrix is held."""
+
+    @pytest.mark.sampled(4)
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("function", [f for f in programs.APART if f not in HELD])
+    def test_no_matrix_is_held(self, function, dtype, monkeypatch):
+        inputs = programs.problem(dtype)
+        graph = check(function, inputs, monkeypatch, prefer_memory=True)
+        assert CALL not in graph
+        assert "aten.mm" not in graph
+        report = explain_call(function, inputs, options={"prefer_memory": True})
+        assert {site.op for site in report.losses} <= {"linear_cross_entropy", STATISTICS}
+
+    def test_sizes_that_change(self, monkeypatch):
+        compiled = Compiled(programs.labelled, prefer_memory=True, dynamic=True)
+        for texts in (programs.PAIRS, programs.MORE):
+            inputs = programs.problem(texts=texts)
+            torch.testing.assert_close(
+                outcome(compiled, inputs), outcome(programs.labelled, inputs)
+            )
+
+    @pytest.mark.parametrize("function", [*HELD, programs.several, programs.scaled_by_rows])
+    def test_matrices_that_are_held_all_the_same(self, function, monkeypatch):
+        """They are read as without the option."""
+        inputs = programs.problem()
+        graphs = [
+            check(function, inputs, monkeypatch, prefer_memory=wanted) for wanted in (False, True)
+        ]
+        assert graphs[0].count("aten.mm") == graphs[1].count("aten.mm")
 
 
 def autocast(function):

@@ -135,7 +135,7 @@ def find_logits(match: Match, replay: AtenReplay, place: int = 0) -> Logits | No
         NotAbsorbedError: there is a layer, and an op after it can't be taken along, or its product
             has a scale.
     """
-    way = _way_to(match.args[place], replay)
+    way = way_to(match.args[place], replay)
     if way is None:
         return None
     inside = {way.head.node, *way.nodes, *match.interior}
@@ -157,14 +157,14 @@ def logits_of(tensor: Node | Value, replay: AtenReplay, given: Head | None = Non
     Raises:
         NotAbsorbedError: an op after the layer can't be taken along.
     """
-    way = _way_to(tensor, replay, given)
+    way = way_to(tensor, replay, given)
     return None if way is None else _logits(way, replay, may_detach=True)
 
 
 def is_made_of(tensor: Node | Value, replay: AtenReplay, given: Head) -> bool:
     """Whether the way back from some logits leads to a tensor before it leads to a layer."""
     try:
-        way = _way_to(tensor, replay, given)
+        way = way_to(tensor, replay, given)
     except NotAbsorbedError:
         return False
     return way is not None and way.head is given
@@ -175,7 +175,7 @@ class OutsideError(NotAbsorbedError):
 
 
 @dataclass
-class _Way:
+class Way:
     """From a tensor back to a linear layer.
 
     Attributes:
@@ -188,7 +188,7 @@ class _Way:
     steps: list[Value]
 
 
-def _way_to(tensor: Node | Value, replay: AtenReplay, given: Head | None = None) -> _Way | None:
+def way_to(tensor: Node | Value, replay: AtenReplay, given: Head | None = None) -> Way | None:
     nodes: list[Node] = []
     steps: list[Value] = []
     current = tensor
@@ -215,7 +215,7 @@ def _way_to(tensor: Node | Value, replay: AtenReplay, given: Head | None = None)
                 "a convolution of width 1 makes its logits: a linear layer whose input has the "
                 "channels last can be computed with its loss"
             )
-        followed = _followed(value)
+        followed = followed_by(value)
         if followed is None:
             return None
         steps.append(value)
@@ -224,10 +224,10 @@ def _way_to(tensor: Node | Value, replay: AtenReplay, given: Head | None = None)
         return None
     if not all(fake_mode(example(n)) is not None for n in (node, *node.all_input_nodes)):
         return None
-    return _Way(head, nodes, steps)
+    return Way(head, nodes, steps)
 
 
-def _logits(way: _Way, replay: AtenReplay, *, may_detach: bool = False) -> Logits:
+def _logits(way: Way, replay: AtenReplay, *, may_detach: bool = False) -> Logits:
     head = way.head
     class_dim = example(head.node).dim() - 1
     logits = Logits(head, way.nodes[::-1], head.input, head.weight, head.bias, class_dim)
@@ -257,7 +257,7 @@ def _is_convolution_of_width_1(value: Value) -> bool:
     return all(statically_known_true(size == 1) for size in weight.shape[2:])
 
 
-def _followed(value: Value) -> Value | None:
+def followed_by(value: Value) -> Value | None:
     """The argument of an ATen op that holds the logits: of two, the one of the result's size."""
     arguments = value.args
     if value.op in JOINS:
@@ -359,7 +359,7 @@ class _Walk:
 
     def _operand(self, step: Value) -> Any:
         """The other operand of an op on the logits: a number, or a Value of a tensor."""
-        other = next((a for a in step.args[:2] if a is not _followed(step)), None)
+        other = next((a for a in step.args[:2] if a is not followed_by(step)), None)
         if isinstance(other, Value):
             number = constant(other, step.fake.dtype, self.replay)
             return other if number is None else number
@@ -486,7 +486,7 @@ class _Walk:
         logits, name = self.logits, step.node.name
         if step.op is aten.where.self:
             mask, *sides = step.args
-            followed = _followed(step)
+            followed = followed_by(step)
             is_kept = sides[0] is followed
             value: Any = sides[1] if is_kept else sides[0]
             if is_kept:
@@ -653,7 +653,7 @@ def _joined_reshapes(steps: list[Value]) -> list[Value]:
 
 def _check_size(step: Value) -> None:
     """Checks that the other operand of an op does not enlarge the logits."""
-    followed = _followed(step)
+    followed = followed_by(step)
     assert followed is not None
     if not same_sizes(step.fake.shape, followed.fake.shape):
         raise NotAbsorbedError(f"{step.node.name} repeats the logits, which broadcasts them")

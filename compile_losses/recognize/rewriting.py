@@ -11,6 +11,7 @@ from compile_losses.graphs import Indexed
 from compile_losses.guard import Failure, attempt
 from compile_losses.passes import REWRITE
 from compile_losses.pipeline import Pipeline
+from compile_losses.recognize.columns_apart import are_gone, read_columns_apart
 from compile_losses.recognize.guards import better_left_to_torch, refusal
 from compile_losses.recognize.known_heads import known_heads
 from compile_losses.recognize.linear_divergence import take_divergence
@@ -51,6 +52,7 @@ _THROUGH_LINEAR: dict[str, Take] = {
 }
 #: The steps on whole graphs, as the report names them if one failed.
 _TAKEN_APART = "tensors that are put together and taken apart again"
+_COLUMNS = "products that are read by rows and by columns"
 _SHARED = "heads whose logits several losses read"
 _PLAIN = "logits of which an entropy is read"
 _LAZY = "logits that are returned without a loss"
@@ -94,6 +96,8 @@ class Rewriting:
         self.request = request
         self.sites: list[Site] = []
         self.seen: set[Graph] = set()
+        #: The products of which there are two, for rows and for columns.
+        self.products: list[Node] = []
 
     def run(
         self,
@@ -114,11 +118,19 @@ class Rewriting:
         if outer is not None:
             request = replace(request, lazily=Lazily("the graph is inside of another"))
         _PIPELINE.run(DynamoGraph(graph, self, request, outer, inside))
+        if outer is None and not are_gone(self.products):
+            self.steps.undo(_COLUMNS)
 
     def taken_apart(self, indexed: DynamoGraph) -> None:
         """Leaves out tensors that are put together and taken apart again."""
         if indexed.inside is None:
             self._change(_TAKEN_APART, lambda: read_parts(indexed.graph))
+
+    def columns_apart(self, indexed: DynamoGraph) -> None:
+        """Has products that are read by rows and by columns computed for both."""
+        wanted = indexed.request.prefer_memory and _LINEAR in self.request.losses
+        if wanted and indexed.is_outermost and _COLUMNS not in self.steps.useless:
+            self._change(_COLUMNS, lambda: self.products.extend(read_columns_apart(indexed.graph)))
 
     def losses(self, indexed: DynamoGraph) -> None:
         """Replaces each loss by its op."""
@@ -277,6 +289,7 @@ class Rewriting:
 _PIPELINE: Pipeline[DynamoGraph] = Pipeline(
     REWRITE,
     taken_apart=lambda graph: graph.rewriting.taken_apart(graph),
+    columns_apart=lambda graph: graph.rewriting.columns_apart(graph),
     losses=lambda graph: graph.rewriting.losses(graph),
     shared_logits=lambda graph: graph.rewriting.shared_logits(graph),
     plain_logits=lambda graph: graph.rewriting.plain_logits(graph),

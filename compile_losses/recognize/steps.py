@@ -7,7 +7,7 @@ that they see the graph as it is without the faulty one.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from torch.fx import Graph, GraphModule
 
@@ -76,6 +76,7 @@ class Steps:
 
     Attributes:
         failures: of the steps that are left out, by their names.
+        useless: the names of steps that are left out since what they changed was of no use.
         unexplained: what was wrong with the graph once, if no step is to blame.
     """
 
@@ -83,6 +84,7 @@ class Steps:
         self.graphs = graphs
         self.strict = strict
         self.failures: dict[Hashable, Failure] = {}
+        self.useless: set[Hashable] = set()
         self.unexplained: Failure | None = None
         self._checks = False
         self._changes = False
@@ -123,6 +125,11 @@ class Steps:
             if self._changes:
                 raise _AgainError
         return found
+
+    def undo(self, name: Hashable) -> NoReturn:
+        """Does all steps anew without one, whose change was of no use."""
+        self.useless.add(name)
+        raise _AgainError
 
     def changes(self) -> None:
         """What a step does from here on has to be undone if it fails."""

@@ -117,10 +117,10 @@ def _may_be_left_out(join: Node, whole: Value) -> bool:
     if not all(part.whole and type(part.fake) is FakeTensor for part in parts):
         return False
     views = [n for n in join.graph.nodes if storage_of(example(n)) == storage_of(example(join))]
-    return not any(_sees(user) for view in views for user in view.users)
+    return not any(sees_memory(user) for view in views for user in view.users)
 
 
-def _sees(node: Node) -> bool:
+def sees_memory(node: Node) -> bool:
     """Whether a node may see more of a tensor than its numbers."""
     target: Any = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")

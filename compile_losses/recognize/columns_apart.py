@@ -1,0 +1,174 @@
+"""Products that are read by rows and, transposed, by columns: two products, if memory is preferred.
+
+CLIP's losses read ``logits = scale * a @ b.T`` and ``logits.T``. What reads the second reads
+``scale * b @ a.T`` instead, after which each loss finds a linear layer of its own, whose logits
+nobody holds. Forward and backward then have six products in the place of three, so that this is
+left to the option ``prefer_memory``. If logits are held all the same, it is undone.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from compile_losses.graphs import emit, erase_unused, replace_uses
+from compile_losses.op_traits import CASTS, SCALINGS, TURNS
+from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
+from compile_losses.recognize.head import NotAbsorbedError
+from compile_losses.recognize.logits import Way, followed_by, way_to
+from compile_losses.recognize.memory import memory_of, storage_of
+from compile_losses.recognize.symbolic_tensors import Value, example, whole
+from compile_losses.recognize.taken_apart import sees_memory
+from compile_losses.torch_internals.ops import tree_leaves, tree_map
+from compile_losses.torch_internals.tensors import FakeTensor
+
+#: Ops that do the same to each number of a matrix.
+_OF_EACH = (*SCALINGS, *CASTS)
+
+
+def read_columns_apart(graph: Graph) -> list[Node]:
+    """Has what reads a transposed product read the product of its operands in the other order.
+
+    Returns:
+        The products that were there, and those that were put beside them.
+    """
+    products: list[Node] = []
+    replay = AtenReplay()
+    _turn_back(graph, replay)
+    #: For each matrix that is read by columns, what has its columns as rows.
+    made: dict[Node, Node] = {}
+    for node in [node for node in graph.nodes if isinstance(example(node), Tensor)]:
+        way = _turned(node, replay)
+        if way is None or not _may_be_made_again(node, way):
+            continue
+        source = way.nodes[1] if len(way.nodes) > 1 else way.head.node
+        if source not in made:
+            with torch.set_grad_enabled(example(source).requires_grad):
+                product, made[source] = _made_again(source, way)
+            products += [way.head.node, product]
+        read = made[source]
+        if example(source).requires_grad and not example(node).requires_grad:
+            read = emit(node, aten.detach.default, (read,))
+        replace_uses(node, read)
+        erase_unused([node, *way.nodes[1:]])
+    return products
+
+
+def _turn_back(graph: Graph, replay: AtenReplay) -> None:
+    """Has what is transposed twice read as it was before."""
+    for node in [node for node in graph.nodes if isinstance(example(node), Tensor)]:
+        inner = _transposed(node, replay)
+        source = None if inner is None else _transposed(inner, replay)
+        if source is None or example(node).requires_grad != example(source).requires_grad:
+            continue
+        if _is_free(node, [node, source]):
+            replace_uses(node, source)
+            erase_unused([node])
+
+
+def _transposed(node: Node, replay: AtenReplay) -> Node | None:
+    """The matrix that a node transposes; None if it does anything else."""
+    value = replay.of(node)
+    if value.op not in TURNS or value.node is not node or value.fake.dim() != 2:
+        return None
+    source = value.args[0]
+    turned = same_sizes(source.fake.shape[::-1], value.fake.shape)
+    turned = turned and same_sizes(source.fake.stride()[::-1], value.fake.stride())
+    return source.node if turned and source.whole else None
+
+
+def _turned(node: Node, replay: AtenReplay) -> Way | None:
+    """The way from a transposed matrix back to its product, which is scaled or cast in between."""
+    if _transposed(node, replay) is None:
+        return None
+    try:
+        way = way_to(node, replay)
+    except NotAbsorbedError:
+        return None
+    if way is None or way.head.bias is not None or way.head.input.fake.dim() != 2:
+        return None
+    if not way.nodes or way.nodes[0] is not node or not all(map(_is_of_each, way.steps[1:])):
+        return None
+    return way if _has_other_readers(way) else None
+
+
+def _is_of_each(step: Value) -> bool:
+    """Whether an op does the same to each number of a matrix, and has no other matrix."""
+    matrix = followed_by(step)
+    others = [a for a in tree_leaves((step.args, step.kwargs)) if isinstance(a, Value)]
+    return (
+        step.op in _OF_EACH
+        and matrix is not None
+        and same_sizes(matrix.fake.shape, step.fake.shape)
+        and all(each is matrix or statically_known_true(each.fake.numel() == 1) for each in others)
+    )
+
+
+def _has_other_readers(way: Way) -> bool:
+    """Whether a product is read by rows, too: with columns alone it needs no second one."""
+    turn, *between = way.nodes
+    inside = {turn, *between}
+    return any(user not in inside for made in (*between, way.head.node) for user in made.users)
+
+
+def _may_be_made_again(node: Node, way: Way) -> bool:
+    """Whether nobody sees that a transposed matrix is a view, or writes to what it is made of."""
+    operands = [n for made in (*way.nodes, way.head.node) for n in made.all_input_nodes]
+    return _is_free(node, [node, *operands])
+
+
+def _is_free(node: Node, read: list[Node]) -> bool:
+    """Whether a tensor is neither returned nor asked for its memory, and no memory is written to
+    that is read in its place."""
+    memory = memory_of(node.graph)
+    tensors = [example(n) for n in read if isinstance(example(n), Tensor)]
+    (output,) = node.graph.find_nodes(op="output")
+    returned = {storage_of(example(n)) for n in output.all_input_nodes}
+    storages = set(map(storage_of, tensors))
+    return (
+        all(type(tensor) is FakeTensor for tensor in tensors)
+        and None not in storages
+        and not storages & {*memory.storages, *memory.later}
+        and storage_of(example(node)) not in returned
+        and not any(sees_memory(user) for user in node.users)
+    )
+
+
+def _made_again(source: Node, way: Way) -> tuple[Node, Node]:
+    """Puts the product of the operands in the other order, and the steps after it, behind the
+    matrix: there gradients are recorded as they were for it.
+
+    Returns:
+        The product, and what the last step makes of it.
+    """
+    put = partial(emit, source.next, like=source)
+
+    def emitted(argument: Any) -> Any:
+        """An argument of the replay as a node, with what it is computed from."""
+        if not isinstance(argument, Value):
+            return argument
+        if argument.whole:
+            return argument.node
+        args, kwargs = tree_map(emitted, (argument.args, argument.kwargs))
+        return put(argument.op, args, kwargs)
+
+    rows, columns = emitted(way.head.weight), emitted(way.head.input)
+    product = made = put(aten.mm.default, (rows, put(aten.t.default, (columns,))))
+    for step in reversed(way.steps[1:]):
+        matrix = followed_by(step)
+        given = {id(matrix): whole(made)}
+        args, kwargs = tree_map(
+            lambda a, given=given: emitted(given.get(id(a), a)), (step.args, step.kwargs)
+        )
+        made = put(step.op, args, kwargs)
+    return product, made
+
+
+def are_gone(products: list[Node]) -> bool:
+    """Whether nothing of a graph reads these any more."""
+    return not any(node.users for node in products if node in set(node.graph.nodes))

@@ -1,0 +1,145 @@
+"""Products that are read by rows and by columns: what reads the columns gets one of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from compile_losses.recognize.columns_apart import are_gone, read_columns_apart
+from compile_losses.recognize.memory import look_at
+from tests import contrastive_programs as programs
+from tests.passes.graphs import dynamo, name_of
+from tests.passes.outcomes import with_gradients
+
+
+def apart(function, inputs):
+    """The graph before and after, and the products that it then has."""
+    before, after = (dynamo(function, *inputs) for _ in range(2))
+    look_at(after.gm.graph)
+    products = read_columns_apart(after.gm.graph)
+    after.gm.graph.lint()
+    after.gm.recompile()
+    return before, after, products
+
+
+@pytest.mark.parametrize(
+    ("function", "texts"),
+    [
+        *((function, programs.PAIRS) for function in programs.APART),
+        *((function, programs.MORE) for function in programs.UNEQUAL if function in programs.APART),
+    ],
+)
+def test_columns_have_a_product_of_their_own(function, texts):
+    inputs = programs.problem(texts=texts)
+    before, after, products = apart(function, inputs)
+    assert len(products) == 2
+    assert not are_gone(products)
+    found, right = (with_gradients(each.gm, each.inputs) for each in (after, before))
+    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+def once_more(a, b, scale, *_):
+    """Two transposed views share the second product."""
+    logits = scale * (a @ b.T)
+    columns = F.cross_entropy(logits.T, programs.own(logits)) - logits.t().logsumexp(-1).sum()
+    return F.cross_entropy(logits, programs.own(logits)) + columns
+
+
+def test_several_readers_of_the_columns():
+    before, after, products = apart(once_more, programs.problem())
+    assert len(products) == 2
+    found, right = (with_gradients(each.gm, each.inputs) for each in (after, before))
+    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+def accuracy_first(a, b, scale, *_):
+    """The first that reads the columns records no gradients."""
+    logits = scale * (a @ b.T)
+    with torch.no_grad():
+        right = logits.T.argmax(-1) == programs.own(logits)
+    return programs.both(logits), right.double().mean()
+
+
+def detached(a, b, scale, *_):
+    logits = scale * (a @ b.T)
+    with torch.no_grad():
+        largest = logits.T.amax(-1)
+    return programs.both(logits) + (a.sum(1) * largest).sum()
+
+
+@pytest.mark.parametrize("function", [accuracy_first, detached])
+def test_readers_without_gradients(function):
+    before, after, products = apart(function, programs.problem())
+    assert len(products) == 2
+    found, right = (with_gradients(each.gm, each.inputs) for each in (after, before))
+    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+def returned(a, b, scale, *_):
+    logits = scale * (a @ b.T)
+    return programs.both(logits), logits.T
+
+
+def written(a, b, scale, *_):
+    logits = scale * (a @ b.T)
+    columns = logits.T
+    logits.mul_(2)
+    return F.cross_entropy(logits, programs.own(logits)) + columns.logsumexp(-1).sum()
+
+
+def scale_is_written(a, b, scale, *_):
+    factor = scale.exp()
+    logits = factor * (a @ b.T)
+    with torch.no_grad():
+        factor.add_(1)
+    return programs.both(logits)
+
+
+def a_scale_for_each_row(a, b, scale, rows, columns, weights, soft):
+    return programs.both(weights[:, None] * (a @ b.T))
+
+
+def a_mask(a, b, scale, *_):
+    logits = a @ b.T
+    return programs.both(logits.masked_fill(torch.eye(*logits.shape, dtype=torch.bool), -1e4))
+
+
+def with_a_bias(a, b, scale, rows, columns, weights, soft):
+    return programs.both(F.linear(a, b, weights[: len(b)]))
+
+
+def by_columns_alone(a, b, scale, *_):
+    return F.cross_entropy((a @ b.T).T, programs.own(b))
+
+
+def of_many(a, b, scale, *_):
+    logits = torch.stack([a, -a]) @ b.T
+    return logits.logsumexp(-1).sum() + logits.transpose(1, 2).logsumexp(-1).sum()
+
+
+def in_place(a, b, scale, *_):
+    logits = a @ b.T
+    return logits.logsumexp(-1).sum() + logits.T.exp_().sum()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        returned,
+        written,
+        scale_is_written,
+        a_scale_for_each_row,
+        a_mask,
+        with_a_bias,
+        by_columns_alone,
+        of_many,
+        in_place,
+    ],
+)
+def test_near_misses(function):
+    before, after, products = apart(function, programs.problem())
+    assert not products
+    assert [name_of(n.target) for n in before.gm.graph.nodes] == [
+        name_of(n.target) for n in after.gm.graph.nodes
+    ]
