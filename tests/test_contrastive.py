@@ -148,6 +148,10 @@ class TestPrograms:
 class TestPreferMemory:
     """A product for the rows and one for the columns, and no matrix is held."""
 
+    @pytest.fixture(autouse=True)
+    def small_chunks(self, chunks):
+        chunks(8)
+
     @pytest.mark.sampled(4)
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("function", [f for f in programs.APART if f not in HELD])

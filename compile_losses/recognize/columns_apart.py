@@ -3,7 +3,8 @@
 CLIP's losses read ``logits = scale * a @ b.T`` and ``logits.T``. What reads the second reads
 ``scale * b @ a.T`` instead, after which each loss finds a linear layer of its own, whose logits
 nobody holds. Forward and backward then have six products in the place of three, so that this is
-left to the option ``prefer_memory``. If logits are held all the same, it is undone.
+left to the option ``prefer_memory``, and to products of several chunks. If logits are held all the
+same, it is undone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.graphs import emit, erase_unused, replace_uses
 from compile_losses.op_traits import CASTS, SCALINGS, TURNS
+from compile_losses.ops.linear.chunk_size import chunk_rows, held_rows
 from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.head import NotAbsorbedError
 from compile_losses.recognize.logits import Way, followed_by, way_to
@@ -25,10 +27,12 @@ from compile_losses.recognize.memory import memory_of, storage_of
 from compile_losses.recognize.symbolic_tensors import Value, example, whole
 from compile_losses.recognize.taken_apart import sees_memory
 from compile_losses.torch_internals.ops import tree_leaves, tree_map
-from compile_losses.torch_internals.tensors import FakeTensor
+from compile_losses.torch_internals.tensors import FakeTensor, size_hint
 
 #: Ops that do the same to each number of a matrix.
 _OF_EACH = (*SCALINGS, *CASTS)
+#: Of a product that is computed twice. With fewer less memory is saved than the time is worth.
+FEWEST_CHUNKS = 4
 
 
 def read_columns_apart(graph: Graph) -> list[Node]:
@@ -94,7 +98,7 @@ def _turned(node: Node, replay: AtenReplay) -> Way | None:
         return None
     if not way.nodes or way.nodes[0] is not node or not all(map(_is_of_each, way.steps[1:])):
         return None
-    return way if _has_other_readers(way) else None
+    return way if _has_other_readers(way) and _is_large(way) else None
 
 
 def _is_of_each(step: Value) -> bool:
@@ -107,6 +111,27 @@ def _is_of_each(step: Value) -> bool:
         and same_sizes(matrix.fake.shape, step.fake.shape)
         and all(each is matrix or statically_known_true(each.fake.numel() == 1) for each in others)
     )
+
+
+def _is_large(way: Way) -> bool:
+    """Whether a chunk of the rows, and one of the columns, is a small part of a product."""
+    head = way.head
+    (rows, hidden), columns = (
+        map(size_hint, head.input.fake.shape),
+        size_hint(head.weight.fake.shape[0]),
+    )
+    if rows is None or hidden is None or columns is None:
+        return False
+    product = example(head.node)
+    return all(
+        FEWEST_CHUNKS * held_rows(_chunk(many, hidden, others, product), product.device, 0) <= many
+        for many, others in ((rows, columns), (columns, rows))
+    )
+
+
+def _chunk(rows: int, hidden: int, classes: int, product: Tensor) -> int:
+    dtype, device = product.dtype, product.device
+    return chunk_rows(rows, hidden, classes, dtype, device, sums_weight=True)
 
 
 def _has_other_readers(way: Way) -> bool:

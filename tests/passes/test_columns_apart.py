@@ -13,6 +13,11 @@ from tests.passes.graphs import dynamo, name_of
 from tests.passes.outcomes import with_gradients
 
 
+@pytest.fixture(autouse=True)
+def small_chunks(chunks):
+    chunks(8)
+
+
 def apart(function, inputs):
     """The graph before and after, and the products that it then has."""
     before, after = (dynamo(function, *inputs) for _ in range(2))
@@ -74,6 +79,11 @@ def test_readers_without_gradients(function):
     assert len(products) == 2
     found, right = (with_gradients(each.gm, each.inputs) for each in (after, before))
     torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+def test_few_chunks(chunks):
+    chunks(16)
+    assert not apart(programs.open_clip, programs.problem())[2]
 
 
 def returned(a, b, scale, *_):
