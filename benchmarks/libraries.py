@@ -155,35 +155,24 @@ def of_images(module: str, name: str, kind: str, **options: Any) -> Callable[[],
     return make
 
 
-def of_lightly(name: str) -> Callable[[], Any]:
-    """A criterion of two batches of embeddings."""
+def of_embeddings(module: str, name: str, *numbers: float) -> Callable[[], Any]:
+    """A criterion of two batches of embeddings.
+
+    Args:
+        numbers: learned ones, such as a scale, that it is given with embeddings of length 1.
+    """
 
     def make() -> Any:
-        criterion = getattr(importlib.import_module("lightly.loss"), name)()
+        criterion = getattr(importlib.import_module(module), name)()
         torch.manual_seed(0)
         layer = nn.Linear(HIDDEN, HIDDEN)
+        learned = [torch.tensor(number, requires_grad=True) for number in numbers]
 
         def step(one: Tensor, other: Tensor) -> Tensor:
-            found: Tensor = criterion(layer(one), layer(other))
-            return found
-
-        return step, tuple(torch.randn(2, PAIRS, HIDDEN))
-
-    return make
-
-
-def of_clip(name: str, **options: Any) -> Callable[[], Any]:
-    """A criterion of open_clip."""
-
-    def make() -> Any:
-        criterion = getattr(importlib.import_module("open_clip.loss"), name)(**options)
-        torch.manual_seed(0)
-        layer, scale = nn.Linear(HIDDEN, HIDDEN), torch.tensor(10.0, requires_grad=True)
-        bias = [torch.tensor(-10.0, requires_grad=True)] if name == "SigLipLoss" else []
-
-        def step(image: Tensor, text: Tensor) -> Tensor:
-            rows = (F.normalize(layer(each), dim=-1) for each in (image, text))
-            found: Tensor = criterion(*rows, scale, *bias)
+            rows = [layer(one), layer(other)]
+            if learned:
+                rows = [F.normalize(each, dim=-1) for each in rows]
+            found: Tensor = criterion(*rows, *learned)
             return found
 
         return step, tuple(torch.randn(2, PAIRS, HIDDEN))
@@ -337,11 +326,14 @@ PROGRAMS = (
         )
     ),
     *(
-        Program(_PAIRED, "open_clip", name, of_clip(name), options)
-        for name in ("ClipLoss", "SigLipLoss") for options in ({}, {"prefer_memory": True})
+        Program(
+            _PAIRED, "open_clip", name, of_embeddings("open_clip.loss", name, *numbers), options
+        )
+        for name, numbers in (("ClipLoss", (10.0,)), ("SigLipLoss", (10.0, -10.0)))
+        for options in ({}, {"prefer_memory": True})
     ),
     *(
-        Program(_PAIRED, "lightly", name, of_lightly(name), options)
+        Program(_PAIRED, "lightly", name, of_embeddings("lightly.loss", name), options)
         for name, options in (
             ("NTXentLoss", {}),
             ("NTXentLoss", {"prefer_memory": True}),

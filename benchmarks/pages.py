@@ -282,13 +282,13 @@ def masked() -> str:
     return measured(header, lines, rows)
 
 
-def _by_shape(
-    rows: list[dict[str, str]], contenders: Iterable[str]
+def _by(
+    column: str, rows: list[dict[str, str]], contenders: Iterable[str]
 ) -> Iterator[tuple[str, list[str]]]:
-    """Each shape, and the figures of some contenders; a dash if one has none."""
-    for shape in dict.fromkeys(row["shape"] for row in rows):
-        found = {row["contender"]: row for row in rows if row["shape"] == shape}
-        yield shape, [pair(found[c]) if c in found else "-" for c in contenders]
+    """Each value of a column, and the figures of some contenders; a dash if one has none."""
+    for value in dict.fromkeys(row[column] for row in rows):
+        found = {row["contender"]: row for row in rows if row[column] == value}
+        yield value, [pair(found[c]) if c in found else "-" for c in contenders]
 
 
 def returned() -> str:
@@ -302,7 +302,7 @@ def returned() -> str:
         "ours_lazy_read": "ours, lazy and read",
     }
     lines = []
-    for shape, cells in _by_shape(rows, contenders):
+    for shape, cells in _by("shape", rows, contenders):
         name, _, size = shape.partition(" ")
         lines.append((_MODELS[name], size, *cells))
     return measured(("model", "size", *contenders.values()), lines, rows)
@@ -317,7 +317,7 @@ def distillation() -> str:
         "liger": "Liger",
     }
     names = {"divergence": "divergence", "mixed": "half cross entropy of labels"}
-    lines = [(names[shape.split()[0]], *cells) for shape, cells in _by_shape(rows, contenders)]
+    lines = [(names[shape.split()[0]], *cells) for shape, cells in _by("shape", rows, contenders)]
     return measured(("loss", *contenders.values()), lines, rows)
 
 
@@ -370,10 +370,7 @@ def contrastive() -> str:
         "clip_scaled": "CLIP, the products scaled",
     }
     contenders = {"stock": "torch.compile", "ours": "ours", "ours_memory": "ours, `prefer_memory`"}
-    lines = [
-        (name, *(pair(one(rows, loss=loss, contender=contender)) for contender in contenders))
-        for loss, name in names.items()
-    ]
+    lines = [(names[loss], *cells) for loss, cells in _by("loss", rows, contenders)]
     return measured(("loss", *contenders.values()), lines, rows)
 
 

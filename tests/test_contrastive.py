@@ -144,7 +144,7 @@ class TestPrograms:
         assert any(TWO_READS in choice for choice in compiled.choices)
 
 
-@pytest.mark.usefixtures("no_code", "chunks")
+@pytest.mark.usefixtures("no_code")
 class TestPreferMemory:
     """A product for the rows and one for the columns, and no matrix is held."""
 

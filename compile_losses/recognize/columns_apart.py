@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.graphs import emit, erase_unused, replace_uses
 from compile_losses.op_traits import CASTS, SCALINGS, TURNS
-from compile_losses.ops.linear.chunk_size import chunk_rows, held_rows
+from compile_losses.ops.linear.chunk_size import chunk_rows
 from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.head import NotAbsorbedError
 from compile_losses.recognize.logits import Way, followed_by, way_to
@@ -46,11 +46,11 @@ def read_columns_apart(graph: Graph) -> list[Node]:
     _turn_back(graph, replay)
     #: For each matrix that is read by columns, what has its columns as rows.
     made: dict[Node, Node] = {}
-    for node in [node for node in graph.nodes if isinstance(example(node), Tensor)]:
-        way = _turned(node, replay)
-        if way is None or not _may_be_made_again(node, way):
+    for node in list(graph.nodes):
+        source = _transposed(node, replay)
+        way = None if source is None else _way_to_product(source, replay)
+        if source is None or way is None or not _is_wanted(node, way):
             continue
-        source = way.nodes[1] if len(way.nodes) > 1 else way.head.node
         if source not in made:
             with torch.set_grad_enabled(example(source).requires_grad):
                 product, made[source] = _made_again(source, way)
@@ -59,13 +59,13 @@ def read_columns_apart(graph: Graph) -> list[Node]:
         if example(source).requires_grad and not example(node).requires_grad:
             read = emit(node, aten.detach.default, (read,))
         replace_uses(node, read)
-        erase_unused([node, *way.nodes[1:]])
+        erase_unused([node, *way.nodes])
     return products
 
 
 def _turn_back(graph: Graph, replay: AtenReplay) -> None:
     """Has what is transposed twice read as it was before."""
-    for node in [node for node in graph.nodes if isinstance(example(node), Tensor)]:
+    for node in list(graph.nodes):
         inner = _transposed(node, replay)
         source = None if inner is None else _transposed(inner, replay)
         if source is None or example(node).requires_grad != example(source).requires_grad:
@@ -77,28 +77,37 @@ def _turn_back(graph: Graph, replay: AtenReplay) -> None:
 
 def _transposed(node: Node, replay: AtenReplay) -> Node | None:
     """The matrix that a node transposes; None if it does anything else."""
+    # Most nodes are known by their shapes, and are not replayed.
+    if not any(_is_turned(example(source), example(node)) for source in node.all_input_nodes):
+        return None
     value = replay.of(node)
-    if value.op not in TURNS or value.node is not node or value.fake.dim() != 2:
+    if value.op not in TURNS or value.node is not node:
         return None
     source = value.args[0]
-    turned = same_sizes(source.fake.shape[::-1], value.fake.shape)
-    turned = turned and same_sizes(source.fake.stride()[::-1], value.fake.stride())
-    return source.node if turned and source.whole else None
+    return source.node if source.whole and _is_turned(source.fake, value.fake) else None
 
 
-def _turned(node: Node, replay: AtenReplay) -> Way | None:
-    """The way from a transposed matrix back to its product, which is scaled or cast in between."""
-    if _transposed(node, replay) is None:
-        return None
+def _is_turned(before: Any, after: Any) -> bool:
+    """Whether a matrix has the sizes and strides of another one that is transposed."""
+    if type(before) is not FakeTensor or type(after) is not FakeTensor:
+        return False
+    return (
+        before.layout == after.layout == torch.strided
+        and before.dim() == after.dim() == 2
+        and same_sizes(before.shape[::-1], after.shape)
+        and same_sizes(before.stride()[::-1], after.stride())
+    )
+
+
+def _way_to_product(matrix: Node, replay: AtenReplay) -> Way | None:
+    """The way from a matrix back to its product, which is scaled or cast in between."""
     try:
-        way = way_to(node, replay)
+        way = way_to(matrix, replay)
     except NotAbsorbedError:
         return None
     if way is None or way.head.bias is not None or way.head.input.fake.dim() != 2:
         return None
-    if not way.nodes or way.nodes[0] is not node or not all(map(_is_of_each, way.steps[1:])):
-        return None
-    return way if _has_other_readers(way) and _is_large(way) else None
+    return way if all(map(_is_of_each, way.steps)) else None
 
 
 def _is_of_each(step: Value) -> bool:
@@ -113,38 +122,32 @@ def _is_of_each(step: Value) -> bool:
     )
 
 
+def _is_wanted(node: Node, way: Way) -> bool:
+    """Whether a transposed matrix may be made again, and its product is read by rows, too, and
+    large. With columns alone it needs no second one."""
+    products = (*way.nodes, way.head.node)
+    inside = {node, *way.nodes}
+    if all(user in inside for made in products for user in made.users) or not _is_large(way):
+        return False
+    operands = [n for made in (node, *products) for n in made.all_input_nodes]
+    return _is_free(node, [node, *operands])
+
+
 def _is_large(way: Way) -> bool:
     """Whether a chunk of the rows, and one of the columns, is a small part of a product."""
-    head = way.head
-    (rows, hidden), columns = (
-        map(size_hint, head.input.fake.shape),
-        size_hint(head.weight.fake.shape[0]),
-    )
-    if rows is None or hidden is None or columns is None:
+    product = example(way.head.node)
+    sizes = (*product.shape, way.head.input.fake.shape[1])
+    rows, columns, hidden = map(size_hint, sizes)
+    if rows is None or columns is None or hidden is None:
         return False
-    product = example(head.node)
+
+    def chunk(rows: int, classes: int) -> int:
+        return chunk_rows(rows, hidden, classes, product.dtype, product.device, sums_weight=True)
+
     return all(
-        FEWEST_CHUNKS * held_rows(_chunk(many, hidden, others, product), product.device, 0) <= many
+        FEWEST_CHUNKS * chunk(many, others) <= many
         for many, others in ((rows, columns), (columns, rows))
     )
-
-
-def _chunk(rows: int, hidden: int, classes: int, product: Tensor) -> int:
-    dtype, device = product.dtype, product.device
-    return chunk_rows(rows, hidden, classes, dtype, device, sums_weight=True)
-
-
-def _has_other_readers(way: Way) -> bool:
-    """Whether a product is read by rows, too: with columns alone it needs no second one."""
-    turn, *between = way.nodes
-    inside = {turn, *between}
-    return any(user not in inside for made in (*between, way.head.node) for user in made.users)
-
-
-def _may_be_made_again(node: Node, way: Way) -> bool:
-    """Whether nobody sees that a transposed matrix is a view, or writes to what it is made of."""
-    operands = [n for made in (*way.nodes, way.head.node) for n in made.all_input_nodes]
-    return _is_free(node, [node, *operands])
 
 
 def _is_free(node: Node, read: list[Node]) -> bool:
@@ -171,7 +174,7 @@ def _made_again(source: Node, way: Way) -> tuple[Node, Node]:
     Returns:
         The product, and what the last step makes of it.
     """
-    put = partial(emit, source.next, like=source)
+    behind = partial(emit, source.next, like=source)
 
     def emitted(argument: Any) -> Any:
         """An argument of the replay as a node, with what it is computed from."""
@@ -180,20 +183,20 @@ def _made_again(source: Node, way: Way) -> tuple[Node, Node]:
         if argument.whole:
             return argument.node
         args, kwargs = tree_map(emitted, (argument.args, argument.kwargs))
-        return put(argument.op, args, kwargs)
+        return behind(argument.op, args, kwargs)
 
     rows, columns = emitted(way.head.weight), emitted(way.head.input)
-    product = made = put(aten.mm.default, (rows, put(aten.t.default, (columns,))))
-    for step in reversed(way.steps[1:]):
-        matrix = followed_by(step)
-        given = {id(matrix): whole(made)}
+    product = made = behind(aten.mm.default, (rows, behind(aten.t.default, (columns,))))
+    for step in reversed(way.steps):
+        given = {followed_by(step): whole(made)}
         args, kwargs = tree_map(
-            lambda a, given=given: emitted(given.get(id(a), a)), (step.args, step.kwargs)
+            lambda a, given=given: emitted(given.get(a, a) if isinstance(a, Value) else a),
+            (step.args, step.kwargs),
         )
-        made = put(step.op, args, kwargs)
+        made = behind(step.op, args, kwargs)
     return product, made
 
 
 def are_gone(products: list[Node]) -> bool:
     """Whether nothing of a graph reads these any more."""
-    return not any(node.users for node in products if node in set(node.graph.nodes))
+    return not any(node.users for node in products)
