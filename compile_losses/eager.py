@@ -1,4 +1,5 @@
-"""A short way to call an op in eager code. The dispatcher takes longer than several small kernels.
+"""A short way to call an op in eager and in compiled code. The dispatcher takes longer than several
+small kernels.
 
 It is for plain tensors outside of any mode or transform. Other calls go through the dispatcher and
 the formulas registered with it, with the same result.
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compile_losses.torch_internals.eager import (
+    count_function_modes,
     in_a_mode,
     is_any_autocast_enabled,
     is_functorch_wrapped_tensor,
@@ -21,9 +23,11 @@ from compile_losses.torch_internals.ops import (
     AUTOGRAD_KEY,
     OpOverload,
     call_boxed,
+    call_of,
     exclude,
     handle_of,
     is_excluded,
+    replace_call,
 )
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -43,6 +47,27 @@ def below_autograd(op: OpOverload[..., Any]) -> Callable[..., Any]:
             exclude(AUTOGRAD_KEY, before)
 
     return kernel
+
+
+def shorten_calls_without_gradients(op: OpOverload[..., Any]) -> None:
+    """Has calls of an op go below autograd at once where they can record no gradient, as its
+    kernel for autograd would do there. Compiled code calls ops so: it runs with gradients
+    switched off, and takes tensors out of their classes.
+
+    That kernel is a function in Python. Getting to it and from there takes longer than the rest of
+    a call.
+    """
+    original, kernel = call_of(op), below_autograd(op)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or torch.is_grad_enabled() or in_a_mode() or count_function_modes():
+            return original(*args, **kwargs)
+        for value in args:
+            if isinstance(value, Tensor) and type(value) not in PLAIN:
+                return original(*args)
+        return kernel(*args)
+
+    replace_call(op, call)
 
 
 class Leaf:

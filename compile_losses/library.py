@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from compile_losses.eager import Leaf, below_autograd
+from compile_losses.eager import Leaf, below_autograd, shorten_calls_without_gradients
 from compile_losses.torch_internals.eager import not_compiled
 from compile_losses.torch_internals.ops import BelowAutograd, OpOverload, schema_of
 
@@ -70,6 +70,8 @@ def define(schema: str) -> OpOverload[..., Any]:
         ) from error
     DECLARED.add(name)
     op: OpOverload[..., Any] = getattr(torch.ops.fused, name).default
+    if INTERNAL.fullmatch(name):
+        shorten_calls_without_gradients(op)
     return op
 
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-import compile_losses.ops  # noqa: F401
+import compile_losses.ops
+from compile_losses import library
 from tests.specs import SPECS
 
 fused = torch.ops.fused
@@ -150,6 +151,85 @@ def test_checkpoint_and_modified_input(name):
         hidden.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class TestWithoutGradients:
+    """Calls of the internal ops, as compiled code makes them."""
+
+    op = fused.mse_loss_forward.default
+    given = (*CASES["mse_loss"], None, 1, torch.float32)
+    value = F.mse_loss(*CASES["mse_loss"])
+
+    @pytest.fixture
+    def kernels(self, monkeypatch):
+        """The calls that went below autograd at once."""
+        found = []
+
+        def exclude(key, value):
+            found.append(value)
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, value)
+
+        monkeypatch.setattr(compile_losses.eager, "exclude", exclude)
+        return found
+
+    def test_short_way(self, kernels):
+        with torch.no_grad():
+            torch.testing.assert_close(self.op(*self.given), self.value)
+        assert kernels == [True, False]
+
+    def test_compiled_code_takes_it(self, kernels, kernels_for_small_losses):
+        """In the forward and in the backward."""
+        x = torch.randn(64, 64, requires_grad=True)
+        step = torch.compile(lambda x: F.cross_entropy(x, x.argmax(-1)), backend="compile_losses")
+        step(x).backward()
+        forward, backward = kernels[:2], kernels[2:]
+        assert forward == [True, True]  # a Function's forward is below autograd
+        assert backward == [True, False]
+
+    def test_gradients_are_recorded_or_refused(self, kernels):
+        input, target, *rest = self.given
+        assert self.op(input.clone().requires_grad_(), target, *rest).requires_grad
+        with pytest.raises(RuntimeError, match="not differentiable"):
+            fused.scale.default(input.clone().requires_grad_(), torch.ones(()))
+        assert not kernels
+
+    def test_an_error_ends_it(self, kernels):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="broadcast"):
+            self.op(torch.randn(3), torch.randn(4), *self.given[2:])
+        assert kernels == [True, False]
+        assert self.op(torch.randn(3, requires_grad=True), torch.randn(3), *self.given[2:]).grad_fn
+
+    def test_modes_and_classes_see_the_op(self, kernels):
+        seen = []
+
+        class Functions(torch.overrides.TorchFunctionMode):
+            def __torch_function__(self, func, types, args=(), kwargs=None):
+                seen.append(func)
+                return func(*args, **(kwargs or {}))
+
+        class Dispatch(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                seen.append(func)
+                return func(*args, **(kwargs or {}))
+
+        class Classed(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, func, types, args=(), kwargs=None):
+                seen.append(func)
+                return super().__torch_function__(func, types, args, kwargs)
+
+        classed = self.given[0].clone().as_subclass(Classed)
+        with torch.no_grad():
+            for mode in (Functions, Dispatch):
+                with mode():
+                    self.op(*self.given)
+            self.op(classed, *self.given[1:])
+        assert seen == [self.op] * 3
+
+    def test_every_op_has_a_kernel_for_autograd(self):
+        """Which goes below autograd, so that nothing is passed over."""
+        for name in sorted(filter(library.INTERNAL.fullmatch, library.DECLARED)):
+            assert "Autograd[alias]" in torch._C._dispatch_dump(f"fused::{name}"), name
 
 
 @pytest.mark.slow

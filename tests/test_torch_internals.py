@@ -236,6 +236,30 @@ def below_autograd():
     assert aten.exp.default(x).requires_grad
 
 
+@checks("ops.call_of", "ops.replace_call")
+def calls():
+    op, seen = aten.exp.default, []
+    original = ops.call_of(op)
+
+    class Call:
+        """Its hash is the overload's, which others have looked up before."""
+
+        def __hash__(self):
+            return hash(original)
+
+        def __call__(self, *args):
+            seen.append(args)
+            return original(*args)
+
+    x = torch.rand(3)
+    ops.replace_call(op, Call())
+    try:
+        assert op(x).equal(x.exp())
+    finally:
+        ops.replace_call(op, original)
+    assert seen == [(x,)]
+
+
 @checks("ops.BelowViews")
 def below_views():
     key = torch._C.DispatchKey.ADInplaceOrView
@@ -339,10 +363,12 @@ def functorch():
     assert seen == [True]
 
 
-@checks("eager.DeviceContext", "eager.function_modes")
+@checks("eager.DeviceContext", "eager.count_function_modes", "eager.function_modes")
 def function_modes():
     assert eager.function_modes() == []
+    assert eager.count_function_modes() == 0
     with torch.device("cpu"):
+        assert eager.count_function_modes() == 1
         (mode,) = eager.function_modes()
         assert isinstance(mode, eager.DeviceContext)
 

@@ -54,6 +54,9 @@ def keeps_saved_tensors_elsewhere() -> bool:
 #: The active modes that see torch's functions. One that was missed would not see a loss.
 function_modes = torch.overrides._get_current_function_mode_stack
 
+#: How many of them there are. Without it they would have to be listed at each call.
+count_function_modes = torch._C._len_torch_function_stack
+
 #: Keeps Dynamo out of a function, without loading Dynamo. Without it Dynamo would compile the
 #: dispatch of a lazy tensor that is read in eager mode behind a graph break, as a function.
 not_compiled = torch._compile._disable_dynamo

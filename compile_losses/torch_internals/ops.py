@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -61,6 +61,21 @@ has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 #: The name of a device type's dispatch key. A wrong one has no kernel, and its gradients stay in
 #: the backward.
 key_of_device = torch._C._dispatch_key_for_device
+
+
+def call_of(op: OpOverload[..., Any]) -> Callable[..., Any]:
+    """What a call of an overload ends in; it goes as :func:`replace_call` goes."""
+    return op._op
+
+
+def replace_call(op: OpOverload[..., Any], call: Callable[..., Any]) -> None:
+    """Has a call of an overload end in a function. Without it compiled code would take the long way
+    to each op. An overload's hash is that of what it calls, so this comes before any dict has it.
+
+    Args:
+        call: gets the arguments of the overload.
+    """
+    op._op = call
 
 
 def take_back(library: torch.library.Library) -> None:
