@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -23,9 +22,8 @@ from compile_losses.ops.linear.chunk_size import chunk_rows
 from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.head import NotAbsorbedError
 from compile_losses.recognize.logits import Way, followed_by, way_to
-from compile_losses.recognize.memory import memory_of, storage_of
-from compile_losses.recognize.symbolic_tensors import Value, example, whole
-from compile_losses.recognize.taken_apart import sees_memory
+from compile_losses.recognize.memory import may_be_left_out
+from compile_losses.recognize.symbolic_tensors import Value, example, put, whole
 from compile_losses.torch_internals.ops import tree_leaves, tree_map
 from compile_losses.torch_internals.tensors import FakeTensor, size_hint
 
@@ -70,7 +68,7 @@ def _turn_back(graph: Graph, replay: AtenReplay) -> None:
         source = None if inner is None else _transposed(inner, replay)
         if source is None or example(node).requires_grad != example(source).requires_grad:
             continue
-        if _is_free(node, [node, source]):
+        if may_be_left_out(node, [node, source]):
             replace_uses(node, source)
             erase_unused([node])
 
@@ -130,7 +128,7 @@ def _is_wanted(node: Node, way: Way) -> bool:
     if all(user in inside for made in products for user in made.users) or not _is_large(way):
         return False
     operands = [n for made in (node, *products) for n in made.all_input_nodes]
-    return _is_free(node, [node, *operands])
+    return may_be_left_out(node, [node, *operands])
 
 
 def _is_large(way: Way) -> bool:
@@ -150,23 +148,6 @@ def _is_large(way: Way) -> bool:
     )
 
 
-def _is_free(node: Node, read: list[Node]) -> bool:
-    """Whether a tensor is neither returned nor asked for its memory, and no memory is written to
-    that is read in its place."""
-    memory = memory_of(node.graph)
-    tensors = [example(n) for n in read if isinstance(example(n), Tensor)]
-    (output,) = node.graph.find_nodes(op="output")
-    returned = {storage_of(example(n)) for n in output.all_input_nodes}
-    storages = set(map(storage_of, tensors))
-    return (
-        all(type(tensor) is FakeTensor for tensor in tensors)
-        and None not in storages
-        and not storages & {*memory.storages, *memory.later}
-        and storage_of(example(node)) not in returned
-        and not any(sees_memory(user) for user in node.users)
-    )
-
-
 def _made_again(source: Node, way: Way) -> tuple[Node, Node]:
     """Puts the product of the operands in the other order, and the steps after it, behind the
     matrix: there gradients are recorded as they were for it.
@@ -177,13 +158,7 @@ def _made_again(source: Node, way: Way) -> tuple[Node, Node]:
     behind = partial(emit, source.next, like=source)
 
     def emitted(argument: Any) -> Any:
-        """An argument of the replay as a node, with what it is computed from."""
-        if not isinstance(argument, Value):
-            return argument
-        if argument.whole:
-            return argument.node
-        args, kwargs = tree_map(emitted, (argument.args, argument.kwargs))
-        return behind(argument.op, args, kwargs)
+        return put(argument, source.next, behind)
 
     rows, columns = emitted(way.head.weight), emitted(way.head.input)
     product = made = behind(aten.mm.default, (rows, behind(aten.t.default, (columns,))))
