@@ -61,7 +61,8 @@ def contrastive_cross_entropy(
 
     Raises:
         RuntimeError: shapes, dtypes or devices that don't go together; more or less rows than
-            columns, or a target, if symmetric; label_smoothing above 1 or with a mask.
+            columns, or a target, if symmetric; label_smoothing above 1 or with a mask; with a mask
+            what else is an IndexError.
         NotImplementedError: embeddings that are not floating point; DTensors with a mask.
         ValueError: unknown reduction; input's and target's numbers of rows differ.
         IndexError: on the CPU, a target outside [0, columns) that is not ignore_index.
@@ -131,10 +132,10 @@ def contrastive_sigmoid_cross_entropy(
         The loss in input's dtype, or in float32 under autocast.
 
     Raises:
-        RuntimeError: shapes, dtypes or devices that don't go together.
+        RuntimeError: shapes, dtypes or devices that don't go together; on the CPU, a target that is
+            not below the number of columns.
         NotImplementedError: embeddings that are not floating point; DTensors.
         ValueError: unknown reduction.
-        IndexError: on the CPU, a target that is not below the number of columns.
     """
     name = "contrastive_sigmoid_cross_entropy"
     _check_embeddings(name, input, other)

@@ -15,9 +15,9 @@ chunk of rows at a time, and a loss that is reduced makes its gradients in three
 (:mod:`compile_losses.ops.linear.row_chunks`).
 
 Raises:
-    RuntimeError: shapes or devices that don't go together, label_smoothing above 1 or with a mask.
+    RuntimeError: shapes or devices that don't go together, label_smoothing above 1 or with a mask;
+        on the CPU, a target that is not below the number of columns.
     NotImplementedError: embeddings that are not floating point; DTensors.
-    IndexError: on the CPU, a target that is not below the number of columns.
 """
 
 from __future__ import annotations
