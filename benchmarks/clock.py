@@ -29,9 +29,11 @@ NextCall = Callable[[], Call]
 Reading = tuple[float, float]  # a device's clock in MHz, and its power in W
 FEWEST_ROUNDS, MOST_ROUNDS, WARM_UP = 7, 200, 2
 #: A step that takes so many milliseconds on a GPU is long. Its samples have so many untimed and
-#: so many timed calls; samples of other steps, and all on a CPU, have 1 and 1.
+#: so many timed calls; samples of other steps, and all on a CPU, have 1 and 1. A step of so many
+#: milliseconds decides by itself at which clock it ends: no call before it is needed.
 LONG_MS = 2.0
 LONG_CALLS = (2, 4)
+LONGEST_MS = 500.0
 
 
 class Clock(ABC):
@@ -185,6 +187,8 @@ class CudaClock(Clock):
         return self._milliseconds(calls) / timed
 
     def calls_of(self, sample_ms: float) -> tuple[int, int]:
+        if sample_ms >= LONGEST_MS:
+            return 0, 1
         return LONG_CALLS if sample_ms >= LONG_MS else (1, 1)
 
     def reading(self) -> Reading | None:

@@ -361,17 +361,32 @@ def behind() -> str:
     return measured((*header, "memory, at most"), lines, rows)
 
 
+_CONTRASTIVE = {
+    "infonce": "InfoNCE",
+    "ntxent": "NT-Xent",
+    "siglip": "SigLIP",
+    "clip": "CLIP, an embedding scaled",
+    "clip_scaled": "CLIP, the products scaled",
+    "clip_twice": "CLIP, two products",
+}
+_COMPILED = {"stock": "torch.compile", "ours": "ours", "ours_memory": "ours, `prefer_memory`"}
+
+
 def contrastive() -> str:
     rows = rows_of("contrastive-nvidia-h200.csv")
-    names = {
-        "infonce": "InfoNCE",
-        "siglip": "SigLIP",
-        "clip": "CLIP, an embedding scaled",
-        "clip_scaled": "CLIP, the products scaled",
-    }
-    contenders = {"stock": "torch.compile", "ours": "ours", "ours_memory": "ours, `prefer_memory`"}
-    lines = [(names[loss], *cells) for loss, cells in _by("loss", rows, contenders)]
-    return measured(("loss", *contenders.values()), lines, rows)
+    rows = [row for row in rows if (row["shape"], row["dtype"]) == ("16384x512", "bfloat16")]
+    lines = [(_CONTRASTIVE[loss], *cells) for loss, cells in _by("loss", rows, _COMPILED)]
+    return measured(("loss", *_COMPILED.values()), lines, rows)
+
+
+def contrastive_cpu() -> str:
+    rows = sorted(rows_of("contrastive-cpu.csv"), key=lambda row: int(row["shape"].split("x")[0]))
+    lines = [
+        (_CONTRASTIVE[loss], shape, *cells)
+        for loss in dict.fromkeys(row["loss"] for row in rows)
+        for shape, cells in _by("shape", [r for r in rows if r["loss"] == loss], _COMPILED)
+    ]
+    return measured(("loss", "pairs x width", *_COMPILED.values()), lines, rows)
 
 
 def criteria() -> str:
@@ -460,6 +475,7 @@ TABLES: dict[str, Callable[[], str]] = {
         elementwise_cpu,
         behind,
         contrastive,
+        contrastive_cpu,
         criteria,
         steps,
         steps_h100,

@@ -1,8 +1,8 @@
 """PNG files of the figures in a CSV file.
 
 For losses, one plot a case: bars of every contender against the floor, or lines over many sizes.
-For steps of a linear layer and cross entropy, one plot: bars of time and memory, or lines over one
-size.
+For contrastive losses, one plot: lines of time and memory over the number of pairs. For steps of a
+linear layer and cross entropy, one plot: bars of time and memory, or lines over one size.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import csv
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import linear_steps, report
 from benchmarks.report import Row
@@ -22,6 +22,8 @@ from benchmarks.report import Row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from benchmarks import contrastive
 
 OURS, OTHERS = "#d1495b", "#8d99ae"
 OTHER_LINES = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown")
@@ -34,6 +36,8 @@ ABOVE_INPUTS = "MiB above inputs"
 
 def draw(file: Path) -> None:
     """Draws a CSV file of losses or of steps into its folder, and prints the names."""
+    from benchmarks import contrastive  # which draws its own results
+
     with file.open(newline="") as lines:
         columns = next(csv.reader(lines), [])
     try:
@@ -41,10 +45,13 @@ def draw(file: Path) -> None:
             written = plot(report.read(file, report.Row), file.parent, file.stem)
         elif "shape" in columns and set(columns) <= set(report.columns_of(linear_steps.Row)):
             written = [plot_steps(report.read(file, linear_steps.Row), file.with_suffix(".png"))]
+        elif set(columns) == set(report.columns_of(contrastive.Row)):
+            rows = report.read(file, contrastive.Row)
+            written = [plot_pairs(rows, file.with_suffix(".png"))]
         else:
             raise ValueError(
-                f"{file}: expected losses, or steps of a linear layer and cross entropy, got the "
-                f"columns {', '.join(columns)}"
+                f"{file}: expected losses, contrastive losses, or steps of a linear layer and "
+                f"cross entropy, got the columns {', '.join(columns)}"
             )
     except ImportError:
         print("no plots: matplotlib is not installed", file=sys.stderr)
@@ -75,7 +82,7 @@ def plot(rows: list[Row], directory: Path, stem: str) -> list[Path]:
     return written
 
 
-def _source(rows: Sequence[Row | linear_steps.Row]) -> str:
+def _source(rows: Sequence[Row | linear_steps.Row | contrastive.Row]) -> str:
     devices, torches, commits = (
         ", ".join(dict.fromkeys(getattr(row, column) for row in rows))
         for column in ("device", "torch", "commit")
@@ -222,6 +229,36 @@ def plot_steps(rows: list[linear_steps.Row], path: Path, memory: str = BESIDE_GR
     return path
 
 
+def plot_pairs(rows: list[contrastive.Row], path: Path) -> Path:
+    """Writes ``path``: time and peak memory against the number of pairs, for each loss, dtype and
+    width; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = list(dict.fromkeys(row.panel for row in rows))
+    figures = {"ms": "ms a step", "peak_mib": ABOVE_INPUTS}
+    figure, grid = pyplot.subplots(
+        len(panels),
+        len(figures),
+        figsize=(11, 0.6 + 2.9 * len(panels)),
+        squeeze=False,
+        layout="constrained",
+    )
+    for axes_row, panel in zip(grid, panels, strict=True):
+        own = sorted((row for row in rows if row.panel == panel), key=lambda row: row.pairs)
+        for axes, (column, label) in zip(axes_row, figures.items(), strict=True):
+            _lines_of(axes, own, column, lambda row: row.pairs)
+            axes.set_ylabel(label)
+            axes.set_title(", ".join(panel), fontsize=9)
+            axes.set_xlabel("pairs")
+    figure.suptitle(_source(rows), fontsize=10)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+    return path
+
+
 def _only_size(problems: list[tuple[str, ...]]) -> int | None:
     """The only size in which more than two problems differ, if there is one."""
     shapes = [shape.split("x") for shape, *_ in problems]
@@ -246,14 +283,25 @@ def _step_bars(axes: Axes, rows: list[linear_steps.Row], column: str) -> None:
 
 
 def _step_lines(axes: Axes, rows: list[linear_steps.Row], column: str, size: int) -> None:
-    """Each one's rings are smaller than those below, so that lines that coincide are all seen."""
+    _lines_of(axes, rows, column, lambda row: int(row.shape.split("x")[size]))
+    axes.set_title(_described(rows[0])[0], fontsize=9)
+    axes.set_xlabel(fields(linear_steps.Shape)[size].name)
+
+
+def _lines_of(axes: Axes, rows: Sequence[Any], column: str, place: Callable[[Any], int]) -> None:
+    """A line for each contender. Each one's rings are smaller than those below, so that lines that
+    coincide are all seen.
+
+    Args:
+        place: of a row on the axis.
+    """
     names = list(dict.fromkeys(row.contender for row in rows))
     positive = True
     for below, name in enumerate(names):
         own = [row for row in rows if row.contender == name and row.ms]
         values = [float(getattr(row, column)) for row in own]
         axes.plot(
-            [int(row.shape.split("x")[size]) for row in own],
+            list(map(place, own)),
             values,
             "-" if name.startswith("ours") else "--",
             marker="o",
@@ -266,6 +314,4 @@ def _step_lines(axes: Axes, rows: list[linear_steps.Row], column: str, size: int
     if positive:
         axes.set_yscale("log")
     axes.set_xscale("log", base=2)
-    axes.set_title(_described(rows[0])[0], fontsize=9)
-    axes.set_xlabel(fields(linear_steps.Shape)[size].name)
     axes.legend(fontsize=8, markerscale=0.5)

@@ -55,7 +55,7 @@ def _start(kind: type[Worker[Any]], arguments: argparse.Namespace, alone: Any) -
 def _compile(cell: Any) -> None:
     with contextlib.suppress(Exception):  # reported when it is measured
         _this.compile(cell)
-    _leave_memory()
+    leave_memory()
 
 
 def _measure(cell: Any) -> Figures:
@@ -64,10 +64,10 @@ def _measure(cell: Any) -> Figures:
     except Exception as error:  # the other cells are still measured
         return _this.failed(failure(error))
     finally:
-        _leave_memory()
+        leave_memory()
 
 
-def _leave_memory() -> None:
+def leave_memory() -> None:
     """Frees memory for the other processes, of which the next one measures."""
     gc.collect()
     if torch.cuda.is_initialized():

@@ -7,7 +7,8 @@ function of the same name, and can be imported instead of it. Torch rounds some 
 Torch has no functions for ``softmax_kl_div``, ``softmax_js_div`` and ``softmax_finite_kl_div``.
 They are the ops with named reductions, as ``linear_softmax_kl_div`` and ``linear_softmax_js_div``
 of :mod:`compile_losses.linear` are. Torch has no functions for ``selective_log_softmax`` and
-``softmax_entropy`` either. They read the logits once and store no log-probabilities.
+``softmax_entropy`` either. They read the logits once and store no log-probabilities. Nor has it any
+for the losses of :mod:`compile_losses.contrastive`.
 
 A call goes on to torch's own function if an operand is not a dense tensor of a floating dtype on
 a device with kernels, or if a class or mode overrides torch's function. The ops call torch's
@@ -47,6 +48,10 @@ from compile_losses.arguments import (
     warn,
     warn_if_broadcast,
 )
+from compile_losses.contrastive import (
+    contrastive_cross_entropy,
+    contrastive_sigmoid_cross_entropy,
+)
 from compile_losses.linear import (
     linear_cross_entropy,
     linear_softmax_js_div,
@@ -65,6 +70,8 @@ from compile_losses.overrides import has_kernels, overridden
 
 __all__ = [
     "binary_cross_entropy_with_logits",
+    "contrastive_cross_entropy",
+    "contrastive_sigmoid_cross_entropy",
     "cross_entropy",
     "huber_loss",
     "kl_div",

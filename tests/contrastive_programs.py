@@ -83,6 +83,13 @@ def symmetric_ranking(a, b, scale, *_):
     return (forward_loss + backward_loss) / 2
 
 
+def hard_negatives(a, b, scale, *_):
+    """The columns of the own texts alone choose among the rows."""
+    scores = 20.0 * (F.normalize(a) @ F.normalize(b).T)
+    own_texts = scores[:, : len(a)]
+    return F.cross_entropy(scores, own(a)) + F.cross_entropy(own_texts.t(), own(a))
+
+
 def temperature(a, b, scale, *_):
     """Divided by a number that is learned, and by one that is not."""
     return both(a @ b.T / scale.exp()) + both(b @ a.T / 0.5)
@@ -151,6 +158,7 @@ TAKEN = {
     widened: 1,
     divided: 1,
     symmetric_ranking: 1,
+    hard_negatives: 1,
     temperature: 2,
     smoothed: 1,
     labelled: 1,
@@ -162,12 +170,12 @@ TAKEN = {
     widths: 2,
     with_accuracy: 1,
 }
-#: Those that take other numbers of rows and columns.
-#: Those whose matrix is scaled or cast as a whole, before its columns are read.
+#: Those whose matrix is scaled, cast or cut as a whole, before its columns are read.
 APART = [
     *(open_clip, transformers_clip, scaled_after, widened, divided, smoothed, labelled, weighted),
-    with_accuracy,
+    *(symmetric_ranking, hard_negatives, with_accuracy),
 ]
+#: Those that take other numbers of rows and columns.
 UNEQUAL = [labelled, weighted, logsumexps]
 
 

@@ -163,13 +163,18 @@ class TestPreferMemory:
         report = explain_call(function, inputs, options={"prefer_memory": True})
         assert {site.op for site in report.losses} <= {"linear_cross_entropy", STATISTICS}
 
-    def test_sizes_that_change(self, monkeypatch):
-        compiled = Compiled(programs.labelled, prefer_memory=True, dynamic=True)
+    def test_columns_of_a_part(self, monkeypatch):
+        inputs = programs.problem(texts=programs.MORE)
+        graph = check(programs.hard_negatives, inputs, monkeypatch, prefer_memory=True)
+        assert CALL not in graph
+        assert "aten.mm" not in graph
+
+    @pytest.mark.parametrize("function", [programs.labelled, programs.hard_negatives])
+    def test_sizes_that_change(self, function):
+        compiled = Compiled(function, prefer_memory=True, dynamic=True)
         for texts in (programs.PAIRS, programs.MORE):
             inputs = programs.problem(texts=texts)
-            torch.testing.assert_close(
-                outcome(compiled, inputs), outcome(programs.labelled, inputs)
-            )
+            torch.testing.assert_close(outcome(compiled, inputs), outcome(function, inputs))
 
     @pytest.mark.parametrize("function", [*HELD, programs.several, programs.scaled_by_rows])
     def test_matrices_that_are_held_all_the_same(self, function, monkeypatch):

@@ -1,10 +1,10 @@
 """Products that are read by rows and, transposed, by columns: two products, if memory is preferred.
 
 CLIP's losses read ``logits = scale * a @ b.T`` and ``logits.T``. What reads the second reads
-``scale * b @ a.T`` instead, after which each loss finds a linear layer of its own, whose logits
-nobody holds. Forward and backward then have six products in the place of three, so that this is
-left to the option ``prefer_memory``, and to products of several chunks. If logits are held all the
-same, it is undone.
+``scale * b @ a.T`` instead, and of a slice of columns these rows. Then each loss finds a linear
+layer of its own, whose logits nobody holds. Forward and backward have six products in the place of
+three, so that this is left to the option ``prefer_memory``, and to products of several chunks. If
+logits are held all the same, it is undone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -23,14 +22,13 @@ from compile_losses.ops.linear.chunk_size import chunk_rows
 from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.head import NotAbsorbedError
 from compile_losses.recognize.logits import Way, followed_by, way_to
-from compile_losses.recognize.memory import memory_of, storage_of
-from compile_losses.recognize.symbolic_tensors import Value, example, whole
-from compile_losses.recognize.taken_apart import sees_memory
+from compile_losses.recognize.memory import may_be_left_out
+from compile_losses.recognize.symbolic_tensors import Value, example, put, whole
 from compile_losses.torch_internals.ops import tree_leaves, tree_map
 from compile_losses.torch_internals.tensors import FakeTensor, size_hint
 
 #: Ops that do the same to each number of a matrix.
-_OF_EACH = (*SCALINGS, *CASTS)
+_OF_EACH = (*SCALINGS, *CASTS, aten.alias.default)
 #: Of a product that is computed twice. With fewer less memory is saved than the time is worth.
 FEWEST_CHUNKS = 4
 
@@ -49,7 +47,7 @@ def read_columns_apart(graph: Graph) -> list[Node]:
     for node in list(graph.nodes):
         source = _transposed(node, replay)
         way = None if source is None else _way_to_product(source, replay)
-        if source is None or way is None or not _is_wanted(node, way):
+        if source is None or way is None or not _is_wanted(node, source, way):
             continue
         if source not in made:
             with torch.set_grad_enabled(example(source).requires_grad):
@@ -70,7 +68,7 @@ def _turn_back(graph: Graph, replay: AtenReplay) -> None:
         source = None if inner is None else _transposed(inner, replay)
         if source is None or example(node).requires_grad != example(source).requires_grad:
             continue
-        if _is_free(node, [node, source]):
+        if may_be_left_out(node, [node, source]):
             replace_uses(node, source)
             erase_unused([node])
 
@@ -107,7 +105,12 @@ def _way_to_product(matrix: Node, replay: AtenReplay) -> Way | None:
         return None
     if way is None or way.head.bias is not None or way.head.input.fake.dim() != 2:
         return None
-    return way if all(map(_is_of_each, way.steps)) else None
+    return way if all(_is_cut(step) or _is_of_each(step) for step in way.steps) else None
+
+
+def _is_cut(step: Value) -> bool:
+    """Whether an op takes a slice of a matrix's rows or columns."""
+    return step.op is aten.slice.Tensor and step.args[0].fake.dim() == 2
 
 
 def _is_of_each(step: Value) -> bool:
@@ -122,48 +125,34 @@ def _is_of_each(step: Value) -> bool:
     )
 
 
-def _is_wanted(node: Node, way: Way) -> bool:
+def _is_wanted(node: Node, source: Node, way: Way) -> bool:
     """Whether a transposed matrix may be made again, and its product is read by rows, too, and
     large. With columns alone it needs no second one."""
     products = (*way.nodes, way.head.node)
     inside = {node, *way.nodes}
-    if all(user in inside for made in products for user in made.users) or not _is_large(way):
+    if all(user in inside for made in products for user in made.users):
+        return False
+    if not _is_large(source, way):
         return False
     operands = [n for made in (node, *products) for n in made.all_input_nodes]
-    return _is_free(node, [node, *operands])
+    return may_be_left_out(node, [node, *operands])
 
 
-def _is_large(way: Way) -> bool:
-    """Whether a chunk of the rows, and one of the columns, is a small part of a product."""
-    product = example(way.head.node)
-    sizes = (*product.shape, way.head.input.fake.shape[1])
-    rows, columns, hidden = map(size_hint, sizes)
-    if rows is None or columns is None or hidden is None:
+def _is_large(source: Node, way: Way) -> bool:
+    """Whether a chunk of the rows, and one of the columns that are read, is a small part of a
+    product."""
+    product, read = example(way.head.node), example(source)
+    shapes = (*product.shape, *read.shape[::-1], way.head.input.fake.shape[1])
+    sizes = [size for size in map(size_hint, shapes) if size is not None]
+    if len(sizes) < len(shapes):
         return False
+    *of_both, hidden = sizes
 
     def chunk(rows: int, classes: int) -> int:
         return chunk_rows(rows, hidden, classes, product.dtype, product.device, sums_weight=True)
 
     return all(
-        FEWEST_CHUNKS * chunk(many, others) <= many
-        for many, others in ((rows, columns), (columns, rows))
-    )
-
-
-def _is_free(node: Node, read: list[Node]) -> bool:
-    """Whether a tensor is neither returned nor asked for its memory, and no memory is written to
-    that is read in its place."""
-    memory = memory_of(node.graph)
-    tensors = [example(n) for n in read if isinstance(example(n), Tensor)]
-    (output,) = node.graph.find_nodes(op="output")
-    returned = {storage_of(example(n)) for n in output.all_input_nodes}
-    storages = set(map(storage_of, tensors))
-    return (
-        all(type(tensor) is FakeTensor for tensor in tensors)
-        and None not in storages
-        and not storages & {*memory.storages, *memory.later}
-        and storage_of(example(node)) not in returned
-        and not any(sees_memory(user) for user in node.users)
+        FEWEST_CHUNKS * chunk(many, others) <= many for many, others in (of_both[:2], of_both[2:])
     )
 
 
@@ -177,17 +166,15 @@ def _made_again(source: Node, way: Way) -> tuple[Node, Node]:
     behind = partial(emit, source.next, like=source)
 
     def emitted(argument: Any) -> Any:
-        """An argument of the replay as a node, with what it is computed from."""
-        if not isinstance(argument, Value):
-            return argument
-        if argument.whole:
-            return argument.node
-        args, kwargs = tree_map(emitted, (argument.args, argument.kwargs))
-        return behind(argument.op, args, kwargs)
+        return put(argument, source.next, behind)
 
     rows, columns = emitted(way.head.weight), emitted(way.head.input)
     product = made = behind(aten.mm.default, (rows, behind(aten.t.default, (columns,))))
     for step in reversed(way.steps):
+        if _is_cut(step):
+            _, dim, *bounds = (*step.args, 0)[: max(2, len(step.args))]
+            made = behind(step.op, (made, 1 - dim % 2, *map(emitted, bounds)))
+            continue
         given = {followed_by(step): whole(made)}
         args, kwargs = tree_map(
             lambda a, given=given: emitted(given.get(a, a) if isinstance(a, Value) else a),

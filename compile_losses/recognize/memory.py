@@ -52,6 +52,11 @@ _SWAPS = {"set_", Tensor.set_, *(getattr(aten.set_, name) for name in aten.set_.
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 #: Modules whose functions write only to what their names and arguments say.
 _TRANSPARENT = ("torch", "_operator", "operator", "math", "builtins", "itertools", "numpy")
+#: Functions and methods that see where a tensor lies, or who else has its gradient.
+_SEES = (
+    *("as_strided", "stride", "storage_offset", "untyped_storage", "data_ptr", "is_contiguous"),
+    *("register_hook", "retain_grad", "requires_grad_"),
+)
 
 
 #: Why a write is in the way that comes later than a loss.
@@ -191,6 +196,36 @@ def is_sum_over_term(node: Node) -> bool:
         for argument in term.all_input_nodes
         for source in tree_leaves(example(argument))
     )
+
+
+def may_be_left_out(node: Node, read: Iterable[Node]) -> bool:
+    """Whether what reads a tensor may read what is made of others in its place: nobody returns it
+    or sees where it lies, and the memory that is read before and after is not written to.
+
+    Args:
+        read: the nodes whose memory that is. They have to be plain tensors.
+    """
+    memory = memory_of(node.graph)
+    tensors = [example(each) for each in read if isinstance(example(each), Tensor)]
+    storages = set(map(storage_of, tensors))
+    (output,) = node.graph.find_nodes(op="output")
+    own = storage_of(example(node))
+    if (
+        not all(type(tensor) is FakeTensor for tensor in tensors)
+        or None in (own, *storages)
+        or storages & {*memory.storages, *memory.later}
+        or own in {storage_of(example(n)) for n in output.all_input_nodes}
+    ):
+        return False
+    views = [n for n in node.graph.nodes if storage_of(example(n)) == own]
+    return not any(_sees_memory(user) for view in views for user in view.users)
+
+
+def _sees_memory(node: Node) -> bool:
+    """Whether a node may see more of a tensor than its numbers."""
+    target: Any = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return isinstance(target, HigherOrderOperator) or name.partition(".")[0] in _SEES
 
 
 def function_of(node: Node) -> Any:

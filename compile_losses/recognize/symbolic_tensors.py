@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,15 +102,22 @@ def computed_at(arguments: Any) -> Iterator[Node]:
             yield from computed_at((argument.args, argument.kwargs))
 
 
-def put(argument: Any, place: Node) -> Any:
+def put(argument: Any, place: Node, call: Callable[..., Node] | None = None) -> Any:
     """Puts the nodes that an argument needs before a node, from which they inherit; the argument
-    as a node takes it."""
+    as a node takes it.
+
+    Args:
+        call: puts the call of an op there, given its arguments; by default with the fake that the
+            replay has, which has no gradients.
+    """
     if isinstance(argument, Size):
         return emit(place, "size", (argument.node, argument.dim), value=example(argument))
     if not isinstance(argument, Value) or argument.whole:
         return argument.node if isinstance(argument, Value) else argument
     assert argument.op is not None
-    args, kwargs = tree_map(lambda inner: put(inner, place), (argument.args, argument.kwargs))
+    args, kwargs = tree_map(lambda each: put(each, place, call), (argument.args, argument.kwargs))
+    if call is not None:
+        return call(argument.op, args, kwargs)
     return emit(place, argument.op, args, kwargs, value=example(argument))
 
 

@@ -22,20 +22,13 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from compile_losses.graphs import emit, erase_unused, replace_uses
 from compile_losses.op_traits import PARTS
 from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
-from compile_losses.recognize.memory import memory_of, storage_of
+from compile_losses.recognize.memory import may_be_left_out
 from compile_losses.recognize.row_statistics import is_join
 from compile_losses.recognize.symbolic_tensors import Value, example
 from compile_losses.recognize.unrolled import JOINS, parts_of
-from compile_losses.torch_internals.ops import HigherOrderOperator
-from compile_losses.torch_internals.tensors import FakeTensor
 
 #: An op of one tensor, and its other arguments.
 _Step = tuple[Any, tuple[Any, ...]]
-#: Functions and methods that see where a tensor lies, or who else has its gradient.
-_SEES = (
-    *("as_strided", "stride", "storage_offset", "untyped_storage", "data_ptr", "is_contiguous"),
-    *("register_hook", "retain_grad", "requires_grad_"),
-)
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,12 @@ def _all_taken(join: Node) -> tuple[list[_Taken], list[Node]] | None:
     """What is taken out of a whole, and the nodes between; None if something else reads it."""
     replay = AtenReplay()
     whole = replay.of(join)
-    if whole.node is not join or whole.op not in JOINS or not _may_be_left_out(join, whole):
+    if whole.node is not join or whole.op not in JOINS:
+        return None
+    parts = whole.args[0]
+    if not all(part.whole for part in parts):
+        return None
+    if not may_be_left_out(join, [join, *(part.node for part in parts)]):
         return None
     taken: list[_Taken] = []
     between: list[Node] = []
@@ -102,29 +100,6 @@ def _all_taken(join: Node) -> tuple[list[_Taken], list[Node]] | None:
     if not taken or not all(_is_alike(each) for each in taken):
         return None
     return sorted(taken, key=lambda each: each.node), sorted(between)
-
-
-def _may_be_left_out(join: Node, whole: Value) -> bool:
-    """Whether nobody sees where a whole lies: it is neither written to nor returned, and its parts
-    are plain tensors that are not written to."""
-    memory, parts = memory_of(join.graph), whole.args[0]
-    storages = {storage_of(example(join)), *(storage_of(part.fake) for part in parts)}
-    (output,) = join.graph.find_nodes(op="output")
-    returned = {storage_of(example(n)) for n in output.all_input_nodes}
-    written = {*memory.storages, *memory.later}
-    if None in storages or storages & written or storage_of(example(join)) in returned:
-        return False
-    if not all(part.whole and type(part.fake) is FakeTensor for part in parts):
-        return False
-    views = [n for n in join.graph.nodes if storage_of(example(n)) == storage_of(example(join))]
-    return not any(sees_memory(user) for view in views for user in view.users)
-
-
-def sees_memory(node: Node) -> bool:
-    """Whether a node may see more of a tensor than its numbers."""
-    target: Any = node.target
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return isinstance(target, HigherOrderOperator) or name.partition(".")[0] in _SEES
 
 
 def _steps_from(join: Node, node: Node, replay: AtenReplay) -> list[_Step] | None:

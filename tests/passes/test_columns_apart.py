@@ -33,6 +33,7 @@ def apart(function, inputs):
     [
         *((function, programs.PAIRS) for function in programs.APART),
         *((function, programs.MORE) for function in programs.UNEQUAL if function in programs.APART),
+        (programs.hard_negatives, programs.MORE),
     ],
 )
 def test_columns_have_a_product_of_their_own(function, texts):
@@ -53,6 +54,26 @@ def once_more(a, b, scale, *_):
 
 def test_several_readers_of_the_columns():
     before, after, products = apart(once_more, programs.problem())
+    assert len(products) == 2
+    found, right = (with_gradients(each.gm, each.inputs) for each in (after, before))
+    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
+def cut_at_both_ends(a, b, scale, *_):
+    """Of rows and of columns, before and after the product is scaled."""
+    logits = a @ b.T
+    columns = (logits[4:, -38:] * scale)[:, 1:].T
+    return F.cross_entropy(logits * scale, programs.own(a)) + columns.logsumexp(-1).sum()
+
+
+def steps_of_columns(a, b, scale, *_):
+    logits = a @ b.T * scale
+    return F.cross_entropy(logits, programs.own(a)) + logits[:, ::1].T.logsumexp(-1).sum()
+
+
+@pytest.mark.parametrize("function", [cut_at_both_ends, steps_of_columns])
+def test_slices(function):
+    before, after, products = apart(function, programs.problem())
     assert len(products) == 2
     found, right = (with_gradients(each.gm, each.inputs) for each in (after, before))
     torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
@@ -119,6 +140,27 @@ def with_a_bias(a, b, scale, rows, columns, weights, soft):
     return programs.both(F.linear(a, b, weights[: len(b)]))
 
 
+def few_columns(a, b, scale, *_):
+    """They are less than chunks."""
+    logits = a @ b.T
+    return F.cross_entropy(logits, programs.own(a)) + logits[:, :20].T.logsumexp(-1).sum()
+
+
+def picked_columns(a, b, scale, rows, columns, weights, soft):
+    logits = a @ b.T
+    picked = logits[:, columns.clamp(min=0)]
+    return F.cross_entropy(logits, programs.own(a)) + picked.T.logsumexp(-1).sum()
+
+
+def sliced_and_written(a, b, scale, *_):
+    logits = a @ b.T
+    columns = logits[:, :38].T
+    loss = columns.logsumexp(-1).sum() + F.cross_entropy(logits.clone(), programs.own(a))
+    with torch.no_grad():
+        logits[0] = 0
+    return loss
+
+
 def by_columns_alone(a, b, scale, *_):
     return F.cross_entropy((a @ b.T).T, programs.own(b))
 
@@ -142,6 +184,9 @@ def in_place(a, b, scale, *_):
         a_scale_for_each_row,
         a_mask,
         with_a_bias,
+        few_columns,
+        picked_columns,
+        sliced_and_written,
         by_columns_alone,
         of_many,
         in_place,
