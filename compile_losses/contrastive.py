@@ -150,30 +150,6 @@ def contrastive_sigmoid_cross_entropy(
     )  # fmt: skip
 
 
-def _one_direction(
-    rows: Tensor,
-    columns: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
-) -> Tensor:
-    fused = torch.ops.fused
-    options = {
-        "reduction": reduction,
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-    }
-    loss: Tensor
-    if mask is None:
-        loss = fused.linear_cross_entropy(rows, columns, target, linear_bias=bias, **options)
-    else:
-        loss = fused.contrastive_loss(rows, columns, target, bias=bias, mask=mask, **options)
-    return loss
-
-
 def _check_embeddings(name: str, input: Tensor, other: Tensor) -> None:
     if input.dim() != 2 or other.dim() != 2 or input.shape[1] != other.shape[1]:
         raise RuntimeError(
