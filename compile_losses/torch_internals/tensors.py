@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,6 +38,23 @@ def storage_id(tensor: Tensor) -> int:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to. Without it writes that no schema tells would be missed."""
     return tensor._version
+
+
+def counter_of(tensor: Tensor) -> int:
+    """The identity of what counts a tensor's writes: a view shares that of its base. Where it was
+    wrong, writes to another tensor would be taken for those of tracing itself."""
+    base = tensor._base
+    return (tensor if base is None else base)._cdata
+
+
+@cache
+def writes_of_making() -> int:
+    """How often tracing writes to what it makes of an input that is no view and starts within its
+    memory, or has memory that an earlier input has. Without it the parameters of one flat buffer
+    would be taken for changed."""
+    whole = torch.empty(2)
+    part = torch.empty(0).set_(whole.untyped_storage(), 1, (1,), (1,))
+    return version_of(FakeTensorMode().from_tensor(part))
 
 
 def size_hint(size: Any) -> int | None:
