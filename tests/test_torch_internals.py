@@ -601,10 +601,11 @@ def versions():
     assert tensors.version_of(x) > before
 
 
-@checks("tensors.counter_of", "tensors.writes_of_making")
+@checks("tensors.base_of", "tensors.counter_of", "tensors.writes_of_making")
 def counters_of_writes():
     """Of views, and of tensors that tracing makes of such as share memory."""
     whole = torch.rand(4)
+    assert tensors.base_of(whole) is tensors.base_of(whole[1:][1:]) is whole
     assert tensors.counter_of(whole) == tensors.counter_of(whole[1:][1:])
     assert tensors.counter_of(whole) != tensors.counter_of(whole.data)
     first, second = (torch.empty(0).set_(whole.untyped_storage(), start, (2,)) for start in (0, 2))

@@ -32,6 +32,7 @@ from compile_losses.torch_internals.ops import (
 )
 from compile_losses.torch_internals.tensors import (
     FakeTensor,
+    base_of,
     counter_of,
     shard_of,
     storage_id,
@@ -83,7 +84,7 @@ class Made:
             value, given = example(node), _given(node)
             if type(value) is not FakeTensor or type(given) not in _PLAIN:
                 continue
-            base = given if given._base is None else given._base
+            base = base_of(given)
             if (storage := storage_of(base)) is None or counter_of(base) in counters:
                 continue
             if base.storage_offset() > 0 or storage in storages:

@@ -40,11 +40,16 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def base_of(tensor: Tensor) -> Tensor:
+    """What a tensor is a view of; itself if it is none. Tracing makes both alike, so that where
+    this was wrong, it would be wrong of what tracing wrote to."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def counter_of(tensor: Tensor) -> int:
     """The identity of what counts a tensor's writes: a view shares that of its base. Where it was
     wrong, writes to another tensor would be taken for those of tracing itself."""
-    base = tensor._base
-    return (tensor if base is None else base)._cdata
+    return base_of(tensor)._cdata
 
 
 @cache
