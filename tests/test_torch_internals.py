@@ -627,6 +627,24 @@ def versions():
     assert tensors.version_of(x) > before
 
 
+@checks("tensors.base_of", "tensors.counter_of", "tensors.writes_of_making")
+def counters_of_writes():
+    """Of views, and of tensors that tracing makes of such as share memory."""
+    whole = torch.rand(4)
+    assert tensors.base_of(whole) is tensors.base_of(whole[1:][1:]) is whole
+    assert tensors.counter_of(whole) == tensors.counter_of(whole[1:][1:])
+    assert tensors.counter_of(whole) != tensors.counter_of(whole.data)
+    first, second = (torch.empty(0).set_(whole.untyped_storage(), start, (2,)) for start in (0, 2))
+    for order in ((first, second), (second, first)):
+        mode = tensors.FakeTensorMode()
+        fakes = [mode.from_tensor(tensor) for tensor in order]
+        assert tensors.version_of(fakes[1]) == tensors.writes_of_making()
+        for fake, tensor in zip(fakes, order, strict=True):
+            starts_within = tensor.storage_offset() > 0
+            assert starts_within <= (tensors.version_of(fake) == tensors.writes_of_making())
+    assert tensors.version_of(tensors.FakeTensorMode().from_tensor(first)) == 0
+
+
 @checks("symbols.Expression", "symbols.expression_of", "symbols.symbols_of", "symbols.computed")
 def symbolic_sizes():
     """A size that is read from a product, as a node of the inputs' symbols."""

@@ -30,7 +30,15 @@ from compile_losses.torch_internals.ops import (
     schema_of,
     tree_leaves,
 )
-from compile_losses.torch_internals.tensors import FakeTensor, shard_of, storage_id, version_of
+from compile_losses.torch_internals.tensors import (
+    FakeTensor,
+    base_of,
+    counter_of,
+    shard_of,
+    storage_id,
+    version_of,
+    writes_of_making,
+)
 
 aten = torch.ops.aten
 
@@ -63,6 +71,46 @@ _SEES = (
 _AFTER = "after the loss, whose backward may read it"
 
 
+class Made:
+    """What tracing made of a graph's inputs, and how often it wrote to them in making them.
+
+    An input that is no view may share memory with another one, as parameters of one flat buffer do.
+    Tracing gives such a tensor its memory by ``set_``, which counts as a write.
+
+    Args:
+        graph: as Dynamo captured it.
+        outer: of the graph around it, some of whose tensors are its inputs.
+    """
+
+    def __init__(self, graph: Graph, outer: Made | None = None) -> None:
+        self._writes: dict[int, int] = {} if outer is None else dict(outer._writes)
+        counters, storages = set(), set()
+        for node in graph.find_nodes(op="placeholder"):
+            value, given = example(node), _given(node)
+            if type(value) is not FakeTensor or type(given) not in _PLAIN:
+                continue
+            base = base_of(given)
+            if (storage := storage_of(base)) is None or counter_of(base) in counters:
+                continue
+            if base.storage_offset() > 0 or storage in storages:
+                self._writes[counter_of(value)] = writes_of_making()
+            counters.add(counter_of(base))
+            storages.add(storage)
+
+    def is_written(self, value: Any) -> bool:
+        """Whether something else wrote to it in tracing; ``tensor.data`` counts for itself."""
+        while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
+            value = get_unwrapped(value)
+        if not isinstance(value, Tensor) or value.is_inference():  # which has no version
+            return False
+        return version_of(value) > self._writes.get(counter_of(value), 0)
+
+
+def _given(placeholder: Node) -> Any:
+    """What the user's function was called with, where Dynamo keeps it."""
+    return getattr(placeholder.meta.get(GRAPH_ARGUMENT), "example", None)
+
+
 class Memory:
     """The writes to the memory of one graph's tensors.
 
@@ -70,30 +118,37 @@ class Memory:
         graph: as Dynamo captured it.
         outer, at: if the graph is the body of a higher-order op, the memory of the graph around it,
             and the op's node in that graph.
+        made: what tracing made of the inputs of the graph around it, if there is one.
     """
 
-    def __init__(self, graph: Graph, outer: Memory | None = None, at: Node | None = None):
-        self.at = at
+    def __init__(
+        self,
+        graph: Graph,
+        outer: Memory | None = None,
+        at: Node | None = None,
+        made: Made | None = None,
+    ) -> None:
+        self.at, self.made = at, Made(graph, made)
         #: For each piece of memory, the nodes that write to it, in order.
         self.writers: dict[int | None, list[Node]] = {}
         #: Those of them that are sums over their first term.
         self.sums = {node for node in graph.nodes if is_sum_over_term(node)}
         for node in graph.nodes:
-            for written in {storage_of(value) for value in _written_by(node)} - {None}:
+            for written in {storage_of(value) for value in _written_by(node, self.made)} - {None}:
                 self.writers.setdefault(written, []).append(node)
         #: Memory that was written to, by unknown nodes.
         self.unexplained = {
             storage
             for value in map(example, graph.nodes)
-            if _version(value) > 0 and (storage := storage_of(value)) not in (None, *self.writers)
+            if self.made.is_written(value)
+            and (storage := storage_of(value)) not in (None, *self.writers)
         }
         #: Memory that the graphs around this one write to after it has run.
         self.later: dict[int | None, str] = {}
         #: The class of graph inputs, by name, if their example values hide it.
         self.classes: dict[int | None, str] = {}
         for node in graph.find_nodes(op="placeholder"):
-            given = getattr(node.meta.get(GRAPH_ARGUMENT), "example", None)
-            value = example(node)
+            value, given = example(node), _given(node)
             is_hidden = type(value) is FakeTensor and isinstance(given, Tensor)
             if is_hidden and type(given) not in _PLAIN:
                 self.classes[storage_of(value)] = type(given).__name__
@@ -167,7 +222,8 @@ def look_at(graph: Graph, outer: Graph | None = None, at: Node | None = None) ->
 
     Nodes that a rewrite adds or removes write to nothing.
     """
-    _found[graph] = Memory(graph, None if outer is None else memory_of(outer), at)
+    around = None if outer is None else memory_of(outer)
+    _found[graph] = Memory(graph, around, at, None if around is None else around.made)
     return _found[graph]
 
 
@@ -258,21 +314,12 @@ def bodies(node: Node) -> Iterator[tuple[str, GraphModule]]:
                 yield str(source.target), body
 
 
-def _version(value: Any) -> int:
-    """How often a tensor was written to in tracing; ``tensor.data`` counts for itself."""
-    while isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
-        value = get_unwrapped(value)
-    if not isinstance(value, Tensor) or value.is_inference():  # which has no version
-        return 0
-    return version_of(value)
-
-
-def _written_by(node: Node) -> list[Any]:
+def _written_by(node: Node, made: Made) -> list[Any]:
     """The example values of the tensors that a node may write to."""
-    return [example(argument) for argument in tree_leaves(list(_written_arguments(node)))]
+    return [example(argument) for argument in tree_leaves(list(_written_arguments(node, made)))]
 
 
-def _written_arguments(node: Node) -> Iterator[Any]:
+def _written_arguments(node: Node, made: Made) -> Iterator[Any]:
     """The arguments that a node may write to, None among them."""
     if node.target in _SWAPS:
         yield from _before_swap(node)
@@ -280,7 +327,7 @@ def _written_arguments(node: Node) -> Iterator[Any]:
         if _is_in_place(str(node.target)) or str(node.target).startswith("__i"):
             yield node.args[0]
     elif node.op == "call_module":
-        yield from (n for n in node.all_input_nodes if _version(example(n)) > 0)
+        yield from (n for n in node.all_input_nodes if made.is_written(example(n)))
     elif node.op == "call_function":
         target: Any = node.target
         yield node.kwargs.get("out")
@@ -289,7 +336,7 @@ def _written_arguments(node: Node) -> Iterator[Any]:
         elif isinstance(target, OpOverloadPacket):
             yield from _by_schema(node, [getattr(target, name) for name in target.overloads()])
         elif isinstance(target, HigherOrderOperator):
-            yield from _by_bodies(node)
+            yield from _by_bodies(node, made)
         elif getattr(target, "__module__", None) == "_operator":  # and_, or_, not_ write nothing
             yield node.args[0] if target in _OPERATORS else None
         elif _is_in_place(getattr(target, "__name__", "")):
@@ -297,7 +344,7 @@ def _written_arguments(node: Node) -> Iterator[Any]:
             yield from node.args[:1] if is_method else node.all_input_nodes
         elif not (getattr(target, "__module__", None) or "torch").startswith(_TRANSPARENT):
             # A function that Dynamo was told to leave whole.
-            yield from (n for n in node.all_input_nodes if _version(example(n)) > 0)
+            yield from (n for n in node.all_input_nodes if made.is_written(example(n)))
         elif _says_in_place(node):
             yield from node.all_input_nodes[:1]
 
@@ -341,13 +388,13 @@ def _by_schema(node: Node, overloads: Iterable[Any]) -> Iterator[Any]:
                 yield node.args[place]
 
 
-def _by_bodies(node: Node) -> Iterator[Any]:
+def _by_bodies(node: Node, made: Made) -> Iterator[Any]:
     """The tensors that a higher-order op's graphs write to; all of its inputs without a graph."""
     found = [body for _, body in bodies(node)]
     if not found:
         yield from node.all_input_nodes
         return
-    written = {storage for body in found for storage in Memory(body.graph).storages}
+    written = {storage for body in found for storage in Memory(body.graph, made=made).storages}
     yield from (n for n in node.all_input_nodes if storage_of(example(n)) in written)
     # A body may write to a view of an input, and may return a tensor that it writes to.
     if storage_of(example(node)) in written:

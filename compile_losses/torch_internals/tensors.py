@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
@@ -37,6 +38,28 @@ def storage_id(tensor: Tensor) -> int:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to. Without it writes that no schema tells would be missed."""
     return tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """What a tensor is a view of; itself if it is none. Tracing makes both alike, so that where
+    this was wrong, it would be wrong of what tracing wrote to."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def counter_of(tensor: Tensor) -> int:
+    """The identity of what counts a tensor's writes: a view shares that of its base. Where it was
+    wrong, writes to another tensor would be taken for those of tracing itself."""
+    return base_of(tensor)._cdata
+
+
+@cache
+def writes_of_making() -> int:
+    """How often tracing writes to what it makes of an input that is no view and starts within its
+    memory, or has memory that an earlier input has. Without it the parameters of one flat buffer
+    would be taken for changed."""
+    whole = torch.empty(2)
+    part = torch.empty(0).set_(whole.untyped_storage(), 1, (1,), (1,))
+    return version_of(FakeTensorMode().from_tensor(part))
 
 
 def size_hint(size: Any) -> int | None:

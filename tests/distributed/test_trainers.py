@@ -11,16 +11,19 @@ from tests.distributed.processes import assert_passed, run
 from tests.distributed.trainers import CHECKS
 
 #: How many ranks a check has where it has more than two.
-RANKS = {"tensor_parallel_of_fsdp2": 4}
+RANKS = {"tensor_parallel_of_fsdp2": 4, "pipeline_of_fsdp2": 4}
 #: Those with models of transformers take as long as all others.
 SLOW = ("trainer", "sft_trainer")
 #: The packages that some need.
 NEEDS = {"accelerate": "accelerate", "trainer": "accelerate", "sft_trainer": "trl"}
+NEEDS |= {"lightning": "lightning", "fabric": "lightning"}
+NEEDS |= {"deepspeed": "deepspeed", "deepspeed_of_shards": "deepspeed"}
 
 
 def marked(name):
     package = NEEDS.get(name, "torch")
-    is_missing = pytest.mark.skipif(find_spec(package) is None, reason="pip install .[models]")
+    missing = f"needs {package}: pip install .[models], or {package} by itself"
+    is_missing = pytest.mark.skipif(find_spec(package) is None, reason=missing)
     return pytest.param(name, marks=[is_missing, *([pytest.mark.slow] if name in SLOW else [])])
 
 

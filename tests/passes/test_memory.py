@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 
+import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from compile_losses.recognize.memory import (
     function_of,
@@ -77,6 +79,34 @@ def test_a_write_after_a_loss_without_gradients():
 def test_views_share_memory():
     graph, memory = looked_at(lambda x: (x.view(-1)[1:].zero_(), x.sum())[1], torch.ones(2, 2))
     assert storage_of(first(graph).meta["example_value"]) in memory.storages
+
+
+def flat(*sizes):
+    """Tensors that are no views, one after the other in one memory."""
+    memory = torch.ones(sum(sizes)).untyped_storage()
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    return [
+        torch.empty(0).set_(memory, start, (n,)) for start, n in zip(starts, sizes, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (2, 2, 1)])
+@pytest.mark.parametrize("seen", [lambda x: x, lambda x: x[:], lambda x: x.view(1, -1)])
+def test_memory_in_common_is_no_write(order, seen):
+    """Nor is what starts within its memory. A further write by an unknown node is one."""
+
+    def step(a, b, c):
+        return checkpoint(lambda: (a.sin() * b.sum()).sum(), use_reentrant=False) + c.sum()
+
+    parts = flat(3, 3, 3)
+    for place in range(3):
+        graph, memory = looked_at(step, *(seen(parts[part]) for part in order))
+        assert not memory.written
+        value = [*graph.find_nodes(op="placeholder")][min(place, len(set(order)) - 1)]
+        value = value.meta["example_value"]
+        with torch.no_grad():
+            value.zero_()
+        assert storage_of(value) in look_at(graph).storages
 
 
 def test_writes_with_out_and_setitem():
