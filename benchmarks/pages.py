@@ -374,17 +374,10 @@ _COMPILED = {"stock": "torch.compile", "ours": "ours", "ours_memory": "ours, `pr
 
 def contrastive() -> str:
     rows = rows_of("contrastive-nvidia-h200.csv")
-    rows = [row for row in rows if (row["shape"], row["dtype"]) == ("16384x512", "bfloat16")]
-    lines = [(_CONTRASTIVE[loss], *cells) for loss, cells in _by("loss", rows, _COMPILED)]
-    return measured(("loss", *_COMPILED.values()), lines, rows)
-
-
-def contrastive_cpu() -> str:
-    rows = rows_of("contrastive-cpu.csv")
     lines = [
         (_CONTRASTIVE[loss], shape, *cells)
         for loss in dict.fromkeys(row["loss"] for row in rows)
-        for shape, cells in _by("shape", [r for r in rows if r["loss"] == loss], _COMPILED)
+        for shape, cells in _by("shape", [row for row in rows if row["loss"] == loss], _COMPILED)
     ]
     return measured(("loss", "pairs x width", *_COMPILED.values()), lines, rows)
 
@@ -475,7 +468,6 @@ TABLES: dict[str, Callable[[], str]] = {
         elementwise_cpu,
         behind,
         contrastive,
-        contrastive_cpu,
         criteria,
         steps,
         steps_h100,

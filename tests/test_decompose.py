@@ -312,6 +312,7 @@ def test_decomposed_mean_of_nothing(loss, scales_once, graphs, no_code):
 
 
 @pytest.mark.gpu
+@pytest.mark.kernels  # without them a GPU's gradients of elementwise losses stay in the backward
 @pytest.mark.parametrize("loss", ["squared errors", "smooth_l1_loss", "huber_loss"])
 def test_decomposed_gradient_takes_no_more_memory(loss, graphs):
     """Inductor writes it over the predictions where it does so in stock torch.compile."""
