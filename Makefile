@@ -94,7 +94,7 @@ demo: $(DEMO_STAMP)  ## train real models with stock torch.compile and with this
 
 ifeq ($(TORCH),)
 test: $(STAMP)  ## the tests, less those marked slow; the last line says how many ran
-	$(BIN)/python -m pytest -n 2 -m "not slow" $(if $(LOSS),-k $(LOSS)) $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(if $(LOSS),-k $(LOSS)) $(TESTS)
 else
 # The libraries are the same for every version of torch: what is tested is the wheel.
 OTHER ?= .venv-$(TORCH)
@@ -114,7 +114,7 @@ quick: $(STAMP)  ## the tests of what changed, in less than a minute: of passes,
 	$(BIN)/python -m tests.quick $(TESTS)
 
 test-all: $(STAMP)  ## all the tests
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 conformance: $(STAMP)  ## compare with torch in full, and write docs/conformance.md
 	$(BIN)/python -m tests.conformance -n 2
@@ -152,13 +152,17 @@ docs: $(STAMP)  ## build/site: the pages of docs/ and the API; a warning or a br
 	@echo "build/site/index.html"
 
 # The capabilities that `make cuda-check` compiles for: the newest that has paths of its own, and an
-# older one, which takes the other paths.
+# older one, for the sources that have other paths there. launch.cuh has nothing in their place.
 ARCHS ?= 9.0 8.0
+HAVE_OTHER_PATHS := $(filter-out %/launch.cuh,$(shell grep -l '__CUDA_ARCH__ >=' csrc/cuda/*))
+gencodes = $(foreach arch,$(subst .,,$(1)),-gencode arch=compute_$(arch),code=sm_$(arch))
 cuda-check:  ## compile every CUDA source, if there is an nvcc, for ARCHS="9.0 8.0"; needs no GPU
 	@if command -v $(NVCC) > /dev/null; then \
 		printf '%s\n' $(CUDA_UNITS) | xargs -P "$$(getconf _NPROCESSORS_ONLN)" -I {} \
-			sh -c 'echo "$(NVCC) {}"; exec $(NVCC) -std=c++20 -O3 -c -o /dev/null {} \
-				$(foreach arch,$(subst .,,$(ARCHS)),-gencode arch=compute_$(arch),code=sm_$(arch))'; \
+			sh -c 'archs="$(call gencodes,$(firstword $(ARCHS)))"; \
+				$(NVCC) -std=c++20 -MM {} | grep -qF $(addprefix -e ,$(HAVE_OTHER_PATHS)) \
+					&& archs="$(call gencodes,$(ARCHS))"; \
+				echo "$(NVCC) $$archs {}"; exec $(NVCC) -std=c++20 -O3 -c -o /dev/null $$archs {}'; \
 	else echo "cuda-check: skipped, there is no $(NVCC) on the PATH"; fi
 
 sdist: $(STAMP)  ## dist/*.tar.gz
