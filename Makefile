@@ -94,7 +94,7 @@ demo: $(DEMO_STAMP)  ## train real models with stock torch.compile and with this
 
 ifeq ($(TORCH),)
 test: $(STAMP)  ## the tests, less those marked slow; the last line says how many ran
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(if $(LOSS),-k $(LOSS)) $(TESTS)
+	$(BIN)/python -m pytest -n 2 -m "not slow" $(if $(LOSS),-k $(LOSS)) $(TESTS)
 else
 # The libraries are the same for every version of torch: what is tested is the wheel.
 OTHER ?= .venv-$(TORCH)
@@ -114,7 +114,7 @@ quick: $(STAMP)  ## the tests of what changed, in less than a minute: of passes,
 	$(BIN)/python -m tests.quick $(TESTS)
 
 test-all: $(STAMP)  ## all the tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2
 
 conformance: $(STAMP)  ## compare with torch in full, and write docs/conformance.md
 	$(BIN)/python -m tests.conformance -n 2

@@ -58,7 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 #: Files whose tests share what processes of theirs took long to make: one worker runs them all.
 BY_ONE_WORKER = tuple(
-    f"tests/distributed/test_{name}.py" for name in ("processes", "benchmark", "trainers")
+    f"tests/distributed/test_{name}.py"
+    for name in ("processes", "benchmark", "contrastive", "trainers")
 )
 
 

@@ -17,9 +17,11 @@ from compile_losses import functional
 from tests.accuracy import RATIO, SIMILAR, assert_accurate, similar
 from tests.conformance import ledger
 
-#: linear_cross_entropy has a weight more, and the divergences of softmaxes no function of torch's:
-#: they have tests of their own.
+#: linear_cross_entropy has a weight more, and for the divergences of softmaxes and for contrastive
+#: losses torch has no function: they have tests of their own.
 _OTHERS = (
+    "contrastive_cross_entropy",
+    "contrastive_sigmoid_cross_entropy",
     "linear_cross_entropy",
     "linear_softmax_js_div",
     "linear_softmax_kl_div",
