@@ -231,13 +231,17 @@ def plot_steps(rows: list[linear_steps.Row], path: Path, memory: str = BESIDE_GR
 
 def plot_pairs(rows: list[contrastive.Row], path: Path) -> Path:
     """Writes ``path``: time and peak memory against the number of pairs, for each loss, dtype and
-    width; needs matplotlib."""
+    width of several numbers; needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = list(dict.fromkeys(row.panel for row in rows))
+    numbers: dict[tuple[str, ...], set[int]] = defaultdict(set)
+    for row in rows:
+        numbers[row.panel].add(row.pairs)
+    most = max(map(len, numbers.values()))
+    panels = [panel for panel, own in numbers.items() if len(own) > 1 or most == 1]
     figures = {"ms": "ms a step", "peak_mib": ABOVE_INPUTS}
     figure, grid = pyplot.subplots(
         len(panels),
