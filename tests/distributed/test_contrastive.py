@@ -28,6 +28,7 @@ def marked(name):
     return pytest.param(name, marks=[pytest.mark.slow] if world_of(name) > 2 else [])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", map(marked, CHECKS))
 def test_all_pairs(name, reports):
     world = world_of(name)
