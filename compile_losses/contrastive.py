@@ -13,7 +13,7 @@ from torch import Tensor
 
 import compile_losses.ops  # noqa: F401  declares fused::*
 from compile_losses.arguments import reduction_of
-from compile_losses.ops.checks import describe
+from compile_losses.ops.checks import check_embeddings, describe
 
 __all__ = ["contrastive_cross_entropy", "contrastive_sigmoid_cross_entropy"]
 
@@ -68,7 +68,7 @@ def contrastive_cross_entropy(
         IndexError: on the CPU, a target outside [0, columns) that is not ignore_index.
     """
     name = "contrastive_cross_entropy"
-    _check_embeddings(name, input, other)
+    check_embeddings(name, input, other)
     enum = reduction_of(reduction)
     if symmetric and (target is not None or input.shape[0] != other.shape[0]):
         given = "no target" if target is None else f"target {describe(target)}"
@@ -138,7 +138,7 @@ def contrastive_sigmoid_cross_entropy(
         ValueError: unknown reduction.
     """
     name = "contrastive_sigmoid_cross_entropy"
-    _check_embeddings(name, input, other)
+    check_embeddings(name, input, other)
     if target is None:
         target = _diagonal(name, input, other)
     if bias is not None:
@@ -148,14 +148,6 @@ def contrastive_sigmoid_cross_entropy(
         _scaled(name, input, scale), other, target,
         bias=bias, sigmoid=True, reduction=reduction_of(reduction),
     )  # fmt: skip
-
-
-def _check_embeddings(name: str, input: Tensor, other: Tensor) -> None:
-    if input.dim() != 2 or other.dim() != 2 or input.shape[1] != other.shape[1]:
-        raise RuntimeError(
-            f"{name}: expected input of shape [rows, hidden] and other of shape [columns, hidden], "
-            f"got {list(input.shape)} and {list(other.shape)}"
-        )
 
 
 def _diagonal(name: str, input: Tensor, other: Tensor) -> Tensor:

@@ -203,3 +203,13 @@ def scaled_by_rows(a, b, scale, rows, columns, weights, soft):
 
 
 LEFT = [one_direction, two_scales, masked, scaled_by_rows]
+
+
+def autocast(function):
+    """The function under autocast to bfloat16."""
+
+    def narrow(*inputs):
+        with torch.autocast(inputs[0].device.type, torch.bfloat16):
+            return function(*inputs)
+
+    return narrow

@@ -186,21 +186,13 @@ class TestPreferMemory:
         assert graphs[0].count("aten.mm") == graphs[1].count("aten.mm")
 
 
-def autocast(function):
-    def narrow(*inputs):
-        with torch.autocast(inputs[0].device.type, torch.bfloat16):
-            return function(*inputs)
-
-    return narrow
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("function", [programs.open_clip, programs.transformers_clip])
 def test_autocast(function, device, monkeypatch):
     """In Inductor's code. The gradient is written over the matrix, and only the products are
     scaled."""
     inputs = programs.problem(torch.float32, device=device)
-    graph = check(function, inputs, monkeypatch, autocast)
+    graph = check(function, inputs, monkeypatch, programs.autocast)
     assert graph.count(CALL) == 1
     squares = f"[{programs.PAIRS}, {programs.PAIRS}]"
     assert f"aten.sum.default({squares}" not in graph
@@ -223,7 +215,7 @@ SCALED_AFTER = [
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("around", [lambda f: f, autocast])
+@pytest.mark.parametrize("around", [lambda f: f, programs.autocast])
 @pytest.mark.parametrize("function", [programs.open_clip, *SCALED_AFTER])
 def test_gradient_over_the_matrix(function, around):
     """Inductor holds one matrix, and no other as large, where it cuts the loop, too."""

@@ -12,6 +12,7 @@ from torch.library import opcheck
 from compile_losses import functional
 from compile_losses.contrastive import contrastive_cross_entropy, contrastive_sigmoid_cross_entropy
 from tests.accuracy import assert_accurate
+from tests.contrastive_programs import autocast
 from tests.heads import errors_on_similar
 from tests.linear_problems import largest_allocation
 
@@ -195,14 +196,6 @@ def check(ours, torchs, dtype, device, around=lambda f: f):
 @pytest.mark.parametrize(("ours", "torchs"), PAIRS)
 def test_accuracy(ours, torchs, dtype, device):
     check(ours, torchs, dtype, device)
-
-
-def autocast(function):
-    def narrow(*inputs):
-        with torch.autocast(inputs[0].device.type, torch.bfloat16):
-            return function(*inputs)
-
-    return narrow
 
 
 @pytest.mark.sampled(2)

@@ -53,6 +53,14 @@ def check_floating(op: str, **arguments: Tensor) -> None:
             )
 
 
+def check_embeddings(op: str, input: Tensor, other: Tensor) -> None:
+    if input.dim() != 2 or other.dim() != 2 or input.shape[1] != other.shape[1]:
+        raise RuntimeError(
+            f"{op}: expected input of shape [rows, hidden] and other of shape [columns, hidden], "
+            f"got {list(input.shape)} and {list(other.shape)}"
+        )
+
+
 def check_same_device(op: str, input: Tensor, **others: Tensor | None) -> None:
     for name, tensor in others.items():
         if tensor is not None and tensor.device != input.device:

@@ -218,11 +218,7 @@ def _check(
     checks.check_reduction(NAME, reduction)
     checks.check_floating(NAME, input=input, other=other)
     checks.check_same_device(NAME, input, other=other, target=target, bias=bias, mask=mask)
-    if input.dim() != 2 or other.dim() != 2 or input.shape[1] != other.shape[1]:
-        raise RuntimeError(
-            f"{NAME}: expected input of shape [rows, hidden] and other of shape [columns, hidden], "
-            f"got {list(input.shape)} and {list(other.shape)}"
-        )
+    checks.check_embeddings(NAME, input, other)
     if input.dtype != other.dtype:
         raise RuntimeError(
             f"{NAME}: expected other to have input's dtype {input.dtype}, got {other.dtype}"

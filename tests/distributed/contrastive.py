@@ -19,7 +19,7 @@ from torch.distributed.nn import functional as collectives
 
 from compile_losses.functional import contrastive_cross_entropy, contrastive_sigmoid_cross_entropy
 from tests.constants import set_constants
-from tests.distributed.processes import report_checks
+from tests.distributed.processes import checks_in, report_checks
 from tests.graphs import interpreted
 from tests.linear_problems import largest_allocation
 from tests.models.training import reported
@@ -215,11 +215,7 @@ def check_siglip_in_one_graph() -> None:
     check(compiled(loss), siglip)
 
 
-CHECKS = {
-    name.removeprefix("check_"): check
-    for name, check in list(globals().items())
-    if name.startswith("check_")
-}
+CHECKS = checks_in(globals())
 
 
 if __name__ == "__main__":

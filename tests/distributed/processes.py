@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,15 @@ def assert_passed(folder: Path, name: str, world: int) -> None:
         assert path.exists(), f"rank {rank} ended, or was killed because it hung, before it"
         found = json.loads(path.read_text())
         assert found == "passed", f"rank {rank}: {found}"
+
+
+def checks_in(module: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """The functions ``check_X`` among a module's globals, by ``X``."""
+    return {
+        name.removeprefix("check_"): check
+        for name, check in module.items()
+        if name.startswith("check_")
+    }
 
 
 def report_checks(

@@ -23,7 +23,7 @@ from compile_losses.distributed.data_parallel import global_mean
 from compile_losses.lazy import LazyLogits, automatic
 from compile_losses.linear import linear_log_probs, linear_softmax_kl_div
 from tests.constants import set_constants
-from tests.distributed.processes import report_checks
+from tests.distributed.processes import checks_in, report_checks
 
 WORLD = 2
 device = torch.device("cpu")  # of this rank; each check is told
@@ -378,11 +378,7 @@ def check_lazy_fsdp2():
     lazily(wrap)
 
 
-CHECKS = {
-    name.removeprefix("check_"): check
-    for name, check in list(globals().items())
-    if name.startswith("check_")
-}
+CHECKS = checks_in(globals())
 
 
 def on(check):

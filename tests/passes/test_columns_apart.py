@@ -28,6 +28,11 @@ def apart(function, inputs):
     return before, after, products
 
 
+def assert_same_numbers(after, before):
+    found, right = (with_gradients(each.gm, each.inputs) for each in (after, before))
+    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("function", "texts"),
     [
@@ -41,8 +46,7 @@ def test_columns_have_a_product_of_their_own(function, texts):
     before, after, products = apart(function, inputs)
     assert len(products) == 2
     assert not are_gone(products)
-    found, right = (with_gradients(each.gm, each.inputs) for each in (after, before))
-    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+    assert_same_numbers(after, before)
 
 
 def once_more(a, b, scale, *_):
@@ -55,8 +59,7 @@ def once_more(a, b, scale, *_):
 def test_several_readers_of_the_columns():
     before, after, products = apart(once_more, programs.problem())
     assert len(products) == 2
-    found, right = (with_gradients(each.gm, each.inputs) for each in (after, before))
-    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+    assert_same_numbers(after, before)
 
 
 def cut_at_both_ends(a, b, scale, *_):
@@ -75,8 +78,7 @@ def steps_of_columns(a, b, scale, *_):
 def test_slices(function):
     before, after, products = apart(function, programs.problem())
     assert len(products) == 2
-    found, right = (with_gradients(each.gm, each.inputs) for each in (after, before))
-    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+    assert_same_numbers(after, before)
 
 
 def accuracy_first(a, b, scale, *_):
@@ -98,8 +100,7 @@ def detached(a, b, scale, *_):
 def test_readers_without_gradients(function):
     before, after, products = apart(function, programs.problem())
     assert len(products) == 2
-    found, right = (with_gradients(each.gm, each.inputs) for each in (after, before))
-    torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+    assert_same_numbers(after, before)
 
 
 def test_few_chunks(chunks):
