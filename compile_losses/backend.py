@@ -60,7 +60,8 @@ def compile_losses(
               they do not).
             - ``prefer_memory``: whether heads also go without their logits where that saves less
               than half of them, where they have to be computed twice for the gradients of unreduced
-              losses, and where their rows are read by what is no known loss. Each may cost time
+              losses, and where their rows are read by what is no known loss; and whether the
+              gradients of logits that the caller holds wait for the backward. Each may cost time
               (COMPILE_LOSSES_PREFER_MEMORY=1).
             - ``batch_invariant``: whether the numbers of each row of a head, such as its tokens'
               log-probabilities, are the same bits whatever rows are computed with it, with and

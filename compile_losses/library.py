@@ -36,7 +36,7 @@ DECLARED: set[str] = set()
 
 #: Internal ops: parts that public ops are composed of. They may change in any release.
 INTERNAL = re.compile(
-    r".*_(forward|backward|with_grad|value|)|vocabulary_parallel_.*"
+    r".*_(forward|backward|with_grad|ahead|ahead_gradient|value|)|vocabulary_parallel_.*"
     r"|counted_rows|joined_heads|keep_gradient|linear_region|row_ones|scale|scale_saved"
     r"|softmax_sums|write_over"
 )

@@ -605,6 +605,23 @@ def storages():
         assert tensors.storage_id(a) == tensors.storage_id(a[2:]) != tensors.storage_id(b)
 
 
+@checks("tensors.StorageWeakRef", "tensors.storage_behind")
+def weak_storages():
+    whole = torch.empty(4)
+    part, weak = whole[:1], tensors.StorageWeakRef(whole.untyped_storage())
+    del whole
+    assert weak.cdata == tensors.storage_id(part)
+    storage = tensors.storage_behind(weak)
+    storage.resize_(0)
+    storage.resize_(8)
+    assert part.untyped_storage().nbytes() == 8
+    del part, storage
+    assert weak.expired()
+    assert tensors.storage_behind(weak) is None
+    others = [torch.empty(4) for _ in range(100)]
+    assert weak.cdata not in map(tensors.storage_id, others)
+
+
 @checks("tensors.size_hint")
 def hints():
     found = []

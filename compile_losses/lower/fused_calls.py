@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from compile_losses.library import DECLARED, is_declared
 from compile_losses.torch_internals.ops import OpOverload, named_arguments, schema_of
 
-PARTS = ("forward", "backward", "with_grad")
+PARTS = ("forward", "backward", "with_grad", "ahead", "ahead_gradient")
 
 
 #: A call of a fused op, the name of its loss and the part that it is.

@@ -16,6 +16,12 @@ If the backward overwrites buffers anyway, it is given the unit gradient to scal
 other backward must be able to run again if its graph is retained: then it scales a copy, see
 ``scale_saved``.
 
+If the tensors that torch's gradient reads outlive the forward in any case, as inputs of the graph
+may, torch holds nothing of their size for the backward, and the unit gradient would be one more.
+Then ``X_ahead`` computes it for one forward at a time, see :mod:`compile_losses.ops.ahead`::
+
+    loss, ahead = X_ahead(input, ...)       grad = X_ahead_gradient(grad_output, ahead, input, ...)
+
 If grad_output is no power of two, a bfloat16 gradient is rounded twice, which stays within the
 accuracy rule of the tests. Gradients in float16 do not move, see ``refusal``.
 """
@@ -42,6 +48,7 @@ from compile_losses.graphs import (
     view_like,
 )
 from compile_losses.lower.aten_graph import AtenGraph
+from compile_losses.lower.cost import nbytes_of
 from compile_losses.lower.fused_calls import Loss, fused_call, fused_op
 from compile_losses.lower.known_factors import factor_of, product_of
 from compile_losses.lower.node_relations import (
@@ -97,6 +104,49 @@ def refusal(loss: Loss, overwrites: bool) -> str | None:
     return None
 
 
+def operands_outlive(loss: Loss, graph: AtenGraph) -> bool:
+    """Whether a loss's input, and what torch's gradient reads, are there until the backward,
+    whatever the loss does, so that torch saves nothing else of the input's size. Not in a graph
+    that calls the backward itself.
+
+    Of a function of a difference torch saves the difference, if that is smaller than what it is
+    made of. A unit gradient in its place takes no more.
+    """
+    if graph.backward.isdisjoint(loss.backwards):
+        return False
+    named = loss.arguments
+    input: Tensor = loss.input.meta["val"]
+    held = [*graph.graph.find_nodes(op="placeholder"), *graph.forward_outputs]
+    kept = set(map(storage_of, held))
+    read = {loss.input, *tensors_read(loss.backwards[0])}
+    operands = [n for n in dict.fromkeys(named.values()) if isinstance(n, Node) and n in read]
+    values = {n: n.meta["val"] for n in operands}
+    large = [n for n, v in values.items() if v.is_floating_point() and v.dim() == input.dim()]
+    if not all(storage_of(n) in kept or _is_read_again(n, loss, graph) for n in large):
+        return False
+    if not loss.is_elementwise or loss.name == "kl_div":
+        return True
+    difference = nbytes_of(input) * max(named["dtype"].itemsize, input.itemsize) // input.itemsize
+    return sum(nbytes_of(values[n]) for n in large) <= difference
+
+
+def _is_read_again(operand: Node, loss: Loss, graph: AtenGraph) -> bool:
+    """Whether the backward reads an operand for something else than the loss."""
+    readers = {node for node in readers_of(operand) if node.op != "output"}
+    return not graph.backward.isdisjoint(readers.difference(loss.backwards))
+
+
+def refusal_ahead(loss: Loss, graph: AtenGraph) -> str | None:
+    """Why a gradient whose operands outlive the forward stays in the backward, or None."""
+    if loss.input not in tensors_read(loss.backwards[0]):
+        return "torch computes it without the input, which need not be kept for it"
+    if graph.request.prefer_memory:
+        return "memory is preferred, and what it is computed from is kept in any case"
+    if config.triton.cudagraphs:
+        return "a CUDA graph can't tell whether the gradient of another forward is held"
+    return None
+
+
 def overwrites_buffers(graph: AtenGraph) -> bool:
     """Whether stock torch.compile donates a buffer to the backward of a joint graph.
 
@@ -137,12 +187,15 @@ def is_returned(node: Node) -> bool:
     return any(reader.op == "output" for reader in readers_of(node))
 
 
-def move_into_forward(loss: Loss, backward_nodes: set[Node], *, owned: bool) -> bool:
+def move_into_forward(
+    loss: Loss, backward_nodes: set[Node], *, owned: bool, ahead: bool = False
+) -> bool:
     """Moves the gradient of a loss without a refusal; True if a factor of its grad_output went too.
 
     Args:
         backward_nodes: the nodes that depend on tangents.
         owned: whether AOTAutograd may give the unit gradient to the backward for good.
+        ahead: whether it is computed for one forward at a time.
     """
     (backward,) = loss.backwards
     (gradient,) = loss.gradients()
@@ -162,17 +215,33 @@ def move_into_forward(loss: Loss, backward_nodes: set[Node], *, owned: bool) -> 
         kwargs["grad_output"] = number
         if given is not None:
             given = given[0], {**given[1], "grad_output": number.meta["val"]}
-    values = value.meta["val"], fresh_like(gradient.meta["val"])
-    with_grad = fused_op(loss.name, "with_grad")
-    both = emit(forward, with_grad, forward.args, kwargs, value=values, given_as=given)
+    unit_value = fresh_like(gradient.meta["val"])
+    scaled_value = gradient.meta["val"] if owned else view_like(unit_value)
+    if ahead:
+        with unit_value.fake_mode:  # type: ignore[attr-defined]
+            unit_value = unit_value.as_strided((), ())
+    values = value.meta["val"], unit_value
+    target = fused_op(loss.name, "ahead" if ahead else "with_grad")
+    both = emit(forward, target, forward.args, kwargs, value=values, given_as=given)
     first, unit = (
         emit(forward, operator.getitem, (both, index), like=value, value=result)
         for index, result in enumerate(values)
     )
-    # At the place of the backward op, and so after grad_output.
-    scaled = scale(backward, unit, scaling, gradient.meta["val"], owned=owned)
-    # The strides that Inductor gives the arguments; with_grad has those of X_forward.
-    annotate(scaled, GIVEN_AS, ((unit.meta["val"], scaling.meta["val"]), {}))
+    # At the place of the backward op, and so after grad_output. The strides that Inductor gives the
+    # arguments: with_grad and ahead have those of X_forward.
+    of_scale = unit_value, scaling.meta["val"]
+    if ahead:
+        scaled = emit(
+            backward,
+            fused_op(loss.name, "ahead_gradient"),
+            (scaling, unit, *forward.args),
+            kwargs,
+            value=scaled_value,
+            given_as=None if given is None else ((*reversed(of_scale), *given[0]), given[1]),
+        )
+    else:
+        scaled = scale(backward, unit, scaling, gradient.meta["val"], owned=owned)
+        annotate(scaled, GIVEN_AS, (of_scale, {}))
     replace_uses(value, first)
     replace_uses(gradient, scaled)
     retrace_views(scaled)

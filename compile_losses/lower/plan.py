@@ -45,8 +45,10 @@ from compile_losses.lower.fused_calls import (
 )
 from compile_losses.lower.gradient_in_forward import (
     move_into_forward,
+    operands_outlive,
     overwrites_buffers,
     refusal,
+    refusal_ahead,
     tensors_read,
 )
 from compile_losses.lower.linear_losses import of_rows, plan_linear, plan_rows
@@ -73,6 +75,9 @@ aten = torch.ops.aten
 #: A kernel may cost this many times as much as torch's ops: the estimates are not more exact.
 _MARGIN = 1.05
 
+#: Of a gradient in the forward, if torch holds nothing for it.
+AHEAD = "unless the gradient of another forward is held"
+
 
 @dataclass(frozen=True)
 class LossPlan:
@@ -84,6 +89,7 @@ class LossPlan:
         decomposition: what replaces the loss; None where the loss stays a kernel.
         in_backward: why the gradient of a kernel stays in the backward; None where it moves.
         owned: whether AOTAutograd may give a gradient that moves to the backward for good.
+        ahead: whether a gradient that moves is computed for one forward at a time.
     """
 
     loss: Loss
@@ -91,6 +97,7 @@ class LossPlan:
     decomposition: Decomposition | None
     in_backward: str | None
     owned: bool
+    ahead: bool
 
 
 def _decompose_of_rows(graph: AtenGraph) -> None:
@@ -120,12 +127,15 @@ def _plan_kernels(graph: AtenGraph) -> None:
 def _plan(loss: Loss, graph: AtenGraph, ops: OpTypes, overwrites: bool) -> LossPlan:
     """What becomes of a loss; nothing is changed."""
     in_backward = refusal(loss, overwrites)
+    ahead = in_backward is None and operands_outlive(loss, graph)
+    if ahead:
+        in_backward = refusal_ahead(loss, graph)
     in_forward = bool(loss.backwards) and in_backward is None
     decision = _choose(loss, graph, ops, in_forward=in_forward)
     decomposition = decomposition_of(loss) if decision.choice == "decomposed" else None
     if decision.choice == "decomposed" and decomposition is None:
         decision = Decision(decision.site, loss.name, "kernel", "it can't be decomposed")
-    return LossPlan(loss, decision, decomposition, in_backward, overwrites)
+    return LossPlan(loss, decision, decomposition, in_backward, overwrites, ahead)
 
 
 def _apply(plans: Sequence[LossPlan], graph: AtenGraph, ops: OpTypes) -> None:
@@ -143,9 +153,9 @@ def _apply(plans: Sequence[LossPlan], graph: AtenGraph, ops: OpTypes) -> None:
         choice = "gradient in forward"
         if each.in_backward is not None:
             choice = "gradient in backward"
-        elif move_into_forward(each.loss, backward, owned=each.owned):
+        elif move_into_forward(each.loss, backward, owned=each.owned, ahead=each.ahead):
             choice += " with its factor"
-        reason = each.in_backward or ""
+        reason = each.in_backward or (AHEAD if each.ahead else "")
         graph.decisions.append(Decision(each.decision.site, each.loss.name, choice, reason))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compile_losses import library
 from compile_losses.ops import checks
+from compile_losses.ops.ahead import declare_ahead
 from compile_losses.torch_internals.ops import OpOverload, schema_of
 
 Op = OpOverload[..., Any]
@@ -29,7 +30,7 @@ class Bodies(Protocol):
 def declare_with_grad(
     name: str, arguments: str, forward_fake: Callable[..., Any], bodies: Bodies
 ) -> tuple[Op, Op]:
-    """Declares both ops of the loss ``name``, with their fakes and bodies.
+    """Declares both ops of the loss ``name``, with their fakes and bodies, and those of ``ahead``.
 
     Args:
         arguments: what ``X_forward`` takes after input, as its schema spells it.
@@ -54,4 +55,6 @@ def declare_with_grad(
     library.register_body(with_grad_, in_place_fake, bodies.with_grad_)
     library.register_not_differentiable(with_grad)
     library.register_not_differentiable(with_grad_)
+    forward: Op = getattr(torch.ops.fused, f"{name}_forward").default
+    declare_ahead(name, arguments, forward, with_grad, forward_fake)
     return with_grad, with_grad_

@@ -19,6 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 # What AOTAutograd traces with, inside of a tensor's subclass too. Where a lazy tensor did not know
 # it, it would promise lazy gradients.
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+
+# What does not keep a storage, and knows when it is gone. As long as it is there, no other storage
+# has that one's identity: where this was wrong, a gradient would be taken for another one.
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 #: Inside of it ops that are made of others take symbolic sizes. Without it torch 2.11 does not know
@@ -33,6 +37,13 @@ def storage_id(tensor: Tensor) -> int:
     """The identity of a tensor's storage, a fake one's too. Where it was wrong, a gradient would be
     written over memory that something else reads."""
     return tensor.untyped_storage()._cdata
+
+
+def storage_behind(weak: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage that a weak reference is of; None if it is gone. Without it a gradient could not
+    be given up for another one."""
+    found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+    return found
 
 
 def version_of(tensor: Tensor) -> int:

@@ -10,8 +10,10 @@ from compile_losses.lower.gradient_in_forward import (
     SAVED,
     is_returned,
     move_into_forward,
+    operands_outlive,
     overwrites_buffers,
     refusal,
+    refusal_ahead,
 )
 from compile_losses.lower.node_relations import depends_on_tangents, storage_of
 from tests.corpus.capture import inputs_for
@@ -66,6 +68,100 @@ def test_moved(name, owned):
     unit = scale.args[0]
     assert (storage_of(scale) == storage_of(unit)) != owned
     assert "cross_entropy_backward" not in text(gm.graph)
+
+
+@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("name", GRAD_OUTPUTS)
+def test_computed_ahead(name, owned):
+    """Of logits that the caller holds: for one forward at a time."""
+    grad_output, has_factor = GRAD_OUTPUTS[name]
+
+    def joint(y, t, tangents_1):
+        loss, stats, total = fused.cross_entropy_forward(y, t, *CE, y.dtype)
+        given = grad_output(tangents_1, loss), y, t, None, stats, total
+        return loss, fused.cross_entropy_backward(*given, *CE[1:])
+
+    x, w, *others = given()
+    gm = of_aten(joint, x @ w, *others)
+    numbers = inputs_for(gm)
+    right = results_of(gm, numbers)
+    (loss,) = find_losses(gm.graph)
+    assert operands_outlive(loss, indexed(gm))
+    backward = depends_on_tangents(gm.graph)
+    assert move_into_forward(loss, backward, owned=owned, ahead=True) == has_factor
+    gm.graph.lint()
+    gm.recompile()
+    assert_same(results_of(gm, numbers), right)
+    first = one(gm.graph, "fused.cross_entropy_ahead")
+    gradient = one(gm.graph, "fused.cross_entropy_ahead_gradient")
+    assert ("grad_output" in first.kwargs) == ("grad_output" in gradient.kwargs) == has_factor
+    element = gradient.args[1]
+    assert element.meta["val"].shape == ()
+    # AOTAutograd donates nothing that shares memory with a result.
+    assert (storage_of(gradient) == storage_of(element)) != owned
+    assert "cross_entropy_backward" not in text(gm.graph)
+
+
+def kl_div(log_input):
+    def joint(x, t, tangents_1):
+        loss = fused.kl_div_forward(x, t, 2, False, log_input, x.dtype)
+        given = tangents_1, x, t, 2, False, log_input, True, False
+        return loss, fused.kl_div_backward(*given)[0]
+
+    return joint
+
+
+def squares_of(function):
+    """Of inputs in bfloat16, and of what they are cast to."""
+    x, t, d = pair(torch.bfloat16)
+    return (function, x, t, d.float())
+
+
+def wide_mse(x, t, tangents_1):
+    loss = fused.mse_loss_forward(x, t, None, 1, torch.float32)
+    return loss, fused.mse_loss_backward(tangents_1, x, t, None, 1, True, False, False)[0]
+
+
+def read_again(x, w, t, tangents_1):
+    y = x @ w
+    loss, stats, total = fused.cross_entropy_forward(y, t, *CE, y.dtype)
+    g = fused.cross_entropy_backward(tangents_1, y, t, None, stats, total, *CE[1:])
+    return loss, x.t() @ g + (tangents_1 * y).sum()
+
+
+#: What torch holds nothing for, and what it saves a tensor of the input's size for.
+OUTLIVE = {
+    "a product": (lambda: (cross_entropy(lambda d, loss: d), *given()), False),
+    "a product that is returned": (
+        lambda: (cross_entropy(lambda d, loss: d, lambda y: (y,)), *given()),
+        True,
+    ),
+    "a product that the backward reads": (lambda: (read_again, *given()), True),
+    "log-probabilities": (lambda: (kl_div(log_input=True), *pair()), True),
+    "probabilities": (lambda: (kl_div(log_input=False), *pair()), True),
+    "a difference": (lambda: (mse(), *pair()), False),
+    "a difference in 16 bits": (lambda: (mse(), *pair(torch.bfloat16)), False),
+    "a wider difference": (lambda: squares_of(wide_mse), True),
+}
+
+
+@pytest.mark.parametrize("name", OUTLIVE)
+def test_operands_that_outlive_the_forward(name):
+    make, expected = OUTLIVE[name]
+    gm = of_aten(*make())
+    (loss,) = find_losses(gm.graph)
+    assert operands_outlive(loss, indexed(gm)) == expected
+
+
+def test_kept_in_the_backward():
+    gm = of_aten(kl_div(log_input=True), *pair())
+    assert "without the input" in refusal_ahead(find_losses(gm.graph)[0], indexed(gm))
+    gm = of_aten(kl_div(log_input=False), *pair())
+    (loss,) = find_losses(gm.graph)
+    assert refusal_ahead(loss, indexed(gm)) is None
+    assert "memory is preferred" in refusal_ahead(loss, indexed(gm, prefer_memory=True))
+    with torch._inductor.config.patch("triton.cudagraphs", True):
+        assert "CUDA graph" in refusal_ahead(loss, indexed(gm))
 
 
 def loss_of(function, *inputs):

@@ -75,10 +75,13 @@ def refusal(graph: AtenGraph, part: Part, losses: Iterable[Node], overwrites: bo
 
 def memory_for(graph: AtenGraph, moved: Part) -> list[Node] | str:
     """The nodes that gradients are written over; or why they would take memory that torch does not
-    take. No nodes where torch takes new memory for them, too."""
+    take. No nodes where torch takes new memory for them, too: for the difference of two inputs as
+    early as here, for a function of one input only in the backward."""
     read = buffers_read(moved.nodes, get_default_op_list())
     held = [*graph.graph.find_nodes(op="placeholder"), *graph.forward_outputs]
     made = read.keys() - set(map(storage_of, held))
+    if not made and graph.request.prefer_memory:
+        return "memory is preferred, and what it is computed from may be kept in any case"
     if not made:
         return []
     buffers: list[Node] | str = "Inductor's code for this device may not"
