@@ -76,8 +76,9 @@ def test_loss(loss):
     made_of = {op.removeprefix(f"fused::{loss}_") for op in OPS if op.startswith(f"fused::{loss}_")}
     others = {s.name.removeprefix(f"{loss}_") for s in SPECS.values() if s.public == loss}
     own = {part for part in made_of if not any(part.startswith(other) for other in others)}
-    # Tested where other statistics of the same rows are.
-    assert own - {"row_statistics_backward_"} == set(spec.parts)
+    # Tested where other statistics of the same rows are; and with the loss and its gradient.
+    assert own - {"row_statistics_backward_", "ahead", "ahead_gradient"} == set(spec.parts)
+    assert ("ahead" in own) == ("ahead_gradient" in own) == ("with_grad" in own)
     specified = (PACKAGE / f"ops/{loss}.py", ROOT / f"tests/specs/{loss}.py")
     for path in (*kernel_sources(loss), *specified):
         assert path.is_file(), f"{path} is missing"

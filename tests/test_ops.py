@@ -272,7 +272,8 @@ def test_value(name, dtype, device):
 @dtypes
 @pytest.mark.parametrize("factor", [None, -3.75], ids=["unit", "factor"])
 def test_with_grad(spec, factor, dtype, device):
-    """One pass gives the loss and its gradient for one grad_output, also over the input."""
+    """One pass gives the loss and its gradient for one grad_output, also over the input, and also
+    ahead, where another gradient is not."""
     if "with_grad" not in spec.parts:
         pytest.skip(reason=f"{spec.name} has no such op")
     ran = 0
@@ -309,8 +310,21 @@ def test_with_grad(spec, factor, dtype, device):
             check_result(spec, sample, 0, result, eager, exact)
         for result in (gradient, overwritten):
             assert_accurate(result, eager_gradient, exact_gradient, f"{sample.name}, gradient")
+        one, elements = torch.ones((), device=device), []
+        for _ in range(2):
+            again, element = spec.part("ahead")(*args, **given)
+            elements.append(element)
+            assert_same_bits(again, loss)
+        for element in elements:
+            ahead = spec.part("ahead_gradient")(one, element, *args, **given)
+            assert_same_bits(ahead, gradient)
+            assert ahead.stride() == gradient.stride()
         ran += 1
     assert ran > 5
+
+
+def assert_same_bits(ours, expected):
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.sampled(2)

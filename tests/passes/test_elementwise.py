@@ -201,6 +201,15 @@ def test_float16_stays():
     keeps(half, "underflow in float16", x.half(), t.half(), torch.tensor(1.0).half())
 
 
+def test_kept_where_memory_is_preferred():
+    """Of inputs of the graph, which the caller may hold."""
+    graph = indexed(of_aten(square, *given()), prefer_memory=True)
+    move_gradients(graph)
+    (decision,) = graph.decisions
+    assert decision.choice == "gradient in backward"
+    assert "memory is preferred" in decision.reason
+
+
 def behind_a_product(x, t, tangents_1):
     y = x @ t.t()
     return (y * y).sum(), (tangents_1 * 2 * y) @ t
