@@ -2,9 +2,9 @@
 
 Measured on a few ranks of one machine by ``benchmarks.vocabulary_parallel --loss of_rows``, and for
 more ranks on paper. What a rank computes does not depend on their number: R rows of all C classes,
-or N * R rows, those of all N ranks, of C / N classes. What it sends and receives does. Of weight and
-gradient that are (N - 1) / N of 2 * C * H numbers, of hidden states and theirs N - 1 times
-2 * R * H. A time on paper is what was measured less its collectives, and those bytes over the
+or N * R rows, those of all N ranks, of C / N classes. What it sends and receives does: of weight
+and gradient (N - 1) / N of 2 * C * H numbers, of hidden states and theirs N - 1 times 2 * R * H.
+A time on paper is what was measured less its collectives, and those bytes over the
 bandwidth of the collectives that were measured alone, or over a network's.
 
 The weight's collectives may run beside what a rank computes before, as FSDP2 runs them; nothing is

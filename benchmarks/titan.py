@@ -124,17 +124,27 @@ class Recorder:
         self.losses.append(loss)
 
 
+def stretches(size: Any, part: int) -> Iterator[Tensor]:
+    """Batches of real text, two bytes a token, the same for every contender: [batch, length + 1].
+
+    Args:
+        size: has ``batch``, ``length`` and ``classes``.
+        part: which of the batches that ranks read at a time.
+    """
+    source, generator = text(), Generator().manual_seed(1 + part)
+    pairs = (source[:-1] * BYTES + source[1:]) % size.classes
+    while True:
+        yield windows(pairs, size.length + 1, size.batch, generator)
+
+
 class Pages:
-    """Batches of real text, two bytes a token, the same for every contender."""
+    """A data loader of such batches."""
 
     def __init__(self, size: Size, part: int) -> None:
-        source = text()
-        self.pairs = (source[:-1] * BYTES + source[1:]) % size.classes
-        self.size, self.generator = size, Generator().manual_seed(1 + part)
+        self.size, self.part = size, part
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        while True:
-            drawn = windows(self.pairs, self.size.length + 1, self.size.batch, self.generator)
+        for drawn in stretches(self.size, self.part):
             yield {"input": drawn[:, :-1].contiguous()}, drawn[:, 1:].contiguous()
 
     def state_dict(self) -> dict[str, Any]:

@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 
 import compile_losses
-from benchmarks import titan
+from benchmarks import data_parallel, titan
 from benchmarks.clock import make_clock, range_of, ratio_of
 from benchmarks.contenders import reason_of, version_of
 
 #: What trains: a module with WAYS, CONTENDERS, LIBRARY, Size and Run.
-TRAINERS: dict[str, ModuleType] = {"torchtitan": titan}
+TRAINERS: dict[str, ModuleType] = {"torchtitan": titan, "transformers": data_parallel}
 UNTIMED, TIMED = 1, 2
 STOCK = "stock"
 

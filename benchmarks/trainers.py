@@ -2,11 +2,15 @@
 
 ``python -m benchmarks trainers`` starts the ranks of each way by itself, a process for each GPU. It
 kills all of them if they are not through in time; what is known by then is kept, and the next way
-runs. The ways are torchtitan's (``benchmarks/titan.py``): ``fsdp2``, ``tensor_parallel`` with its
-loss parallelism, ``context_parallel``, and two schedules of ``pipeline_...``. Contenders:
+runs. The ways of torchtitan (``benchmarks/titan.py``) are ``fsdp2``, ``tensor_parallel`` with its
+loss parallelism, ``context_parallel``, and two schedules of ``pipeline_...``; those of a Llama of
+transformers (``benchmarks/data_parallel.py``) ``ddp``, ``ddp_static_graph``, ``ddp_no_sync``, which
+accumulates gradients, and accelerate's ``accelerate_fsdp2``. Contenders:
 
-stock      torchtitan's compilation of its blocks and its loss, by torch's Inductor
-ours       the same with ``backend = "compile_losses"`` in its configuration
+stock      torchtitan's compilation of its blocks and its loss, by torch's Inductor; of a model of
+           transformers as a whole
+ours       the same with ``backend="compile_losses"``, and with lazy logits where the model returns
+           them
 ours_head  the head and the loss in one graph of this backend, see docs/distributed.md
 ours_sharded  with FSDP2: the head's weight is sharded by classes and never gathered
 chunked    torchtitan's loss in chunks, each with its part of the head

@@ -122,3 +122,13 @@ def test_torchtitan(way, tmp_path):
     for name, row in rows.items():
         assert row.reason == ""
         assert name == "stock" or float(row.curve_difference) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("transformers") is None, reason="pip install .[models]")
+def test_ddp(tmp_path):
+    way = "transformers-ddp_no_sync"
+    rows, _ = benchmark(tmp_path / "trainers.csv", "--way", way, "--curve=4", SIZE)
+    assert rows["ours"].ops == "linear_cross_entropy x1"
+    assert rows["ours"].reason == ""
+    assert float(rows["ours"].curve_difference) < 1e-4
