@@ -23,6 +23,7 @@ largest rank. ``curve_difference`` is the largest of the first steps' losses, re
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -127,29 +128,31 @@ class Processes:
             objections: where each rank says what failed on it until the others have heard.
         """
         since = time.monotonic()
-        reason, heard = "", math.inf
-        while not reason and any(rank.poll() is None for rank in self.ranks):
-            objects = any(path.exists() for path in objections)
-            heard = min(heard, time.monotonic()) if objects else math.inf
-            failed = [i for i, rank in enumerate(self.ranks) if rank.poll() not in (None, 0)]
-            if failed:
-                reason = self._of(failed[0])
-            elif time.monotonic() - heard > PATIENCE_S:
-                reason = "a rank failed alone"
-            elif time.monotonic() - since > limit_s:
-                reason = f"stopped after {limit_s:.0f} s"
-            time.sleep(0.1)
-        failed = [i for i, rank in enumerate(self.ranks) if rank.poll() not in (None, 0)]
-        reason = reason or (self._of(failed[0]) if failed else "")
-        for rank in self.ranks:
-            try:
-                os.killpg(rank.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            finally:
+        try:
+            return self._reason(limit_s, objections)
+        finally:
+            for rank in self.ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(rank.pid, signal.SIGKILL)
                 rank.wait()
-        self.waited_s = time.monotonic() - since
-        return reason
+            self.waited_s = time.monotonic() - since
+
+    def _reason(self, limit_s: float, objections: Sequence[Path]) -> str:
+        since, heard = time.monotonic(), math.inf
+        while True:
+            ends = [rank.poll() for rank in self.ranks]
+            failed = [i for i, end in enumerate(ends) if end not in (None, 0)]
+            if failed:
+                return self._of(failed[0])
+            if None not in ends:
+                return ""
+            now = time.monotonic()
+            heard = min(heard, now) if any(path.exists() for path in objections) else math.inf
+            if now - heard > PATIENCE_S:
+                return "a rank failed alone"
+            if now - since > limit_s:
+                return f"stopped after {limit_s:.0f} s"
+            time.sleep(0.1)
 
     def _of(self, rank: int) -> str:
         lines = [line.strip() for line in self.text(rank).splitlines()]
@@ -194,7 +197,7 @@ def measure(
     for name in names:
         own = {"contender": name, "size": found["size"], "dtype": module.WAYS[way].dtype}
         own |= found["figures"].get(name, {})
-        if reason and not own.get("reason"):
+        if reason and not own.get("reason") and not own.get("ms"):
             doing = found["doing"] and f", {found['doing']}"
             own["reason"] = alone.get(name, f"failed: {reason}{doing}")
         rows.append(own)
@@ -203,6 +206,8 @@ def measure(
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the ways in the order given; 1 if this package fails in one."""
+    # Whoever ends this command ends its ranks.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     device = torch.device(arguments.device)
     output: Path = arguments.output or report.default_output(device, "trainers")
     rows = report.kept(output, Row, append=arguments.append)
