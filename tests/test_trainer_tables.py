@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import pages, report, trainers
+from benchmarks import pages, plots, report, trainers
 from benchmarks.linear_steps import Row
 from benchmarks.sharded_heads import Head
 
@@ -57,12 +57,17 @@ def test_estimates(head):
     assert head.estimate_ms("ours_of_rows", 9) == pytest.approx(8 + 8)
 
 
-def test_tables(tmp_path, monkeypatch):
+def test_table_of_heads(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
     report.write(tmp_path / "heads.csv", Row, lines())
     table = pages.sharded_heads("heads.csv")
     assert "| 1000 | 2, measured | 10 | 9 | 7 | 2, 0 |" in table
     assert "| 1000 | 1024, on paper, network |" in table
+
+
+@pytest.fixture
+def results(tmp_path):
+    """The file of three contenders, of which one failed."""
     same = {"trainer": "torchtitan", "way": "fsdp2", "ranks": "2", "state_mib": "100", **COMMON}
     rows = [
         trainers.Row(contender="stock", ms="9", tokens_per_s="5", peak_mib="50", **same),
@@ -73,7 +78,19 @@ def test_tables(tmp_path, monkeypatch):
         trainers.Row(contender="chunked", reason="failed", **same),
     ]  # fmt: skip
     report.write(tmp_path / "trainers.csv", trainers.Row, rows)
+    return tmp_path / "trainers.csv"
+
+
+def test_table_of_trainers(results, monkeypatch):
+    monkeypatch.setattr(pages, "RESULTS", results.parent)
     table = pages.trainers("trainers.csv")
     whole = "140, 40 above weights and optimizer"
     assert f"| fsdp2 | `ours` | 0.89 | 6 | {whole} | 1e-4 |" in table
     assert "chunked" not in table
+
+
+def test_plot_of_trainers(results, capsys):
+    pytest.importorskip("matplotlib", reason="pip install .[demo]")
+    plots.draw(results)
+    assert capsys.readouterr().out == f"wrote {results.with_suffix('.png')}\n"
+    assert results.with_suffix(".png").stat().st_size > 0
