@@ -7,8 +7,9 @@ op, ``behind`` those behind a layer, ``criteria`` those of segmentation and the 
 linear layer with its cross entropy, ``tokens`` losses of tokens over such a layer, ``one_weight``
 several heads of one weight, ``distillation`` from one such layer into another, ``contrastive``
 losses of pairs, ``returned`` models that return their logits, ``steps`` whole training steps of
-models, ``attention`` those of a Llama whose attention is called in other ways, ``overhead`` eager
-calls against torch, and ``profile`` the limits of the kernels.
+models, ``trainers`` those of other libraries' trainers on several ranks, ``attention`` those of a
+Llama whose attention is called in other ways, ``overhead`` eager calls against torch, and
+``profile`` the limits of the kernels.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from benchmarks import (
     returned,
     steps,
     tokens,
+    trainers,
 )
 from benchmarks.cases import CASES, PASSES, Size
 from benchmarks.clock import make_clock, measure_bandwidth
@@ -75,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     commands = main.add_subparsers(
         dest="command",
         metavar="{plot,compile-matrix,elementwise,behind,criteria,linear,tokens,one_weight,"
-        "distillation,contrastive,returned,steps,attention,overhead,profile}",
+        "distillation,contrastive,returned,steps,trainers,attention,overhead,profile}",
     )
     matrix.add_command(commands)
     elementwise.add_command(commands)
@@ -84,6 +86,7 @@ def parser() -> argparse.ArgumentParser:
     contrastive.add_command(commands)
     linear.add_command(commands)
     steps.add_command(commands)
+    trainers.add_command(commands)
     attention.add_command(commands)
     tokens.add_command(commands)
     one_weight.add_command(commands)
@@ -176,6 +179,8 @@ def main() -> int:
         return returned.run(arguments)
     if arguments.command == "steps":
         return steps.run(arguments)
+    if arguments.command == "trainers":
+        return trainers.run(arguments)
     if arguments.command == "attention":
         return attention.run(arguments)
     if arguments.command == "overhead":

@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from benchmarks.report import ROOT
+from benchmarks.sharded_heads import NETWORK, WAYS, Head
 
 RESULTS = ROOT / "benchmarks" / "results"
 _WITH_TABLES = ("performance", "kernels", "heads")
@@ -428,6 +429,50 @@ def _steps(file: str) -> str:
     return measured(header, lines, rows)
 
 
+def trainers(file: str = "trainers-nvidia-h200.csv") -> str:
+    """Steps of trainers on several ranks: time over stock's, tokens and memory of a rank."""
+    rows = [row for row in rows_of(file) if row["ms"]]
+    header = [
+        "",
+        "contender",
+        "of stock's time",
+        "tokens/s a GPU",
+        "MiB a rank",
+        "losses differ by",
+    ]
+    lines = []
+    for row in rows:
+        held = f"{float(row['state_mib']) + float(row['peak_mib']):.0f}"
+        above = f"{held}, {row['peak_mib']} above weights and optimizer"
+        ratio = row["ratio"] or "1"
+        figures = [ratio, row["tokens_per_s"], above, row["curve_difference"]]
+        lines.append([row["way"], f"`{row['contender']}`", *figures])
+    return measured(header, lines, rows)
+
+
+def sharded_heads(file: str = "sharded-heads-nvidia-h200.csv") -> str:
+    """A sharded head's step in milliseconds, measured, and on more ranks on paper."""
+    rows = rows_of(file)
+    header = ["tokens a rank", "ranks", *(name for name, _ in WAYS.values()), "MiB gathered"]
+    lines = []
+    for head in Head.of(rows):
+        cells = [f"{head.ms[contender]:.3g}" for contender in WAYS]
+        lines.append(
+            [f"{head.rows}", f"{head.ranks}, measured", *cells, _gathered(head, head.ranks)]
+        )
+        for ranks in (8, 64, 1024):
+            bandwidth, where = (None, "") if ranks == 8 else (NETWORK, ", network")
+            cells = [f"{head.estimate_ms(way, ranks, bandwidth):.3g}" for way in WAYS]
+            name = f"{ranks}, on paper{where}"
+            lines.append([f"{head.rows}", name, *cells, _gathered(head, ranks)])
+    return measured(header, lines, rows)
+
+
+def _gathered(head: Head, ranks: int) -> str:
+    figures = (head.gathered_mib(way, ranks) for way in ("ours_gathered", "ours_of_rows"))
+    return ", ".join(f"{figure:.0f}" for figure in figures)
+
+
 def libraries() -> str:
     """Steps of other libraries, by kind: how many are taken, and why not the others."""
     rows = rows_of("libraries.csv")
@@ -471,6 +516,8 @@ TABLES: dict[str, Callable[[], str]] = {
         criteria,
         steps,
         steps_h100,
+        trainers,
+        sharded_heads,
         libraries,
     )
 }

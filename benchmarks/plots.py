@@ -1,8 +1,9 @@
 """PNG files of the figures in a CSV file.
 
 For losses, one plot a case: bars of every contender against the floor, or lines over many sizes.
-For contrastive losses, one plot: lines of time and memory over the number of pairs. For steps of a
-linear layer and cross entropy, one plot: bars of time and memory, or lines over one size.
+For contrastive losses, one plot: lines of time and memory over the number of pairs. For trainers,
+one plot: bars of tokens a second and of memory. For steps of a linear layer and cross entropy, one
+plot: bars of time and memory, or lines over one size.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from benchmarks import contrastive
+    from benchmarks import contrastive, trainers
 
 OURS, OTHERS = "#d1495b", "#8d99ae"
 OTHER_LINES = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown")
@@ -36,7 +37,7 @@ ABOVE_INPUTS = "MiB above inputs"
 
 def draw(file: Path) -> None:
     """Draws a CSV file of losses or of steps into its folder, and prints the names."""
-    from benchmarks import contrastive  # which draws its own results
+    from benchmarks import contrastive, trainers  # which draw their own results
 
     with file.open(newline="") as lines:
         columns = next(csv.reader(lines), [])
@@ -48,10 +49,12 @@ def draw(file: Path) -> None:
         elif set(columns) == set(report.columns_of(contrastive.Row)):
             rows = report.read(file, contrastive.Row)
             written = [plot_pairs(rows, file.with_suffix(".png"))]
+        elif set(columns) == set(report.columns_of(trainers.Row)):
+            written = [plot_trainers(report.read(file, trainers.Row), file.with_suffix(".png"))]
         else:
             raise ValueError(
-                f"{file}: expected losses, contrastive losses, or steps of a linear layer and "
-                f"cross entropy, got the columns {', '.join(columns)}"
+                f"{file}: expected losses, contrastive losses, trainers, or steps of a linear "
+                f"layer and cross entropy, got the columns {', '.join(columns)}"
             )
     except ImportError:
         print("no plots: matplotlib is not installed", file=sys.stderr)
@@ -82,7 +85,36 @@ def plot(rows: list[Row], directory: Path, stem: str) -> list[Path]:
     return written
 
 
-def _source(rows: Sequence[Row | linear_steps.Row | contrastive.Row]) -> str:
+def plot_trainers(rows: Sequence[trainers.Row], path: Path) -> Path:
+    """Bars of each way's contenders: tokens a second of a GPU, and memory of a rank, of which the
+    light part are weights and the optimizer's state."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in rows if row.ms]
+    figure, (rates, memory) = pyplot.subplots(
+        1, 2, figsize=(11, 1.2 + 0.26 * len(rows)), sharey=True, layout="constrained"
+    )
+    names = [f"{row.way}, {row.ranks}: {row.contender}" for row in rows]
+    colors = [OURS if row.contender.startswith("ours") else OTHERS for row in rows]
+    state = [float(row.state_mib or 0) for row in rows]
+    places = range(len(rows))
+    rates.barh(places, [float(row.tokens_per_s) for row in rows], color=colors)
+    memory.barh(places, state, color=colors, alpha=0.4)
+    memory.barh(places, [float(row.peak_mib or 0) for row in rows], left=state, color=colors)
+    rates.set_yticks(places, names, fontsize=8)
+    rates.invert_yaxis()
+    rates.set_xlabel("tokens a second, of each GPU")
+    memory.set_xlabel("MiB of the largest rank")
+    figure.suptitle(_source(rows), fontsize=10)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path
+
+
+def _source(rows: Sequence[Row | linear_steps.Row | contrastive.Row | trainers.Row]) -> str:
     devices, torches, commits = (
         ", ".join(dict.fromkeys(getattr(row, column) for row in rows))
         for column in ("device", "torch", "commit")

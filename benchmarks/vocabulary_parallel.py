@@ -30,6 +30,17 @@ dtensor_divergence         ``F.kl_div`` of the logits of all classes, gathered a
 megatron_divergence        Megatron-LM's scheme in torch's ops: five all-reduces, and both softmaxes
                            saved
 
+Contenders of ``of_rows``, where each rank has its part of hidden's rows, as with FSDP2, and the
+weight is sharded as before:
+
+stock_gathered          the weight gathered, then torch's functions of a rank's rows, compiled
+ours_gathered           the weight gathered, then ``compile_losses.functional.linear_cross_entropy``
+ours_of_rows            the same op of the weight's shards: hidden is gathered, and not the weight
+ours_of_logits_of_rows  hidden gathered, then ``F.linear`` and ``cross_entropy`` of a shard's logits
+exchange_weight         the collectives alone: the weight's all-gather and its gradient's
+                        reduce-scatter
+exchange_hidden         the same of hidden
+
 Every contender is first compared with float64 on every rank, over a few rows. The right ones are
 timed in turns; a sample is the step of the slowest rank. Peak memory is the largest of all ranks:
 above the memory in use before the step, less the gradients of hidden and of the rank's part of the
@@ -42,6 +53,7 @@ Rank 0 writes ``benchmarks/results/vocabulary-parallel-DEVICE.csv`` and a plot b
     torchrun --nproc-per-node 4 -m benchmarks.vocabulary_parallel --append
     torchrun --nproc-per-node 2 -m benchmarks.vocabulary_parallel --loss log_probs --append
     torchrun --nproc-per-node 2 -m benchmarks.vocabulary_parallel --loss divergence --append
+    torchrun --nproc-per-node 2 -m benchmarks.vocabulary_parallel --loss of_rows --append
     torchrun --nproc-per-node 2 -m benchmarks.vocabulary_parallel --shape 64x16x1000 --check
 """
 
@@ -144,17 +156,41 @@ class Problem:
             )
             return DTensor.from_local(plain, mesh, [Replicate()]), weight
 
+        def of_rows(plain: Tensor) -> DTensor:
+            rows = plain.shape[0]
+            size, first = Shard.local_shard_size_and_offset(rows, mesh.size(), self.ranks.rank)
+            return DTensor.from_local(
+                plain[first : first + size],
+                mesh,
+                [Shard(0)],
+                shape=plain.shape,
+                stride=plain.stride(),
+            )
+
         self.placed = [placed(*layer) for layer in self.layers]
         self.hidden, self.weight = (tensor.requires_grad_() for tensor in self.placed[0])
         self.target = DTensor.from_local(self.labels, mesh, [Replicate()])
+        self.hidden_of_rows = of_rows(self.layers[0][0]).requires_grad_()
+        self.target_of_rows = of_rows(self.labels)
 
     def clear(self) -> None:
-        self.hidden.grad = self.weight.grad = None
+        self.hidden.grad = self.weight.grad = self.hidden_of_rows.grad = None
+
+    def placed_for(self, loss: str) -> tuple[list[Any], Any]:
+        """The layers and the target of a contender's loss."""
+        if loss == "of_rows":
+            return [(self.hidden_of_rows, self.weight)], self.target_of_rows
+        return self.placed, self.target
+
+    def gradients(self, name: str) -> list[Tensor]:
+        """Tensors as large as the gradients of a rank."""
+        (hidden, weight), *_ = self.placed_for(CONTENDERS[name].loss)[0]
+        return [hidden.to_local(), weight.to_local()]
 
     def step(self, name: str, loss: Step) -> Any:
         contender = CONTENDERS[name]
         with contender.context():
-            value = loss(*self._arguments(contender.loss, self.placed, self.target))
+            value = loss(*self._arguments(contender.loss, *self.placed_for(contender.loss)))
             value.backward()
         return value.detach()
 
@@ -164,9 +200,12 @@ class Problem:
 
     def complaint(self, name: str, value: Any) -> str:
         """Why a step's result is wrong; empty if it is not."""
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        found = (value, self.hidden.grad.full_tensor(), self.weight.grad.to_local())
         loss = CONTENDERS[name].loss
+        if not CONTENDERS[name].is_checked:
+            return ""
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        hidden = self.placed_for(loss)[0][0][0]
+        found = (value, hidden.grad.full_tensor(), self.weight.grad.to_local())
         return linear_steps.complaint(self._errors(loss, found), self.allowed[loss])
 
     def _errors(self, loss: str, found: tuple[Tensor, ...]) -> list[float]:
@@ -209,10 +248,9 @@ def measure(
     del few
     if clock is None:
         return list(rows.values())
-    gradients = problem.layers[0]
     times = time_in_turns(list(ready.values()), clock, budget_s, ranks.largest)
     for name, samples in zip(ready, times, strict=True):
-        peak = ranks.largest(linear_steps.peak_beside(ready[name], gradients, clock))
+        peak = ranks.largest(linear_steps.peak_beside(ready[name], problem.gradients(name), clock))
         rows[name] = rows[name].timed(samples, peak)
     return list(rows.values())
 

@@ -217,10 +217,72 @@ def megatron_divergence(
     return MegatronDivergence.apply(own, F.linear(own_taught, teacher.to_local()), group)
 
 
+def _whole(weight: Any) -> Any:
+    """The weight of all classes; the ranks' gradients of it are summed and sharded again."""
+    return weight.redistribute(placements=[Replicate()])
+
+
+def ours_gathered(hidden: DTensor, weight: DTensor, target: DTensor) -> Tensor:
+    return fused.linear_cross_entropy(hidden, _whole(weight), target)
+
+
+def stock_gathered() -> Step:
+    compiled = torch.compile(stock, dynamic=False)
+
+    def loss(hidden: DTensor, weight: DTensor, target: DTensor) -> Tensor:
+        own = hidden.to_local()
+        whole = _whole(weight).to_local(grad_placements=[Partial()])
+        part = compiled(own, whole, target.to_local()) * (own.shape[0] / hidden.shape[0])
+        total = part.detach().clone()
+        dist.all_reduce(total, group=weight.device_mesh.get_group())
+        return part + (total - part.detach())
+
+    return loss
+
+
+def ours_of_logits(hidden: Any, weight: DTensor, target: Any) -> Tensor:
+    everywhere = [Replicate()]
+    logits = F.linear(hidden.redistribute(placements=everywhere), weight)
+    return fused.cross_entropy(logits, target.redistribute(placements=everywhere))
+
+
+class Exchange(torch.autograd.Function):
+    """The collectives of a step without what it computes: an all-gather, and in the backward a
+    reduce-scatter of as many numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
+        ctx.whole = own.new_empty(own.shape[0] * group.size(), *own.shape[1:])
+        ctx.group = group
+        dist.all_gather_into_tensor(ctx.whole, own, group=group)
+        return own.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        whole = ctx.whole
+        own = whole.new_empty(whole.shape[0] // ctx.group.size(), *whole.shape[1:])
+        dist.reduce_scatter_tensor(own, whole, group=ctx.group)
+        return own, None
+
+
+def exchange_weight(hidden: DTensor, weight: DTensor, target: DTensor) -> Tensor:
+    group = weight.device_mesh.get_group()
+    own = weight.to_local()[
+        : weight.shape[0] // group.size()
+    ]  # of uneven shards as much as all have
+    return Exchange.apply(own, group)
+
+
+def exchange_hidden(hidden: DTensor, weight: DTensor, target: DTensor) -> Tensor:
+    group = weight.device_mesh.get_group()
+    return Exchange.apply(hidden.to_local()[: hidden.shape[0] // group.size()], group)
+
+
 #: The losses, on one device: of hidden, weight and the labels or, of a divergence, the teacher's
 #: hidden and weight.
 LOSSES: dict[str, Callable[..., Tensor]] = {
     "cross_entropy": stock,
+    "of_rows": stock,
     "log_probs": stock_log_probs,
     "divergence": stock_divergence,
 }
@@ -232,6 +294,7 @@ class Contender:
     package: str
     context: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the step runs
     loss: str = "cross_entropy"
+    is_checked: bool = True  # whether it computes the loss
 
 
 def _compiled(function: Step) -> Step:
@@ -241,6 +304,10 @@ def _compiled(function: Step) -> Step:
 
 def _of_log_probs(build: Callable[[], Step], package: str) -> Contender:
     return Contender(build, package, loss="log_probs")
+
+
+def _of_rows(build: Callable[[], Step], package: str, *, is_checked: bool = True) -> Contender:
+    return Contender(build, package, loss="of_rows", is_checked=is_checked)
 
 
 def _of_divergence(build: Callable[[], Step], package: str) -> Contender:
@@ -267,4 +334,10 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "dtensor_divergence": _of_divergence(lambda: gathered_divergence, "torch"),
     "megatron_divergence": _of_divergence(lambda: megatron_divergence, "torch"),
+    "stock_gathered": _of_rows(stock_gathered, "torch"),
+    "ours_gathered": _of_rows(lambda: ours_gathered, "compile_losses"),
+    "ours_of_rows": _of_rows(lambda: fused.linear_cross_entropy, "compile_losses"),
+    "ours_of_logits_of_rows": _of_rows(lambda: ours_of_logits, "compile_losses"),
+    "exchange_weight": _of_rows(lambda: exchange_weight, "torch", is_checked=False),
+    "exchange_hidden": _of_rows(lambda: exchange_hidden, "torch", is_checked=False),
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import compile_losses.ops  # noqa: F401  declares fused::*
 from compile_losses.arguments import reduction_of
+from compile_losses.distributed import are_dtensors
 from compile_losses.ops.checks import check_embeddings, describe
 
 __all__ = ["contrastive_cross_entropy", "contrastive_sigmoid_cross_entropy"]
@@ -38,7 +39,8 @@ def contrastive_cross_entropy(
         logits = scale * input @ other.T + bias
         F.cross_entropy(logits.masked_fill(mask, -inf), target)
 
-    Without a mask it is :func:`compile_losses.linear.linear_cross_entropy`, once in each direction.
+    Without a mask it is :func:`compile_losses.linear.linear_cross_entropy`; in both directions,
+    without a mask and a bias, ``torch.ops.fused.two_way_cross_entropy``, which has four products.
 
     Args:
         input: [rows, hidden], of a floating dtype.
@@ -93,6 +95,12 @@ def contrastive_cross_entropy(
             rows, columns, target, bias=bias, mask=mask, reduction=enum, **options
         )
 
+    if symmetric and bias is None and mask is None and not are_dtensors(input, other):
+        losses = torch.ops.fused.two_way_cross_entropy(
+            input, other, target, target, ignore_index=ignore_index,
+            label_smoothing=label_smoothing, reduction=enum,
+        )  # fmt: skip
+        return (losses[0] + losses[1]) / 2
     loss = direction(input, other, bias, mask)
     if not symmetric:
         return loss

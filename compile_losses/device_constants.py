@@ -43,6 +43,10 @@ class DeviceConstants:
             row once for all of them, and computes more in the same kernel.
         two_softmaxes_bytes: the fewest bytes of a matrix whose softmaxes by rows and by columns are
             computed after one read of it.
+        two_way_rows, two_way_bytes: the most rows and bytes of a chunk of a matrix that has losses
+            by rows and by columns and is not held.
+        ahead_bytes: if a gradient has fewer bytes, the calls that hold one at a time
+            (:mod:`compile_losses.ops.ahead`) take longer than the memory is worth.
         short_row_bytes: a row of logits with fewer bytes takes less time than the work once a row.
         short_pair_bytes, few_classes: the same for pairs of rows without a gradient. Inductor
             unrolls a reduction over fewer numbers.
@@ -77,6 +81,9 @@ class DeviceConstants:
     statistics_bytes: int = 64 << 20
     statistics_classes: int = 4096
     two_softmaxes_bytes: int = 64 << 20
+    ahead_bytes: int = 32 << 20
+    two_way_rows: int = 4096
+    two_way_bytes: int = 1 << 30
     short_row_bytes: int = 0
     short_pair_bytes: int = 0
     few_classes: int = 0
@@ -131,6 +138,13 @@ def _class_of(type: str, index: int | None) -> str:
     properties = torch.cuda.get_device_properties(index)
     is_hopper = (properties.major, properties.minor) == (9, 0)
     return "h100" if is_hopper and properties.total_memory <= _MOST_OF_AN_H100 else "gpu"
+
+
+def memory_of(device: torch.device) -> int | None:
+    """The bytes of a GPU's memory; None of other devices, and without a GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def is_worth_waiting(device: torch.device, operations: int) -> bool:

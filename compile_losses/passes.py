@@ -40,6 +40,7 @@ PASSES = (
     Pass(REWRITE, "taken_apart", "what is put together and taken apart is read where it was made"),
     Pass(REWRITE, "columns_apart", "a matrix that is read by columns, too, is computed for these"),
     Pass(REWRITE, "losses", "each loss becomes one op, with the linear layer of its logits"),
+    Pass(REWRITE, "both_ways", "losses of a product by rows and by columns become one op"),
     Pass(REWRITE, "shared_logits", "an op takes a head whose logits several losses read"),
     Pass(REWRITE, "plain_logits", "one call reads the rows of held logits, if an entropy is read"),
     Pass(REWRITE, "known_heads", "the heads of other libraries are marked for the plan"),

@@ -210,7 +210,60 @@ struct SoftmaxSumsArgs {
   void* col_largest = nullptr;  // acc_t [cols]
   void* col_sum = nullptr;
   void* workspace = nullptr;  // of softmax_sums_numbers acc_t
+  // If these rows are some of a larger matrix, each with a target: the results of the columns are
+  // added to those of other rows, and the numbers of the targets are picked.
+  const int64_t* row_target = nullptr;  // the column of each row; null if there are no targets
+  const int64_t* col_target = nullptr;  // the row of each column, in the larger matrix
+  void* row_own = nullptr;              // acc_t [rows], [cols]
+  void* col_own = nullptr;
+  int64_t first_row = 0;  // in the larger matrix, which has all_rows
+  int64_t all_rows = 0;
+  int64_t ignore_index = 0;  // a target that is none
 };
+
+// The cross entropies of the rows of a matrix, or of its columns. acc_t as above.
+struct SoftmaxSumsTargets {
+  const void* largest = nullptr;    // acc_t, one for each row or column, and so are the others
+  const void* sum = nullptr;        // of exponentials relative to the largest
+  const void* factor = nullptr;     // of the gradient; 0 where it is ignored
+  const int64_t* target = nullptr;  // the column of a row, or the row of a column
+  double uniform = 0;               // the share of each class in the target distribution
+};
+
+// The gradient of the cross entropies of rows and of columns, over the numbers of a matrix.
+struct SoftmaxSumsGradientArgs {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  DType dtype = DType::kFloat32;
+  void* input = nullptr;  // the numbers of a row lie side by side
+  int64_t row_stride = 0;
+  SoftmaxSumsTargets of_rows, of_cols;
+  int64_t first_row = 0;  // what the targets of columns call the first row
+  double own = 1;         // what the target has besides its uniform share
+};
+
+// The binary cross entropies of all numbers of a matrix, added up, and their gradient over it.
+struct SigmoidPairsArgs {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  DType dtype = DType::kFloat32;
+  void* input = nullptr;  // the numbers of a row lie side by side
+  int64_t row_stride = 0;
+  const int64_t* target = nullptr;  // the positive column of each row, if it has one
+  const bool* positive = nullptr;   // [rows, cols], in the place of target
+  const void* bias = nullptr;       // acc_t [cols], added to the numbers; may be null
+  const void* factor = nullptr;     // acc_t, of the gradient
+  void* sum = nullptr;              // acc_t
+  double* workspace = nullptr;      // [sigmoid_pairs_blocks]
+};
+
+// A block goes through so many rows, and a part of their columns.
+constexpr int64_t kSigmoidPairsRows = 64;
+constexpr int64_t sigmoid_pairs_cols(DType dtype) { return 4 * 512 / element_size(dtype); }
+constexpr int64_t sigmoid_pairs_blocks(int64_t rows, int64_t cols, DType dtype) {
+  const int64_t wide = sigmoid_pairs_cols(dtype);
+  return (rows + kSigmoidPairsRows - 1) / kSigmoidPairsRows * ((cols + wide - 1) / wide);
+}
 
 // A warp reads tiles of so many columns, 16 bytes a lane.
 constexpr int64_t softmax_sums_tile_cols(DType dtype) { return 512 / element_size(dtype); }

@@ -63,6 +63,10 @@ void softmax_finite_kl_div_row_statistics_backward(const RowStatisticsArgs& args
 
 // For each row and each column of a matrix, the largest number and the sum of exponentials.
 void softmax_sums(const SoftmaxSumsArgs& args, void* stream);
+void softmax_sums_gradient(const SoftmaxSumsGradientArgs& args, void* stream);
+
+// The sum of the binary cross entropies of a matrix; their gradient is written over it.
+void sigmoid_pairs(const SigmoidPairsArgs& args, void* stream);
 
 // data[i] *= factor, for dense data. If factor is 1, data is neither read nor written.
 void scale_(void* data, DType dtype, int64_t numel, const void* factor, DType factor_dtype,

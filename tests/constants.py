@@ -42,5 +42,5 @@ def move_gradients(patch: pytest.MonkeyPatch, longest_row: int) -> None:
 
 def plan_small_as_large(patch: pytest.MonkeyPatch) -> None:
     """A small loss on a CPU is not decomposed for its size."""
-    small = {"small_bytes": 0, "small_simple_bytes": 0}
+    small = {"small_bytes": 0, "small_simple_bytes": 0, "ahead_bytes": 0}
     set_constants(patch, **small, statistics_bytes=0, statistics_classes=0)

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from compile_losses.device_constants import constants_of
 from compile_losses.graphs import (
     GIVEN_AS,
     ancestors,
@@ -107,7 +108,7 @@ def refusal(loss: Loss, overwrites: bool) -> str | None:
 def operands_outlive(loss: Loss, graph: AtenGraph) -> bool:
     """Whether a loss's input, and what torch's gradient reads, are there until the backward,
     whatever the loss does, so that torch saves nothing else of the input's size. Not in a graph
-    that calls the backward itself.
+    that calls the backward itself, and not of a small input.
 
     Of a function of a difference torch saves the difference, if that is smaller than what it is
     made of. A unit gradient in its place takes no more.
@@ -116,6 +117,8 @@ def operands_outlive(loss: Loss, graph: AtenGraph) -> bool:
         return False
     named = loss.arguments
     input: Tensor = loss.input.meta["val"]
+    if nbytes_of(input) < constants_of(input.device).ahead_bytes:
+        return False
     held = [*graph.graph.find_nodes(op="placeholder"), *graph.forward_outputs]
     kept = set(map(storage_of, held))
     read = {loss.input, *tensors_read(loss.backwards[0])}

@@ -37,7 +37,8 @@ from compile_losses.ops.linear.leaf_ops import declare_leaves
 from compile_losses.ops.linear.reference import autocast_layer, autocast_off, under_autocast
 from compile_losses.ops.linear.row_chunks import Problem
 from compile_losses.ops.linear.row_function import RowFunction
-from compile_losses.ops.linear.row_losses import MEAN, NONE, SUM, RowLosses
+from compile_losses.ops.linear.row_losses import MEAN, NONE, RowLosses
+from compile_losses.ops.sigmoid_pairs import pairs_
 from compile_losses.ops.transforms import needs_torch
 
 NAME = "contrastive_loss"
@@ -90,10 +91,11 @@ class SigmoidLosses:
         result: torch.dtype,
         grad_output: Tensor | RowFunction | None,
     ) -> None:
-        self.target, self.bias, self.logits, self.result = target, bias, logits, result
+        self.target, self.logits, self.result = target, logits, result
         self.dtype, self.by_row = accumulation_type(logits), reduction == NONE
+        self.bias = None if bias is None else bias.to(self.dtype).contiguous()
         nothing = target.new_zeros((), dtype=self.dtype)
-        self.negative, self.sums = nothing, [nothing]
+        self.sums = [nothing]
         self.each = [nothing.new_empty(0)]
         self.row_function = grad_output if isinstance(grad_output, RowFunction) else None
         self.divisor = max(1, len(target)) if reduction == MEAN else 1
@@ -101,7 +103,10 @@ class SigmoidLosses:
         self.factor = one.reshape(()) / self.divisor
 
     def beside(self, *, gradient: bool) -> float:
-        """Logits of 16 bits are widened; the losses of pairs are held to be added up by row."""
+        """Without a gradient, or by row, logits of 16 bits are widened, and the losses of pairs are
+        held to be added up."""
+        if gradient and not self.by_row:
+            return 0
         widened = self.dtype.itemsize / self.logits.itemsize
         return (self.logits != self.dtype) * widened + (self.by_row or not gradient) * widened
 
@@ -117,18 +122,16 @@ class SigmoidLosses:
 
     def write_gradient(self, rows: slice, logits: Tensor) -> None:
         """The same, and the gradient of the logits, over them."""
-        if self.by_row:
-            gradient = self.add(rows, logits)
-            assert self.row_function is not None
-            (factor,) = self.row_function(rows, [self.each[-1].to(self.result)])
-            assert factor is not None
-            gradient = gradient.sigmoid_().mul_(factor.to(self.dtype).unsqueeze(1))
-        else:
-            gradient = self._signed(rows, self._with_bias(logits))
-            loss = torch.ops.fused.binary_cross_entropy_with_logits_with_grad_(
-                gradient, self.negative, None, None, SUM, self.dtype, self.factor
-            )
-            self.sums.append(loss)
+        if not self.by_row:
+            target = self.target[rows]
+            target = target > 0 if target.dim() == 2 else target
+            self.sums.append(pairs_(logits, target, self.bias, self.factor))
+            return
+        gradient = self.add(rows, logits)
+        assert self.row_function is not None
+        (factor,) = self.row_function(rows, [self.each[-1].to(self.result)])
+        assert factor is not None
+        gradient = gradient.sigmoid_().mul_(factor.to(self.dtype).unsqueeze(1))
         logits.copy_(self._signed(rows, gradient))
 
     def _with_bias(self, logits: Tensor) -> Tensor:

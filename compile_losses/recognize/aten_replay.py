@@ -54,6 +54,9 @@ _REDUCTIONS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin
 #: How many ops further up two tensors are compared.
 _DEEPEST = 8
 
+#: What torch 2.11 calls where a DTensor is redistributed, by its module and name.
+_REDISTRIBUTION = ("torch._dynamo.variables.tensor", "prim_redistribute")
+
 
 #: They give a fake's sizes as numbers, which specialises its symbols, as torch 2.11's linear
 #: would.
@@ -213,9 +216,14 @@ def expanded_source(node: Node) -> Node | None:
 def kept_source(node: Node) -> Node | None:
     """The DTensor that a node redistributes to the placements that it has; None of another node.
 
-    ``parallelize_module`` puts such a call after each layer.
+    ``parallelize_module`` puts such a call after each layer. It is a method's; in torch 2.11 it is
+    that of a function of Dynamo's, which has the placements in it.
     """
-    if node.op != "call_method" or node.target != "redistribute":
+    function = node.op == "call_function" and (
+        getattr(node.target, "__module__", None),
+        getattr(node.target, "__name__", None),
+    )
+    if (node.op, node.target) != ("call_method", "redistribute") and function != _REDISTRIBUTION:
         return None
     source = node.args[0]
     if not isinstance(source, Node) or not are_dtensors(example(source), example(node)):

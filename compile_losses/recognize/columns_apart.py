@@ -2,13 +2,16 @@
 
 CLIP's losses read ``logits = scale * a @ b.T`` and ``logits.T``. What reads the second reads
 ``scale * b @ a.T`` instead, and of a slice of columns these rows. Then each loss finds a linear
-layer of its own, whose logits nobody holds. Forward and backward have six products in the place of
-three, so that this is left to the option ``prefer_memory``, and to products of several chunks. If
+layer of its own, whose logits nobody holds, and two losses become one call
+(:mod:`compile_losses.recognize.two_way`). Forward and backward have four products in the place of
+three, and six if there is no such call. So this is left to the option ``prefer_memory``, to
+products of several chunks, and to those that torch could not hold together with their gradient. If
 logits are held all the same, it is undone.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -16,9 +19,10 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from compile_losses.device_constants import memory_of
 from compile_losses.graphs import emit, erase_unused, replace_uses
 from compile_losses.op_traits import CASTS, SCALINGS, TURNS
-from compile_losses.ops.linear.chunk_size import chunk_rows
+from compile_losses.ops.two_way_cross_entropy import rows_of_chunk
 from compile_losses.recognize.aten_replay import AtenReplay, aten, same_sizes
 from compile_losses.recognize.head import NotAbsorbedError
 from compile_losses.recognize.logits import Way, followed_by, way_to
@@ -33,8 +37,12 @@ _OF_EACH = (*SCALINGS, *CASTS, aten.alias.default)
 FEWEST_CHUNKS = 4
 
 
-def read_columns_apart(graph: Graph) -> list[Node]:
+def read_columns_apart(graph: Graph, *, prefer_memory: bool = True) -> list[Node]:
     """Has what reads a transposed product read the product of its operands in the other order.
+
+    Args:
+        prefer_memory: by default any large product is taken, else those alone that do not fit a
+            device's memory together with their gradient.
 
     Returns:
         The products that were there, and those that were put beside them.
@@ -48,6 +56,8 @@ def read_columns_apart(graph: Graph) -> list[Node]:
         source = _transposed(node, replay)
         way = None if source is None else _way_to_product(source, replay)
         if source is None or way is None or not _is_wanted(node, source, way):
+            continue
+        if not prefer_memory and not _exceeds_memory(example(way.head.node)):
             continue
         if source not in made:
             with torch.set_grad_enabled(example(source).requires_grad):
@@ -138,6 +148,15 @@ def _is_wanted(node: Node, source: Node, way: Way) -> bool:
     return may_be_left_out(node, [node, *operands])
 
 
+def _exceeds_memory(product: torch.Tensor) -> bool:
+    """Whether a device has too little memory for a product and its gradient."""
+    sizes = [size for size in map(size_hint, product.shape) if size is not None]
+    memory = memory_of(product.device)
+    if memory is None or len(sizes) < product.dim():
+        return False
+    return 2 * math.prod(sizes) * product.element_size() > memory
+
+
 def _is_large(source: Node, way: Way) -> bool:
     """Whether a chunk of the rows, and one of the columns that are read, is a small part of a
     product."""
@@ -149,7 +168,7 @@ def _is_large(source: Node, way: Way) -> bool:
     *of_both, hidden = sizes
 
     def chunk(rows: int, classes: int) -> int:
-        return chunk_rows(rows, hidden, classes, product.dtype, product.device, sums_weight=True)
+        return rows_of_chunk(rows, hidden, classes, product.dtype, product.device)
 
     return all(
         FEWEST_CHUNKS * chunk(many, others) <= many for many, others in (of_both[:2], of_both[2:])

@@ -23,6 +23,7 @@ from compile_losses.recognize.shared_logits import Kept, Rewritten, take_shared_
 from compile_losses.recognize.steps import Steps
 from compile_losses.recognize.table import bind
 from compile_losses.recognize.taken_apart import read_parts
+from compile_losses.recognize.two_way import join_directions
 from compile_losses.recognize.verify import verify as compare
 from compile_losses.recognize.with_head import (
     HELD,
@@ -53,6 +54,7 @@ _THROUGH_LINEAR: dict[str, Take] = {
 #: The steps on whole graphs, as the report names them if one failed.
 _TAKEN_APART = "tensors that are put together and taken apart again"
 _COLUMNS = "products that are read by rows and by columns"
+_BOTH_WAYS = "products of which there are losses by rows and by columns"
 _SHARED = "heads whose logits several losses read"
 _PLAIN = "logits of which an entropy is read"
 _LAZY = "logits that are returned without a loss"
@@ -98,6 +100,8 @@ class Rewriting:
         self.seen: set[Graph] = set()
         #: The products of which there are two, for rows and for columns.
         self.products: list[Node] = []
+        #: How many of them are one call's again.
+        self.joined = 0
 
     def run(
         self,
@@ -118,8 +122,14 @@ class Rewriting:
         if outer is not None:
             request = replace(request, lazily=Lazily("the graph is inside of another"))
         _PIPELINE.run(DynamoGraph(graph, self, request, outer, inside))
-        if outer is None and not are_gone(self.products):
+        if outer is None and self.products and not self._is_worth_two_products():
             self.steps.undo(_COLUMNS)
+
+    def _is_worth_two_products(self) -> bool:
+        """Whether products that are computed for columns, too, are held nowhere; and, unless memory
+        is preferred, are computed by one call for both."""
+        is_joined = self.request.prefer_memory or 2 * self.joined >= len(self.products)
+        return is_joined and are_gone(self.products)
 
     def taken_apart(self, indexed: DynamoGraph) -> None:
         """Leaves out tensors that are put together and taken apart again."""
@@ -128,9 +138,9 @@ class Rewriting:
 
     def columns_apart(self, indexed: DynamoGraph) -> None:
         """Has products that are read by rows and by columns computed for both."""
-        wanted = indexed.request.prefer_memory and _LINEAR in self.request.losses
-        if wanted and indexed.is_outermost and _COLUMNS not in self.steps.useless:
-            self._change(_COLUMNS, lambda: self.products.extend(read_columns_apart(indexed.graph)))
+        wanted = indexed.is_outermost and _LINEAR in self.request.losses
+        if wanted and _COLUMNS not in self.steps.useless:
+            self._change(_COLUMNS, lambda: self._read_columns_apart(indexed))
 
     def losses(self, indexed: DynamoGraph) -> None:
         """Replaces each loss by its op."""
@@ -165,6 +175,11 @@ class Rewriting:
             elif node not in declined:
                 self.sites.append(site)
                 declined.update(dict.fromkeys(nodes, site))
+
+    def both_ways(self, indexed: DynamoGraph) -> None:
+        """Has one call compute the losses of a product by rows and by columns."""
+        if indexed.inside is None and _LINEAR in self.request.losses:
+            self._change(_BOTH_WAYS, lambda: self._join(indexed))
 
     def shared_logits(self, indexed: DynamoGraph) -> None:
         """Takes heads whose logits several losses and metrics read."""
@@ -219,6 +234,16 @@ class Rewriting:
             self._put_site("linear_row_statistics", found, marks)
             if request.lazily is not None:
                 request.lazily.outputs += found.returned
+
+    def _read_columns_apart(self, indexed: DynamoGraph) -> None:
+        prefers = indexed.request.prefer_memory
+        self.products += read_columns_apart(indexed.graph, prefer_memory=prefers)
+
+    def _join(self, indexed: DynamoGraph) -> None:
+        for found in join_directions(indexed.graph, indexed.recognizer.replay):
+            marks = {site_of(reader) for reader in found.readers} - {None}
+            self._put_site("two_way_cross_entropy", found, marks)
+            self.joined += 1
 
     def _take_plain(self, indexed: DynamoGraph) -> None:
         replay = indexed.recognizer.replay
@@ -291,6 +316,7 @@ _PIPELINE: Pipeline[DynamoGraph] = Pipeline(
     taken_apart=lambda graph: graph.rewriting.taken_apart(graph),
     columns_apart=lambda graph: graph.rewriting.columns_apart(graph),
     losses=lambda graph: graph.rewriting.losses(graph),
+    both_ways=lambda graph: graph.rewriting.both_ways(graph),
     shared_logits=lambda graph: graph.rewriting.shared_logits(graph),
     plain_logits=lambda graph: graph.rewriting.plain_logits(graph),
     known_heads=lambda graph: graph.rewriting.known_heads(graph),

@@ -1,13 +1,18 @@
 // The largest number and the sum of exponentials of each row and each column of a matrix, on CUDA.
-// Never written to memory: exponentials, and the matrix times its factor.
+// Never written to memory: exponentials, and the matrix times its factor. And the gradient of the
+// cross entropies of rows and columns, over the matrix.
 //
 // A warp reads a tile a few rows at a time, 16 bytes a lane and row. The results of the tile's
 // columns stay in the registers of the lanes that read them; those of the rows go through shuffles.
 // A second kernel merges the tiles' results, in their order.
 // Bytes moved: rows * cols * sizeof(number); twice 2 * sizeof(acc_t) for each row and each column
 // of a tile.
+//
+// Of the gradient a warp writes a tile, too, over what it has read; the numbers of the tile's
+// columns stay in registers. Bytes moved: 2 * rows * cols * sizeof(number).
 #include "../kernels.h"
 #include "../losses/softmax_sums.h"
+#include "class_target.cuh"
 #include "launch.cuh"
 #include "reduce.cuh"
 #include "row_span.cuh"
@@ -122,6 +127,19 @@ __global__ void __launch_bounds__(kTileThreads)
     if (j < count) partials.cols[row_tile * args.cols + col + j] = columns[j];
 }
 
+// Reads the number of the target of a row or column, if it lies in these rows.
+template <typename acc_t>
+__device__ __forceinline__ void pick_own(const SoftmaxSumsArgs& args, bool of_rows, int64_t index) {
+  const int64_t target = (of_rows ? args.row_target : args.col_target)[index];
+  if (target == args.ignore_index) return;
+  const int64_t classes = of_rows ? args.cols : args.all_rows;
+  if (target < 0 || target >= classes) report_target(target, index, classes);
+  const int64_t row = of_rows ? index : target - args.first_row, col = of_rows ? target : index;
+  if (row < 0 || row >= args.rows) return;
+  static_cast<acc_t*>(of_rows ? args.row_own : args.col_own)[index] =
+      load_as<acc_t>(args.input, args.dtype, row * args.row_stride + col);
+}
+
 // Merges the results of the rows if blockIdx.y is 0, else those of the columns.
 template <typename acc_t>
 __global__ void __launch_bounds__(kWarp* kMergeLanes)
@@ -144,9 +162,95 @@ __global__ void __launch_bounds__(kWarp* kMergeLanes)
   if (threadIdx.y != 0 || index >= count) return;
 #pragma unroll
   for (int other = 1; other < kMergeLanes; ++other) all.add(scratch[other][threadIdx.x]);
-  if (tiles > 0) all = all.result();
-  static_cast<acc_t*>(of_rows ? args.row_largest : args.col_largest)[index] = all.largest;
-  static_cast<acc_t*>(of_rows ? args.row_sum : args.col_sum)[index] = all.sum;
+  acc_t& largest = static_cast<acc_t*>(of_rows ? args.row_largest : args.col_largest)[index];
+  acc_t& sum = static_cast<acc_t*>(of_rows ? args.row_sum : args.col_sum)[index];
+  if (args.row_target) {
+    pick_own<acc_t>(args, of_rows, index);
+    if (!of_rows) {
+      State before{largest, sum};
+      before.add(all);
+      all = before;
+    }
+  } else if (tiles > 0) {
+    all = all.result();
+  }
+  largest = all.largest;
+  sum = all.sum;
+}
+
+constexpr int kGradientRows = 64;  // of a tile
+
+template <typename scalar_t, bool kAligned>
+__global__ void __launch_bounds__(kTileThreads)
+    softmax_sums_gradient_kernel(const __grid_constant__ SoftmaxSumsGradientArgs args,
+                                 int64_t col_tiles) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kWidth = Packet<scalar_t>::kWidth, kRows = 4;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t tile =
+      blockIdx.x * int64_t(kTileThreads / kWarp) + static_cast<int>(threadIdx.x) / kWarp;
+  const int64_t col = (tile % col_tiles * kWarp + lane) * kWidth;
+  const int64_t first = tile / col_tiles * kGradientRows;
+  const int64_t last = ::min(args.rows, first + kGradientRows);
+  const int count = static_cast<int>(::max(int64_t(0), ::min(int64_t(kWidth), args.cols - col)));
+  if (first >= last || count == 0) return;
+  scalar_t* const x = static_cast<scalar_t*>(args.input) + col;
+  const acc_t own = static_cast<acc_t>(args.own);
+  const acc_t of_row = static_cast<acc_t>(args.of_rows.uniform);
+  const acc_t of_col = static_cast<acc_t>(args.of_cols.uniform);
+
+  SoftmaxGradient<acc_t> columns[kWidth];
+  int target_rows[kWidth];  // after `first`; anything else if the tile does not have it
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) {
+    const int64_t index = col + ::min(j, count - 1);
+    columns[j] = {args.of_cols, index};
+    const int64_t row = args.of_cols.target[index] - args.first_row - first;
+    target_rows[j] = row >= 0 && row < kGradientRows ? static_cast<int>(row) : -1;
+  }
+
+#pragma unroll 1
+  for (int64_t row = first; row < last; row += kRows) {
+    Packet<scalar_t> packets[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+      packets[r] = load_some<kAligned>(x + (row + r) * args.row_stride, row + r < last ? count : 0);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (row + r >= last) break;
+      const SoftmaxGradient<acc_t> of_this(args.of_rows, row + r);
+      const int64_t target = args.of_rows.target[row + r] - col;
+      const int place = static_cast<int>(row + r - first);
+      acc_t values[kWidth];
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) {
+        const acc_t value = packets[r].template get<acc_t>(j);
+        values[j] = of_this(value, target == j ? of_row + own : of_row) +
+                    columns[j](value, target_rows[j] == place ? of_col + own : of_col);
+      }
+      packets[r].set(values);
+      scalar_t* const out = x + (row + r) * args.row_stride;
+      if (kAligned && count == kWidth) {
+        packets[r].store_streaming(out);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j)
+          if (j < count) out[j] = packets[r].values[j];
+      }
+    }
+  }
+}
+
+template <typename scalar_t>
+void launch_gradient(const SoftmaxSumsGradientArgs& args, cudaStream_t stream) {
+  const int64_t col_tiles = divide_up(args.cols, softmax_sums_tile_cols(args.dtype));
+  const int64_t tiles = divide_up(args.rows, kGradientRows) * col_tiles;
+  const bool aligned = reinterpret_cast<uintptr_t>(args.input) % 16 == 0 &&
+                       args.row_stride * sizeof(scalar_t) % 16 == 0;
+  const auto kernel = aligned ? softmax_sums_gradient_kernel<scalar_t, true>
+                              : softmax_sums_gradient_kernel<scalar_t, false>;
+  kernel<<<blocks_for(tiles, kTileThreads / kWarp), kTileThreads, 0, stream>>>(args, col_tiles);
+  check_launch("softmax_sums_gradient_kernel");
 }
 
 template <typename scalar_t>
@@ -177,6 +281,14 @@ void softmax_sums(const SoftmaxSumsArgs& args, void* stream) {
   if (args.rows == 0 && args.cols == 0) return;
   visit(args.dtype, [&](auto* type) {
     launch_sums<std::remove_pointer_t<decltype(type)>>(args, as_stream(stream));
+  });
+}
+
+void softmax_sums_gradient(const SoftmaxSumsGradientArgs& args, void* stream) {
+  using namespace cuda;
+  if (args.rows == 0 || args.cols == 0) return;
+  visit(args.dtype, [&](auto* type) {
+    launch_gradient<std::remove_pointer_t<decltype(type)>>(args, as_stream(stream));
   });
 }
 

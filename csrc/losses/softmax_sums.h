@@ -1,4 +1,5 @@
-// The largest of some numbers x, and the sum of exp(x - largest), so far.
+// The largest of some numbers x, and the sum of exp(x - largest), so far; and the gradient of a
+// cross entropy with them.
 //
 // Results are those of torch.amax and of torch's sum of exponentials:
 //   a nan                      both are nan
@@ -53,6 +54,25 @@ struct SoftmaxSum {
   FUSED_HOST_DEVICE SoftmaxSum result() const {
     if (sum != sum) return {sum, sum};
     return {largest, is_infinite(largest) ? math::kNan<acc_t> : sum};
+  }
+};
+
+// The gradient of the cross entropy of a row or column, of which a SoftmaxSum is known:
+// factor * (softmax(x) - the share of x in the target distribution).
+template <typename acc_t>
+struct SoftmaxGradient {
+  acc_t origin, scale, factor;
+
+  FUSED_HOST_DEVICE SoftmaxGradient() {}
+
+  FUSED_HOST_DEVICE SoftmaxGradient(const SoftmaxSumsTargets& given, int64_t index)
+      : origin(SoftmaxSum<acc_t>::origin(static_cast<const acc_t*>(given.largest)[index])),
+        factor(static_cast<const acc_t*>(given.factor)[index]) {
+    scale = factor / static_cast<const acc_t*>(given.sum)[index];
+  }
+
+  FUSED_HOST_DEVICE acc_t operator()(acc_t x, acc_t share) const {
+    return scale * SoftmaxSum<acc_t>::term(x - origin) - factor * share;
   }
 };
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import compile_losses
+from compile_losses.recognize.aten_replay import kept_source
 from tests.constants import set_constants
 from tests.distributed.world import (
     FLATTENS,
@@ -244,6 +245,24 @@ def test_what_has_no_sharded_form_is_left_to_torch():
     (site,) = report.losses
     assert site.status == "declined"
     assert "no sharded form" in site.reason
+
+
+def prim_redistribute(tensor):
+    return tensor
+
+
+@pytest.mark.parametrize("module", ["torch._dynamo.variables.tensor", "somebody.else"])
+@pytest.mark.parametrize("layout", ["1", "R"])
+def test_a_redistribution_of_torch_2_11(layout, module, monkeypatch):
+    """There Dynamo has a function in place of the method."""
+    monkeypatch.setattr(prim_redistribute, "__module__", module)
+    sharded, redistributed = arguments(("1", layout), (ROWS, CLASSES), (ROWS, CLASSES))
+    graph = torch.fx.Graph()
+    source = graph.placeholder("x")
+    node = graph.call_function(prim_redistribute, (source,))
+    source.meta["example_value"], node.meta["example_value"] = sharded, redistributed
+    keeps = layout == "1" and module.startswith("torch.")
+    assert kept_source(node) is (source if keeps else None)
 
 
 def test_ranks_share_no_compiled_graphs():

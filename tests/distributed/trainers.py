@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -257,6 +257,82 @@ def check_fsdp2_of_head() -> None:
     """The head is a module of its own, whose weight is freed after each call: its loss is a kernel,
     and its logits are held."""
     fsdp2("up", "down", "head", ops=["cross_entropy"], lazy_logits=True)
+
+
+class HeadWithLoss(nn.Linear):
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(super().forward(hidden).float(), labels, reduction="sum")
+
+
+def check_fsdp2_of_head_with_loss() -> None:
+    """The head returns its loss, between the hooks that gather its weight: one graph of both."""
+
+    def train(compiled: Callable[..., Any]) -> Trained:
+        model = new_model()
+        head = HeadWithLoss(HIDDEN, CLASSES, bias=False)
+        head.weight = model.head.weight
+        model.head = head
+        for name in ("up", "down", "head"):
+            fully_shard(model.get_submodule(name))
+        head.forward = compiled(head.forward)
+
+        def forward(tokens: Tensor, labels: Tensor, count: Any) -> Tensor:
+            return head(model.hidden(tokens).flatten(0, 1), labels.flatten()) / count
+
+        model.forward = forward
+        fully_shard(model)
+
+        def last(is_last: bool) -> Any:
+            model.set_requires_gradient_sync(is_last)
+            return nullcontext()
+
+        return steps(model, model, last)
+
+    trains_as_stock(train, alone(dist.get_world_size()))
+
+
+class ShardedHead(LanguageModel):
+    """Its head has its own classes on each rank, and its loss is that of all ranks' rows."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def forward(self, tokens: Tensor, labels: Tensor, count: Any) -> Tensor:
+        hidden, labels = (
+            DTensor.from_local(own.flatten(0, 1), self.mesh, [Shard(0)])
+            for own in (self.hidden(tokens), labels)
+        )
+        loss = F.cross_entropy(self.head(hidden).float(), labels, reduction="sum")
+        return loss.full_tensor() / count
+
+
+def check_fsdp2_beside_sharded_head() -> None:
+    """The weight of the head is never gathered: its op gathers hidden states."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+
+    def train(compiled: Callable[..., Any]) -> Trained:
+        torch.manual_seed(0)
+        model = ShardedHead(mesh)
+        weight = nn.Parameter(distribute_tensor(model.head.weight, mesh, [Shard(0)]))
+        model.head.weight = weight
+        for part in (model.up, model.down):
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh, ignored_params={weight})
+        for part in model.modules():
+            if isinstance(part, FSDPModule):  # a sum of the ranks' gradients, as the head's is
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)  # gloo has nothing else
+        step = compiled(model)
+
+        def last(is_last: bool) -> Any:
+            model.set_requires_gradient_sync(is_last)
+            return nullcontext()
+
+        return steps(model, lambda *batch: step(*batch) / world, last)
+
+    trains_as_stock(train, alone(world))
 
 
 def parallel(model: LanguageModel, mesh: Any) -> LanguageModel:

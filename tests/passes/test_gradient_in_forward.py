@@ -16,11 +16,18 @@ from compile_losses.lower.gradient_in_forward import (
     refusal_ahead,
 )
 from compile_losses.lower.node_relations import depends_on_tangents, storage_of
+from tests.constants import set_constants
 from tests.corpus.capture import inputs_for
 from tests.passes.graphs import aten, fused, indexed, of_aten, one, returned, text
 from tests.passes.outcomes import assert_same, results_of
 
 CE = (None, 1, -100, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def small_gradients(monkeypatch):
+    """They are computed ahead one at a time, as large ones are."""
+    set_constants(monkeypatch, ahead_bytes=0)
 
 
 def given(dtype=torch.float32):

@@ -1,0 +1,30 @@
+"""The body of the binary cross entropies of all numbers of a matrix."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compile_losses.bodies.blocks import blocks, total
+from compile_losses.ops.checks import accumulation_type
+
+
+def pairs(
+    result: Tensor, input: Tensor, target: Tensor, bias: Tensor | None, factor: Tensor
+) -> None:
+    dtype = accumulation_type(input.dtype)
+    columns = torch.arange(input.shape[1], device=input.device)
+    sums = []
+    for block in blocks(input.shape[:1], input.device, input.shape[1]):
+        x, own = block(input).to(dtype), block(target)
+        if bias is not None:
+            x = x + bias
+        if own.dim() == 1:
+            own = own.unsqueeze(1) == columns
+        negative = torch.where(own, -x, x)
+        each = F.softplus(negative) if dtype == torch.float32 else -F.logsigmoid(-negative)
+        sums.append(each.sum())
+        gradient = negative.sigmoid_().mul_(factor.reshape(()))
+        block(input).copy_(torch.where(own, -gradient, gradient))
+    result.copy_(total(sums, input))
