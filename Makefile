@@ -18,6 +18,9 @@
 #
 # `make clean` and set up again to change one of those of `make setup`.
 
+# Otherwise each process of the tests might compile the bytecode of thousands of modules.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTHON ?= python3
 PIP_FLAGS ?=
 HOST_PACKAGES ?=
