@@ -18,6 +18,9 @@
 #
 # `make clean` and set up again to change one of those of `make setup`.
 
+# Otherwise each process of the tests might compile the bytecode of thousands of modules.
+export PYTHONDONTWRITEBYTECODE :=
+
 PYTHON ?= python3
 PIP_FLAGS ?=
 HOST_PACKAGES ?=
@@ -155,6 +158,9 @@ docs: $(STAMP)  ## build/site: the pages of docs/ and the API; a warning or a br
 # older one, for the sources that have other paths there. launch.cuh has nothing in their place.
 ARCHS ?= 9.0 8.0
 HAVE_OTHER_PATHS := $(filter-out %/launch.cuh,$(shell grep -l '__CUDA_ARCH__ >=' csrc/cuda/*))
+# A newer nvcc can leave out most optimisations. It still tells of instructions that an architecture
+# lacks, and of too much shared memory.
+FASTEST = -O0 $(if $(shell $(NVCC) --help 2> /dev/null | grep -F -- --Ofast-compile),-Ofc=max)
 gencodes = $(foreach arch,$(subst .,,$(1)),-gencode arch=compute_$(arch),code=sm_$(arch))
 cuda-check:  ## compile every CUDA source, if there is an nvcc, for ARCHS="9.0 8.0"; needs no GPU
 	@if command -v $(NVCC) > /dev/null; then \
@@ -162,7 +168,7 @@ cuda-check:  ## compile every CUDA source, if there is an nvcc, for ARCHS="9.0 8
 			sh -c 'archs="$(call gencodes,$(firstword $(ARCHS)))"; \
 				$(NVCC) -std=c++20 -MM {} | grep -qF $(addprefix -e ,$(HAVE_OTHER_PATHS)) \
 					&& archs="$(call gencodes,$(ARCHS))"; \
-				echo "$(NVCC) $$archs {}"; exec $(NVCC) -std=c++20 -O3 -c -o /dev/null $$archs {}'; \
+				echo "$(NVCC) $$archs {}"; exec $(NVCC) -std=c++20 $(FASTEST) -c -o /dev/null $$archs {}'; \
 	else echo "cuda-check: skipped, there is no $(NVCC) on the PATH"; fi
 
 sdist: $(STAMP)  ## dist/*.tar.gz

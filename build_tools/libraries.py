@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,8 +77,12 @@ class Unit:
         return Path(f"{self.source}.{self.loss}.o" if self.loss else f"{self.source}.o")
 
     @property
+    def binds(self) -> bool:
+        return (ROOT / self.source).parent == BINDING
+
+    @property
     def flags(self) -> list[str]:
-        flags = ["-O1"] if (ROOT / self.source).parent == BINDING else []
+        flags = ["-O1"] if self.binds else []
         return [*flags, f"-DFUSED_LOSS={self.loss}"] if self.loss else flags
 
 
@@ -95,11 +100,23 @@ class Library(Extension):
         compilers: dict[str, list[str]],  # suffix of a source -> the command without its files
         link_flags: list[str],
         optional: bool = False,
+        instructions: Sequence[str] = (),  # flags for kernels
+        bindings: str = "",  # the folder of objects that several libraries share
     ) -> None:
         super().__init__(f"compile_losses.{name}", sources, optional=optional, py_limited_api=True)
         self.compilers = compilers
         self.linker = [*COMPILER, "-shared"]
         self.link_flags = [*LINK_FLAGS, *link_flags]
+        self._instructions = list(instructions)
+        self._bindings = bindings
+
+    def flags_of(self, unit: Unit) -> list[str]:
+        return [*([] if unit.binds else self._instructions), *unit.flags]
+
+    def object_of(self, unit: Unit) -> Path:
+        """Relative to the folder of all objects."""
+        own = self.name.rpartition(".")[2]
+        return Path(self._bindings if unit.binds and self._bindings else own) / unit.object
 
     @property
     def units(self) -> list[Unit]:
@@ -129,13 +146,15 @@ def instruction_sets() -> dict[str, list[str]]:
 
 
 def cpu_libraries() -> list[Library]:
-    """One library for each instruction set, from the same sources."""
+    """One library for each instruction set, from the same sources and the same bindings."""
     return [
         Library(
             f"_cpu_{name}",
             sources("csrc/binding/*.cpp", "csrc/cpu/*.cpp"),
-            {".cpp": [*COMPILER, *CXX_FLAGS, *VECTOR_FLAGS, *flags, *INCLUDES]},
+            {".cpp": [*COMPILER, *CXX_FLAGS, *VECTOR_FLAGS, *INCLUDES]},
             ["-ltorch_cpu"],
+            instructions=flags,
+            bindings="_cpu_bindings",
         )
         for name, flags in instruction_sets().items()
     ]

@@ -17,6 +17,7 @@ class BuildFile:
     def __init__(self, folder: Path, outputs: dict[str, Path]) -> None:
         self.path = folder / "build.ninja"
         self.outputs = outputs  # by the library's name
+        self._objects: set[Path] = set()
         self.lines = [f"builddir = {_path(folder)}"]
 
     def add(self, library: Library) -> None:
@@ -32,8 +33,11 @@ class BuildFile:
         objects = []
         for unit in library.units:
             objects.append(self.object_of(library, unit))
+            if objects[-1] in self._objects:
+                continue  # of another library, too
+            self._objects.add(objects[-1])
             self._build(objects[-1], f"{stem}{unit.source.suffix}", [unit.source])
-            if flags := self.flags_of(unit):
+            if flags := self.flags_of(library, unit):
                 self.lines.append(f"  flags = {_shell(flags)}")
         self.lines += [
             f"rule {stem}.so",
@@ -43,10 +47,10 @@ class BuildFile:
         self._build(self.outputs[library.name], f"{stem}.so", objects)
 
     def object_of(self, library: Library, unit: Unit) -> Path:
-        return self.path.parent / library.name.rpartition(".")[2] / unit.object
+        return self.path.parent / library.object_of(unit)
 
-    def flags_of(self, unit: Unit) -> list[str]:
-        return unit.flags
+    def flags_of(self, library: Library, unit: Unit) -> list[str]:
+        return library.flags_of(unit)
 
     def _build(self, output: Path, rule: str, inputs: list[Path]) -> None:
         self.lines.append(f"build {_path(output)}: {rule} {' '.join(map(_path, inputs))}")

@@ -31,8 +31,8 @@ class Linking(BuildFile):
 class Quickly(BuildFile):
     """Without optimizations."""
 
-    def flags_of(self, unit: Unit) -> list[str]:
-        return [*super().flags_of(unit), "-O0"]
+    def flags_of(self, library: Library, unit: Unit) -> list[str]:
+        return [*super().flags_of(library, unit), "-O0"]
 
 
 def rebuild(loss: str, built: Path) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.guards
+import torch._dynamo.utils
+from torch._functorch._aot_autograd import graph_compile
 
 from compile_losses import (
     functional,
@@ -37,6 +39,25 @@ for _dtype in (torch.float32, torch.float64):
 torch.set_num_threads(_threads)
 
 
+#: Functions of torch that take time in each compilation or test, and results in their place.
+UNREAD: list[tuple[Any, str, Any]] = [
+    # Dynamo measures the guards of each graph after emptying the processor's caches: a fifth of the
+    # time of a small graph without Inductor's code, for a number that no test reads.
+    (torch._dynamo.guards, "profile_guard_manager", 0.0),
+    # The graphs and the settings as text, for structured traces and records of each compilation.
+    (graph_compile, "_log_joint_graph", None),
+    (graph_compile, "_log_fw_bw_graphs", (None, None)),
+    (torch._dynamo.utils, "_get_dynamo_config_for_logging", None),
+    (torch._dynamo.utils, "_scrubbed_inductor_config_for_logging", None),
+]
+# A seed is kept for devices that may be found later, with the stack of the call as text.
+UNREAD += [
+    (module, "manual_seed_all", None)
+    for module in (torch.cuda, torch.xpu, torch.mtia)
+    if not module.is_available()
+]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """The workers of a run share the cores: two threads each, and as many for their children.
     Faults of the package end a compilation, and no process tells what it
@@ -47,31 +68,35 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         os.environ.setdefault("OMP_NUM_THREADS", "2")
         torch.set_num_threads(min(2, torch.get_num_threads()))
-    # Dynamo measures the guards of each graph after emptying the processor's caches: a fifth of the
-    # time of a small graph without Inductor's code, for a number that no test reads.
-    if hasattr(torch._dynamo.guards, "profile_guard_manager"):
-        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    for module, name, result in UNREAD:
+        if hasattr(module, name):
+            setattr(module, name, lambda *_, result=result, **__: result)
     # Compilations make many objects and little garbage: what is young is not collected after each.
     gc.set_threshold(50_000, 20, 100)
     torch._dynamo.config.run_gc_after_compile = False
 
 
-#: Files whose tests share what processes of theirs took long to make: one worker runs them all.
-BY_ONE_WORKER = tuple(
+#: Files whose tests share processes, and what these took long to compute.
+OF_RANKS = tuple(
     f"tests/distributed/test_{name}.py"
     for name in ("processes", "benchmark", "contrastive", "trainers")
 )
+#: Its tests of a program share the graphs.
+OF_PROGRAMS = "tests/passes/test_programs.py"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Those files first, and then one test after another."""
+    """One worker runs the tests that share something. They come first."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::")[0]
-            return file if file in BY_ONE_WORKER else nodeid
+            file, _, test = nodeid.partition("::")
+            if file in OF_RANKS:
+                return "ranks"
+            program = test.partition("[")[2] if file == OF_PROGRAMS else ""
+            return program or nodeid
 
         def _pending_of(self, workload: dict[str, dict[str, bool]]) -> int:
             """Forgets what is through, which would be counted again after each of thousands."""

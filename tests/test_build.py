@@ -239,6 +239,21 @@ def test_kernels_keep_their_optimizations():
         assert folders == {"binding": True, "cpu": False}
 
 
+def test_instruction_sets_share_the_bindings(tmp_path):
+    libraries = cpu_libraries()
+    file = BuildFile(tmp_path, {each.name: tmp_path / f"{each.name}.so" for each in libraries})
+    for library in libraries:
+        file.add(library)
+        for unit in library.units:
+            flags = file.flags_of(library, unit)
+            assert ("-mavx2" in flags) == ("avx" in library.name and not unit.binds)
+    sources = [line.split()[-1] for line in file.lines if ".cpp.o: " in line]
+    assert sources.count("csrc/binding/nll_loss.cpp") == 1
+    assert sources.count("csrc/cpu/nll_loss.cpp") == len(libraries)
+    linked = [line for line in file.lines if ".so: " in line]
+    assert all("/_cpu_bindings/csrc/binding/nll_loss.cpp.o" in line for line in linked)
+
+
 def test_folders_of_torch():
     """As torch names them. They are told without its import."""
     from torch.utils import cpp_extension

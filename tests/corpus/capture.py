@@ -21,6 +21,7 @@ from torch._inductor import compile_fx
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.virtualized import V
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from compile_losses import inductor_passes
 from compile_losses.lower import Decision, donated_buffers, in_place, plan
@@ -70,12 +71,15 @@ def small_as_large() -> Iterator[None]:
 
 
 def copied(gm: GraphModule) -> GraphModule:
-    """A copy whose nodes may be changed; the fakes are shared."""
+    """A copy whose nodes may be changed; the fakes are shared.
+
+    Its code is made when it first runs, which most copies never do.
+    """
     graph = Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     (output,), (ours,) = gm.graph.find_nodes(op="output"), graph.find_nodes(op="output")
     ours.meta = dict(output.meta)
-    copy = GraphModule(gm, graph)
+    copy = _LazyGraphModule(gm, graph)
     copy.meta = dict(gm.meta)
     return copy
 

@@ -3,6 +3,8 @@
 Run by tests/distributed/test_benchmark.py.
 """
 
+import os
+import sys
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -44,7 +46,18 @@ def raises_with_many_rows(hidden, weight, target):
 
 BROKEN = (wrong_on_one, nan, raises, raises_on_one, raises_with_many_rows)
 
-if __name__ == "__main__":
+
+def measure(rank: int, world: int, port: int, options: list[str]) -> None:
+    """The benchmark on a rank.
+
+    Args:
+        port: of the store of the process that has started the ranks, as torchrun has one.
+        options: of the command line.
+    """
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    sys.argv[1:] = options
     CpuClock.warm_up_ms = 0.0  # no test compares times
     contenders = dict(CONTENDERS)
     CONTENDERS.clear()

@@ -19,7 +19,7 @@ from torch.distributed.nn import functional as collectives
 
 from compile_losses.functional import contrastive_cross_entropy, contrastive_sigmoid_cross_entropy
 from tests.constants import set_constants
-from tests.distributed.processes import checks_in, report_checks
+from tests.distributed.processes import checks_in
 from tests.graphs import interpreted
 from tests.linear_problems import largest_allocation
 from tests.models.training import reported
@@ -216,7 +216,3 @@ def check_siglip_in_one_graph() -> None:
 
 
 CHECKS = checks_in(globals())
-
-
-if __name__ == "__main__":
-    report_checks({name: lambda _, check=check: check() for name, check in CHECKS.items()})

@@ -6,14 +6,15 @@ through.
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,46 +22,71 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import ROOT
 from tests.kernels import plan_bodies_as_kernels
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+#: What takes longer to import than most checks take: one process does, and all ranks on CPUs are
+#: forked from it.
+IMPORTED = [
+    *(f"tests.distributed.{name}" for name in ("ranks", "trainers", "contrastive", "contenders")),
+    "torch._inductor.compile_fx",
+]
+#: Of this rank.
+device = torch.device("cpu")
+
+
+def start(function: Callable[..., None], kind: str, world: int, *given: Any) -> list[BaseProcess]:
+    """Processes that call a function of a module with the rank of each, and with what is given.
+
+    Args:
+        kind: of device. Ranks on GPUs are not forked: CUDA does not work in a process that is
+            forked from one that has looked for GPUs.
+    """
+    context = multiprocessing.get_context("forkserver" if kind == "cpu" else "spawn")
+    if kind == "cpu":
+        context.set_forkserver_preload(IMPORTED)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        context.Process(target=_call, args=(environment, function, rank, *given))
+        for rank in range(world)
+    ]
+    for rank in ranks:
+        rank.start()
+    return ranks
+
+
+def _call(environment: dict[str, str], function: Callable[..., None], *given: Any) -> None:
+    os.environ.clear()  # of the process that this one is forked from
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    function(*given)
 
 
 def run(module: str, folder: Path, kind: str, world: int, names: Sequence[str]) -> None:
-    """Starts so many processes of a module, and waits for them.
+    """Starts so many processes for checks of a module, and waits for them.
 
     Args:
-        module: ends with ``report_checks``, of the checks that it has.
+        module: has a dictionary ``CHECKS``.
         folder: for the reports.
         names: of the checks.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", module, str(folder), kind, str(world)]
-    ranks = [
-        subprocess.Popen([*command, str(rank), *names], env=environment, cwd=ROOT)
-        for rank in range(world)
-    ]
-    wait(ranks, folder)
+    wait(start(report_checks, kind, world, module, folder, kind, world, names), folder)
 
 
 def wait(
-    ranks: Sequence[subprocess.Popen[bytes]],
-    folder: Path,
-    patience: float = 400,
-    pause: float = 0.2,
+    ranks: Sequence[BaseProcess], folder: Path, patience: float = 400, pause: float = 0.2
 ) -> None:
     """Until all ranks end. If none ends or writes a report for so many seconds, they are killed: a
     machine with other work may take long for all checks, but not for one."""
     before, since = None, time.monotonic()
-    while any(rank.poll() is None for rank in ranks):
-        progress = ([rank.poll() for rank in ranks], len(list(folder.iterdir())))
+    while any(rank.exitcode is None for rank in ranks):
+        progress = ([rank.exitcode for rank in ranks], len(list(folder.iterdir())))
         if progress != before:
             before, since = progress, time.monotonic()
         elif time.monotonic() - since > patience:
             for rank in ranks:
                 rank.kill()
-                rank.wait()
+                rank.join()
         time.sleep(pause)
 
 
@@ -73,7 +99,7 @@ def assert_passed(folder: Path, name: str, world: int) -> None:
         assert found == "passed", f"rank {rank}: {found}"
 
 
-def checks_in(module: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+def checks_in(module: Mapping[str, Any]) -> dict[str, Callable[[], None]]:
     """The functions ``check_X`` among a module's globals, by ``X``."""
     return {
         name.removeprefix("check_"): check
@@ -83,15 +109,21 @@ def checks_in(module: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
 
 
 def report_checks(
-    checks: Mapping[str, Callable[[torch.device], None]], patience: float = 300
+    rank: int,
+    module: str,
+    folder: Path,
+    kind: str,
+    world: int,
+    names: Sequence[str],
+    patience: float = 300,
 ) -> None:
     """What a rank does: it joins the others, and runs the checks that it is asked for.
 
     Args:
-        checks: each is given the rank's device.
         patience: a collective that waits longer for another rank raises; in seconds.
     """
-    folder, kind, world, rank = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5])
+    global device
+    checks = importlib.import_module(module).CHECKS
     device = torch.device(kind)
     if kind != "cpu":
         device = torch.device(kind, rank)
@@ -103,11 +135,11 @@ def report_checks(
         world_size=world,
         timeout=timedelta(seconds=patience),
     )
-    for name in sys.argv[5:]:
+    for name in names:
         try:
             with pytest.MonkeyPatch.context() as patch:
                 plan_bodies_as_kernels(patch)
-                checks[name](device)
+                checks[name]()
             found = "passed"
         except Exception:
             found = traceback.format_exc()

@@ -23,27 +23,27 @@ from compile_losses.distributed.data_parallel import global_mean
 from compile_losses.lazy import LazyLogits, automatic
 from compile_losses.linear import linear_log_probs, linear_softmax_kl_div
 from tests.constants import set_constants
-from tests.distributed.processes import checks_in, report_checks
+from tests.distributed import processes
+from tests.distributed.processes import checks_in
 
 WORLD = 2
-device = torch.device("cpu")  # of this rank; each check is told
 ROWS, CLASSES, HIDDEN = 7, 11, 6
 
 
 def rand(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(processes.device)
 
 
 def labels():
     target = torch.randint(CLASSES, (ROWS,), generator=torch.Generator().manual_seed(1))
     target[:4] = -100  # all of rank 0's, where rows are sharded
-    return target.to(device)
+    return target.to(processes.device)
 
 
 @cache  # torch 2.13 compiles no op of DTensors on a second mesh that equals the first
 def mesh_of(shape=(WORLD,), names=None):
-    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+    return init_device_mesh(processes.device.type, shape, mesh_dim_names=names)
 
 
 def same(ours, exact, tolerance=1e-12):
@@ -221,7 +221,7 @@ class Model(nn.Module):
 
 def model():
     torch.manual_seed(0)
-    return Model().double().to(device)
+    return Model().double().to(processes.device)
 
 
 def mean_of_tokens(logits, target, group=None):
@@ -274,7 +274,7 @@ class Returning(nn.Module):
         super().__init__()
         self.inner = model()
         self.inner.head = nn.Linear(self.inner.head.in_features, 4 * CLASSES).to(
-            device, torch.float64
+            processes.device, torch.float64
         )
 
     def forward(self, x, target):
@@ -379,16 +379,3 @@ def check_lazy_fsdp2():
 
 
 CHECKS = checks_in(globals())
-
-
-def on(check):
-    def run(given):
-        global device
-        device = given
-        check()
-
-    return run
-
-
-if __name__ == "__main__":
-    report_checks({name: on(check) for name, check in CHECKS.items()})

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+from torch.distributed import TCPStore
 
 from benchmarks import linear_steps, plots, report
-from tests import ROOT
 from tests.distributed.chosen import chosen
-from tests.distributed.contenders import BROKEN
+from tests.distributed.contenders import BROKEN, measure
+from tests.distributed.processes import start, wait
 
 OURS = ("ours", "ours_linear", "ours_compiled")
 LOG_PROBS = (
@@ -24,6 +21,7 @@ DIVERGENCES = (
 )
 OF_ROWS = ("stock_gathered", "ours_gathered", "ours_of_rows", "ours_of_logits_of_rows")
 EXCHANGES = ("exchange_weight", "exchange_hidden")
+RANKS = 2
 SHAPE = "96x16x1001"
 
 
@@ -31,18 +29,14 @@ SHAPE = "96x16x1001"
 def rows(request, tmp_path_factory):
     """What two ranks write, all contenders that are asked for in one run."""
     path = tmp_path_factory.mktemp("benchmark") / "steps.csv"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     options = ["--device=cpu", "--dtype=float32", f"--shape={SHAPE}", "--budget=0.01"]
     more = ["--timeout=25", "--commit=abc", "--no-plots", f"--output={path}"]
     if names := [*chosen(test_who_breaks_has_a_reason, request), *chosen(test_figures, request)]:
         more += ["--contender", *names]
-    subprocess.run(
-        [*command, "-m", "tests.distributed.contenders", *options, *more],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        cwd=ROOT,
-        timeout=300,
-        check=True,
-    )
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    ranks = start(measure, "cpu", RANKS, RANKS, store.port, [*options, *more])
+    wait(ranks, path.parent)
+    assert [rank.exitcode for rank in ranks] == [0] * RANKS
     return {row.contender: row for row in report.read(path, linear_steps.Row)}
 
 

@@ -5,14 +5,13 @@ On CPUs through gloo, and on two GPUs through NCCL.
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import time
 
 import pytest
 import torch
 
 from tests.distributed.chosen import chosen
-from tests.distributed.processes import assert_passed, run, wait
+from tests.distributed.processes import assert_passed, run, start, wait
 from tests.distributed.ranks import CHECKS, WORLD
 
 TWO_GPUS = [
@@ -29,15 +28,24 @@ def reports(request, tmp_path_factory):
     return folder
 
 
+def writes_slowly(rank, folder):
+    for i in range(8):
+        time.sleep(0.5)
+        (folder / f"slow.{i}").touch()
+
+
+def hangs(rank):
+    time.sleep(60)
+
+
 def test_ranks_that_are_slow_and_ranks_that_hang(tmp_path):
     """Those that write reports may take longer in all than ranks that wait for each other."""
-    slow = "import time\nfor i in range(8): time.sleep(0.5); open(f'slow.{i}', 'w')"
-    ranks = [subprocess.Popen([sys.executable, "-c", slow], cwd=tmp_path)]
+    ranks = start(writes_slowly, "cpu", 1, tmp_path)
     wait(ranks, tmp_path, patience=3)
-    assert [rank.returncode for rank in ranks] == [0]
-    ranks = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])]
+    assert [rank.exitcode for rank in ranks] == [0]
+    ranks = start(hangs, "cpu", 1)
     wait(ranks, tmp_path, patience=1)
-    assert ranks[0].returncode < 0
+    assert ranks[0].exitcode < 0
 
 
 @pytest.mark.sampled(6)

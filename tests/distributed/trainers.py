@@ -38,7 +38,7 @@ from compile_losses import guard, inductor_passes, options, recognize, switches
 from compile_losses.distributed.data_parallel import global_mean
 from tests import ROOT
 from tests.constants import set_constants
-from tests.distributed.processes import checks_in, report_checks
+from tests.distributed.processes import checks_in
 from tests.graphs import interpreted
 from tests.models.training import reported
 
@@ -924,7 +924,3 @@ def check_one_rank_of_a_mesh_fails_later() -> None:
 
 
 CHECKS = checks_in(globals())
-
-
-if __name__ == "__main__":
-    report_checks({name: lambda _, check=check: check() for name, check in CHECKS.items()})
