@@ -17,7 +17,7 @@ from benchmarks.report import ROOT
 from benchmarks.sharded_heads import NETWORK, WAYS, Head
 
 RESULTS = ROOT / "benchmarks" / "results"
-_WITH_TABLES = ("performance", "kernels", "heads")
+_WITH_TABLES = ("performance", "kernels", "heads", "distributed")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in _WITH_TABLES))
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 

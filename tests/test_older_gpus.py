@@ -45,6 +45,7 @@ def test_kernels(arch, bulk):
     assert ("cross_entropy_bulk_kernel" in done.stdout) == bulk
 
 
+@pytest.mark.slow
 def test_values_and_gradients():
     chosen = ("-m", "gpu and not slow", "-k", "cross_entropy or nll_loss")
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short")

@@ -14,6 +14,8 @@ factor of one element on the device. If another forward's gradient is still held
 one before it allocates: after all forwards there are no more bytes than torch's backward holds.
 
 Either way the gradient is that of ``X_with_grad`` for the same arguments, and has the same bits.
+The loss is that of ``X_with_grad`` or of ``X_forward``, whose kernels may round its last bit to
+either side.
 The element itself is never read. What tells a gradient is the identity of its memory, so that a
 copy of the element, as hooks of saved tensors make it, only has the gradient computed anew.
 """
