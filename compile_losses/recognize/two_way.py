@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from compile_losses.graphs import emit, erase_unused, replace_uses
+from compile_losses.graphs import ancestors, emit, erase_unused, replace_uses
 from compile_losses.op_traits import CASTS, QUOTIENTS, SCALINGS, TURNS, View
 from compile_losses.recognize.aten_replay import AtenReplay, same_sizes
 from compile_losses.recognize.logits import followed_by
+from compile_losses.recognize.memory import memory_of, storage_of
 from compile_losses.recognize.moved_nodes import move_before
 from compile_losses.recognize.shared_logits import Rewritten
 from compile_losses.recognize.symbolic_tensors import Value, example
@@ -74,11 +76,26 @@ def join_directions(graph: Graph, replay: AtenReplay) -> list[Rewritten]:
     while left:
         first, *left = left
         for second in left:
-            if first.is_turned(second) and move_before([second.target], first.node, replay):
+            if not first.is_turned(second) or not _reads_what_stays(first, second):
+                continue
+            if move_before([second.target], first.node, replay):
                 left.remove(second)
                 joined.append(_join(first, second))
                 break
     return joined
+
+
+def _reads_what_stays(first: Direction, second: Direction) -> bool:
+    """Whether nothing is written to what the calls read apart from each other: the operands are
+    computed alike, but a write would lie between them."""
+    of_first, of_second = (set(ancestors([each.input, each.weight])) for each in (first, second))
+    apart = of_first ^ of_second
+    read = {n for each in apart for n in (each, *each.all_input_nodes)}
+    read |= {each for d in (first, second) for each in (d.input, d.weight, d.target)}
+    tensors = [example(node) for node in read if isinstance(example(node), Tensor)]
+    storages = set(map(storage_of, tensors))
+    memory = memory_of(first.node.graph)
+    return None not in storages and not storages & {*memory.storages, *memory.later}
 
 
 def _join(first: Direction, second: Direction) -> Rewritten:

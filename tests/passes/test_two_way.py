@@ -161,6 +161,43 @@ def written_between(a, b, scale, rows, columns, *_):
     return by_rows.detach() + F.cross_entropy(b @ a.T, columns)
 
 
+def operand_written(a, b, scale, rows, columns, *_):
+    a, b = a.detach().clone(), b.detach()
+    by_rows = F.cross_entropy(a @ b.T, rows)
+    a.mul_(2)
+    return by_rows + F.cross_entropy(b @ a.T, columns) + scale
+
+
+def source_written(a, b, scale, rows, columns, *_):
+    """Between the losses, and between the operands that are computed alike."""
+    a, b = a.detach().clone(), b.detach()
+    by_rows = F.cross_entropy((a * 3) @ b.T, rows)
+    a.mul_(2)
+    return by_rows + F.cross_entropy(b @ (a * 3).T, columns) + scale
+
+
+def source_written_before(a, b, scale, rows, columns, *_):
+    a, b = a.detach().clone(), b.detach()
+    scaled = a * 3
+    a.mul_(2)
+    by_rows = F.cross_entropy(scaled @ b.T, rows)
+    return by_rows + F.cross_entropy(b @ (a * 3).T, columns) + scale
+
+
+def factor_written(a, b, scale, rows, columns, *_):
+    a, b, factor = a.detach(), b.detach(), scale.detach().clone()
+    by_rows = F.cross_entropy(a @ b.T * factor, rows)
+    factor.mul_(2)
+    return by_rows + F.cross_entropy(b @ a.T * factor, columns) + scale
+
+
+def target_written(a, b, scale, rows, columns, *_):
+    columns = columns.clone()
+    by_rows = F.cross_entropy(a @ b.T, rows)
+    columns[3] = 1
+    return by_rows + F.cross_entropy(b @ a.T, columns)
+
+
 def target_of_the_loss(a, b, scale, rows, columns, *_):
     by_rows = F.cross_entropy(a @ b.T, rows)
     shifted = columns.clamp(min=0) * (by_rows > 0)
@@ -170,6 +207,7 @@ def target_of_the_loss(a, b, scale, rows, columns, *_):
 NEAR_MISSES = [
     *(another_scale, scaled_twice, another_sign, same_direction, other_options, class_weights),
     *(a_bias, other_rows, divided_by_it, scaled_by_rows, without_gradient, written_between),
+    *(operand_written, source_written, source_written_before, factor_written, target_written),
     target_of_the_loss,
 ]
 
