@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import compile_losses.ops
 from compile_losses import library
+from tests.constants import set_constants
 from tests.specs import SPECS
 
 fused = torch.ops.fused
@@ -177,8 +178,9 @@ class TestWithoutGradients:
             torch.testing.assert_close(self.op(*self.given), self.value)
         assert kernels == [True, False]
 
-    def test_compiled_code_takes_it(self, kernels, kernels_for_small_losses):
+    def test_compiled_code_takes_it(self, kernels, kernels_for_small_losses, monkeypatch):
         """In the forward and in the backward."""
+        set_constants(monkeypatch, ahead_bytes=1 << 30)
         x = torch.randn(64, 64, requires_grad=True)
         step = torch.compile(lambda x: F.cross_entropy(x, x.argmax(-1)), backend="compile_losses")
         step(x).backward()

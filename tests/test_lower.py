@@ -16,6 +16,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 from compile_losses import inductor_passes
+from tests.constants import set_constants
 from tests.graphs import Head, classes, compare, distributions, real, step
 
 pytestmark = pytest.mark.usefixtures("kernels_for_small_losses")
@@ -592,8 +593,9 @@ def test_gradient_in_forward_of_leaves_of_any_size(mark, graphs):
     assert "_with_grad" in graphs["joint"][0]
 
 
-def test_leaf_gradient_in_place(graphs):
-    """The unit gradient of a graph input becomes its gradient, without a second buffer."""
+def test_leaf_gradient_in_place(graphs, monkeypatch):
+    """The unit gradient of a small graph input becomes its gradient, without a second buffer."""
+    set_constants(monkeypatch, ahead_bytes=1 << 30)
     logits = torch.randn(8, 12, requires_grad=True)
     labels = torch.randint(12, (8,))
     compiled = torch.compile(F.cross_entropy, backend="compile_losses")

@@ -123,7 +123,7 @@ def operands_outlive(loss: Loss, graph: AtenGraph) -> bool:
     kept = set(map(storage_of, held))
     read = {loss.input, *tensors_read(loss.backwards[0])}
     operands = [n for n in dict.fromkeys(named.values()) if isinstance(n, Node) and n in read]
-    values = {n: n.meta["val"] for n in operands}
+    values = {n: v for n in operands if isinstance(v := n.meta["val"], Tensor)}
     large = [n for n, v in values.items() if v.is_floating_point() and v.dim() == input.dim()]
     if not all(storage_of(n) in kept or _is_read_again(n, loss, graph) for n in large):
         return False
