@@ -156,7 +156,7 @@ class AtenReplay:
         # A second computation without gradients has the same numbers, but is another tensor.
         differentiable = getattr(example(value.node), "requires_grad", False)
         # The first of equal Values stands for all, so that keys do not grow with the graph.
-        return self._first.setdefault((value.op, _hashable(parts), differentiable), value)
+        return self._first.setdefault((value.op, hashable(parts), differentiable), value)
 
     def _replay(self, node: Node) -> Value:
         """The Value that a node holds, by a run on fakes; without an op if it can't be replayed."""
@@ -266,12 +266,12 @@ def _is_replayable(tensor: Tensor) -> bool:
     return type(tensor) is FakeTensor or (are_dtensors(tensor) and fake_mode(tensor) is not None)
 
 
-def _hashable(argument: Any) -> Hashable:
+def hashable(argument: Any) -> Hashable:
     """An argument of an op in a form that compares by value; what can't be hashed by identity."""
     if isinstance(argument, list | tuple):
-        return tuple(map(_hashable, argument))
+        return tuple(map(hashable, argument))
     if isinstance(argument, dict):
-        return tuple(sorted((key, _hashable(item)) for key, item in argument.items()))
+        return tuple(sorted((key, hashable(item)) for key, item in argument.items()))
     if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
         return (type(argument), expression_of(argument))  # hashing one itself may specialise it
     try:

@@ -115,7 +115,7 @@ def _way_to_product(matrix: Node, replay: AtenReplay) -> Way | None:
         return None
     if way is None or way.head.bias is not None or way.head.input.fake.dim() != 2:
         return None
-    return way if all(_is_cut(step) or _is_of_each(step) for step in way.steps) else None
+    return way if all(_is_cut(step) or is_of_each(step) for step in way.steps) else None
 
 
 def _is_cut(step: Value) -> bool:
@@ -123,7 +123,7 @@ def _is_cut(step: Value) -> bool:
     return step.op is aten.slice.Tensor and step.args[0].fake.dim() == 2
 
 
-def _is_of_each(step: Value) -> bool:
+def is_of_each(step: Value) -> bool:
     """Whether an op does the same to each number of a matrix, and has no other matrix."""
     matrix = followed_by(step)
     others = [a for a in tree_leaves((step.args, step.kwargs)) if isinstance(a, Value)]

@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from compile_losses.graphs import ancestors, emit, erase_unused, replace_uses
 from compile_losses.op_traits import CASTS, QUOTIENTS, SCALINGS, TURNS, View
-from compile_losses.recognize.aten_replay import AtenReplay, same_sizes
+from compile_losses.recognize.aten_replay import AtenReplay, aten, hashable
+from compile_losses.recognize.columns_apart import is_of_each
 from compile_losses.recognize.logits import followed_by
 from compile_losses.recognize.memory import memory_of, storage_of
 from compile_losses.recognize.moved_nodes import move_before
 from compile_losses.recognize.shared_logits import Rewritten
 from compile_losses.recognize.symbolic_tensors import Value, example
-from compile_losses.torch_internals.ops import schema_of
+from compile_losses.torch_internals.ops import named_arguments
 from compile_losses.torch_internals.tensors import FakeTensor
 
 fused = torch.ops.fused
@@ -115,10 +115,9 @@ def _join(first: Direction, second: Direction) -> Rewritten:
 def _direction(node: Node, replay: AtenReplay) -> Direction | None:
     """What a call of linear cross entropy computes; None if it has options that the op of both
     directions does not have."""
-    names = [argument.name for argument in schema_of(fused.linear_cross_entropy.default).arguments]
-    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    given = named_arguments(node)
     operands = [given["input"], given["linear_weight"], given["target"]]
-    if any(given.get(name, default) != default for name, default in _DEFAULTS.items()):
+    if any(given[name] != default for name, default in _DEFAULTS.items()):
         return None
     if not all(isinstance(o, Node) and type(example(o)) is FakeTensor for o in operands):
         return None
@@ -131,13 +130,9 @@ def _direction(node: Node, replay: AtenReplay) -> Direction | None:
     if of_input is None or of_weight is None:
         return None
     factors = [*of_input[1], *of_weight[1]]
-    ignored = given.get("ignore_index")
-    options = (
-        given.get("reduction", 1),
-        -100 if ignored is None else ignored,
-        given.get("label_smoothing", 0.0),
-        given.get("dtype"),
-    )
+    if given["ignore_index"] is None:
+        given["ignore_index"] = -100
+    options = tuple(map(given.__getitem__, _SHARED))
     counted = frozenset((factor, factors.count(factor)) for factor in factors)
     return Direction(node, input, weight, target, of_input[0], of_weight[0], counted, options)
 
@@ -169,21 +164,11 @@ def _scaled(value: Value, replay: AtenReplay) -> tuple[Value | None, Hashable]:
     """The matrix that is scaled, by one number each, and what stands for the number; None for the
     matrix if it is not one number."""
     source = followed_by(value)
-    numbers = [a for a in value.args if a is not source] or [-1]  # one argument has a negation
-    divided = value.op in QUOTIENTS and value.args[0] is not source
-    if (
-        source is None
-        or divided
-        or value.kwargs
-        or not same_sizes(source.fake.shape, value.fake.shape)
-    ):
+    numbers = [a for a in value.args if a is not source]
+    if value.op is aten.neg.default:
+        numbers = [-1]
+    # Without another number the matrix is multiplied by itself.
+    if source is None or not numbers or not is_of_each(value):
         return None, None
-    keys: list[Hashable] = []
-    for number in numbers:
-        if isinstance(number, Value):
-            if not statically_known_true(number.fake.numel() == 1):
-                return None, None
-            keys.append(replay.key(number))
-        else:
-            keys.append(number)
+    keys = (replay.key(n) if isinstance(n, Value) else hashable(n) for n in numbers)
     return source, (value.op in QUOTIENTS, *keys)

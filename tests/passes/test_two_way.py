@@ -161,6 +161,11 @@ def written_between(a, b, scale, rows, columns, *_):
     return by_rows.detach() + F.cross_entropy(b @ a.T, columns)
 
 
+def squared(a, b, scale, rows, columns, *_):
+    """Of a product with itself nothing is left when the operand is taken out."""
+    return F.cross_entropy(a * a @ b.T, rows) + F.cross_entropy(b @ -a.T, columns)
+
+
 def operand_written(a, b, scale, rows, columns, *_):
     a, b = a.detach().clone(), b.detach()
     by_rows = F.cross_entropy(a @ b.T, rows)
@@ -208,7 +213,7 @@ NEAR_MISSES = [
     *(another_scale, scaled_twice, another_sign, same_direction, other_options, class_weights),
     *(a_bias, other_rows, divided_by_it, scaled_by_rows, without_gradient, written_between),
     *(operand_written, source_written, source_written_before, factor_written, target_written),
-    target_of_the_loss,
+    *(target_of_the_loss, squared),
 ]
 
 
