@@ -23,8 +23,14 @@ def pairs(
         if own.dim() == 1:
             own = own.unsqueeze(1) == columns
         negative = torch.where(own, -x, x)
-        each = F.softplus(negative) if dtype == torch.float32 else -F.logsigmoid(-negative)
-        sums.append(each.sum())
+        sums.append(losses(negative).sum())
         gradient = negative.sigmoid_().mul_(factor.reshape(()))
         block(input).copy_(torch.where(own, -gradient, gradient))
     result.copy_(total(sums, input))
+
+
+def losses(negative: Tensor) -> Tensor:
+    """The binary cross entropies of the logits of negative pairs, float32 or float64."""
+    if negative.dtype == torch.float32:
+        return F.softplus(negative)
+    return -F.logsigmoid(-negative)  # above 20 softplus returns its argument, too coarse here

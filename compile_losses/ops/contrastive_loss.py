@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compile_losses import library
+from compile_losses.bodies.sigmoid_pairs import losses as losses_of_pairs
 from compile_losses.distributed import mesh_of
 from compile_losses.ops import checks
 from compile_losses.ops.checks import REDUCTIONS, accumulation_type, describe, loss_dtype
@@ -113,7 +114,7 @@ class SigmoidLosses:
     def add(self, rows: slice, logits: Tensor) -> Tensor:
         """Computes the losses of some rows; returns their logits, as of negative pairs."""
         signed = self._signed(rows, self._with_bias(logits))
-        losses = F.softplus(signed) if self.dtype == torch.float32 else -F.logsigmoid(-signed)
+        losses = losses_of_pairs(signed)
         if self.by_row:
             self.each.append(losses.sum(1))
         else:
