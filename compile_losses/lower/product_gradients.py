@@ -8,7 +8,7 @@ is ``sum((g @ b.T) * a)``. So g may be written over x.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,16 @@ from torch import Tensor
 from torch.fx import Node
 
 from compile_losses.device_constants import constants_of
-from compile_losses.graphs import emit, erase_unused, move_before, replace_uses, retrace_views
+from compile_losses.graphs import (
+    emit,
+    erase_unused,
+    give,
+    move_before,
+    replace_uses,
+    retrace_views,
+)
 from compile_losses.lower.aten_graph import AtenGraph
-from compile_losses.lower.cost import nbytes_of
+from compile_losses.lower.cost import hint_of, nbytes_of
 from compile_losses.lower.early_parts import take_parts_early
 from compile_losses.lower.known_factors import is_one_number, scaling_of
 from compile_losses.lower.node_relations import is_generated, is_turned_matrix
@@ -50,9 +57,11 @@ def overwrite_products(graph: AtenGraph) -> None:
                 _sum_of_parts(total, terms, product)
             take_parts_early(product)
         softmaxes = [u for u in product.users if u.target is fused.softmax_sums.default]
-        for gradient in _in_layout(product) if sums or softmaxes else ():
+        gradients = list(_in_layout(product)) if sums or softmaxes else []
+        is_scaled = any(call.args[1] is not None for call in softmaxes)
+        if is_scaled and not _scale_operand(product, softmaxes):
             # Two softmaxes of a scaled product are too many ops for one loop.
-            if any(factor is not None for _, factor in (call.args for call in softmaxes)):
+            for gradient in gradients:
                 _hold_numbers(gradient)
 
 
@@ -245,6 +254,56 @@ def _sum_of_parts(total: Node, terms: _Terms, product: Node) -> None:
         result = emit(total, aten.view.default, (result, list(value.shape)))
     replace_uses(total, result)
     erase_unused([total])
+
+
+def _scale_operand(product: Node, softmaxes: Sequence[Node]) -> bool:
+    """Scales the smaller operand of a product in the place of the product, if nothing reads that
+    unscaled; whether it does.
+
+    Args:
+        softmaxes: the calls that read the product, and are given its factor.
+    """
+    value = product.meta["val"]
+    if value.dtype == torch.float16:  # a small factor may make the operand underflow
+        return False
+    erase_unused([user for user in product.users if user.op != "output"])
+    scaled: dict[Node, tuple[Any, Any]] = {}
+    for user in product.users:
+        if user not in softmaxes:
+            read = list(user.users) if user.target in CASTS else [user]
+            for each in read:
+                operands = scaling_of(each)
+                if operands is None or operands[0] not in (product, user):
+                    return False
+                scaled[each] = each.target, operands[1]
+    if len(set(scaled.values())) != 1:
+        return False
+    ((target, factor),) = set(scaled.values())
+    is_node = isinstance(factor, Node)
+    if is_node and not (is_one_number(factor) and move_before([factor], product)):
+        return False
+    operands = list(product.args)
+    smaller = min((0, 1), key=lambda place: hint_of(operands[place].meta["val"].numel()))
+    wide = _in_dtype(operands[smaller], accumulation_type(value.dtype), product)
+    operands[smaller] = _in_dtype(emit(product, target, (wide, factor)), value.dtype, product)
+    result = emit(product, aten.mm.default, operands, like=product)
+    for node in scaled:
+        replace_uses(node, _in_dtype(result, node.meta["val"].dtype, node))
+    for call in softmaxes:
+        give(call, (result, None))
+    casts = [user for user in product.users if user not in scaled]
+    erase_unused([*scaled, *casts, product])
+    return True
+
+
+def _in_dtype(node: Node, dtype: torch.dtype, place: Node) -> Node:
+    """A node, what it was cast from, or a cast of it."""
+    if node.meta["val"].dtype == dtype:
+        return node
+    before: Any = node.args[0] if node.target in CASTS else None
+    if before is not None and before.meta["val"].dtype == dtype == accumulation_type(dtype):
+        return before  # as it was before it was rounded
+    return emit(place, torch.ops.prims.convert_element_type.default, (node, dtype))
 
 
 def _in_layout(product: Node) -> Iterator[Node]:
