@@ -26,10 +26,11 @@ class DeviceConstants:
             fewer, the product that makes this part does not keep a GPU's processors busy.
         least_classes: the least size of a block of classes. Fewer make the products slower.
         logits_bytes: the most that a chunk's logits take, unless ``least_rows`` rows take more.
-        summed_bytes, part_of_weight, most_bytes: if the weight's gradient is a sum over chunks, a
-            chunk's logits may instead take ``summed_bytes``, or ``part_of_weight`` of the gradient
-            and at most ``most_bytes``. Each chunk but the first reads and writes the gradient, 4
-            bytes an element in a 16-bit dtype against 6 * rows operations.
+        summed_bytes, part_of_weight, part_of_rows, most_bytes: if the weight's gradient is a sum
+            over chunks, a chunk's logits may instead take ``summed_bytes``, or ``part_of_weight``
+            of the gradient or ``part_of_rows`` of the logits of all rows, and at most
+            ``most_bytes``. Each chunk but the first reads and writes the gradient, 4 bytes an
+            element in a 16-bit dtype against 6 * rows operations.
         part_of_logits: the most that a chunk's logits take, as a part of the logits of all rows.
         hidden_without_kernels: without kernels a head is taken in chunks if it has at least so many
             features, unless memory is preferred. With fewer the passes of torch's ops over the
@@ -72,6 +73,7 @@ class DeviceConstants:
     part_of_logits: float = 1.0
     summed_bytes: int = 192 << 20
     part_of_weight: float = 3 / 8
+    part_of_rows: float = 1 / 16
     most_bytes: int = 512 << 20
     hidden_without_kernels: int | None = None
     operations_worth_waiting: float = 2e12

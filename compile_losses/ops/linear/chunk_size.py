@@ -209,7 +209,8 @@ def _budget_of_sums(
     rows: int, hidden: int, classes: int, dtype: torch.dtype, constants: DeviceConstants
 ) -> int:
     """The bytes that logits may take if the weight's gradient is a sum over chunks."""
-    of_weight = int(constants.part_of_weight * hidden * classes * dtype.itemsize)
-    most = max(constants.summed_bytes, min(of_weight, constants.most_bytes))
-    of_logits = int(constants.part_of_logits * rows * classes * dtype.itemsize)
-    return max(constants.logits_bytes, min(most, of_logits))
+    of_weight = constants.part_of_weight * hidden * classes * dtype.itemsize
+    of_logits = rows * classes * dtype.itemsize
+    part = int(max(of_weight, constants.part_of_rows * of_logits))
+    most = max(constants.summed_bytes, min(part, constants.most_bytes))
+    return max(constants.logits_bytes, min(most, int(constants.part_of_logits * of_logits)))
