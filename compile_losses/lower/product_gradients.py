@@ -77,10 +77,12 @@ class _Terms:
     Attributes:
         matrices: without casts.
         numbers: an op for each, and its other operands.
+        nodes: which multiply and cast them, each after its readers.
     """
 
     matrices: list[Node] = field(default_factory=list)
     numbers: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
 
 
 def _terms_of(total: Node) -> _Terms | None:
@@ -105,6 +107,8 @@ def _terms_of(total: Node) -> _Terms | None:
                 return None
         else:
             terms.matrices.append(node)
+            continue
+        terms.nodes.append(node)
     is_pair = len(terms.matrices) == 2
     return terms if is_pair and all(n.meta["val"].dim() == 2 for n in terms.matrices) else None
 
@@ -253,7 +257,7 @@ def _sum_of_parts(total: Node, terms: _Terms, product: Node) -> None:
     if result.meta["val"].shape != value.shape:
         result = emit(total, aten.view.default, (result, list(value.shape)))
     replace_uses(total, result)
-    erase_unused([total])
+    erase_unused([total, *terms.nodes])
 
 
 def _scale_operand(product: Node, softmaxes: Sequence[Node]) -> bool:
@@ -266,23 +270,20 @@ def _scale_operand(product: Node, softmaxes: Sequence[Node]) -> bool:
     value = product.meta["val"]
     if value.dtype == torch.float16:  # a small factor may make the operand underflow
         return False
-    erase_unused([user for user in product.users if user.op != "output"])
     scaled: dict[Node, tuple[Any, Any]] = {}
     for user in product.users:
         if user not in softmaxes:
-            read = list(user.users) if user.target in CASTS else [user]
-            for each in read:
-                operands = scaling_of(each)
-                if operands is None or operands[0] not in (product, user):
+            for each in list(user.users) if user.target in CASTS else [user]:
+                read = scaling_of(each)
+                if read is None or read[0] not in (product, user):
                     return False
-                scaled[each] = each.target, operands[1]
+                scaled[each] = each.target, read[1]
     if len(set(scaled.values())) != 1:
         return False
     ((target, factor),) = set(scaled.values())
-    is_node = isinstance(factor, Node)
-    if is_node and not (is_one_number(factor) and move_before([factor], product)):
+    if isinstance(factor, Node) and not (is_one_number(factor) and move_before([factor], product)):
         return False
-    operands = list(product.args)
+    operands: list[Any] = list(product.args)
     smaller = min((0, 1), key=lambda place: hint_of(operands[place].meta["val"].numel()))
     wide = _in_dtype(operands[smaller], accumulation_type(value.dtype), product)
     operands[smaller] = _in_dtype(emit(product, target, (wide, factor)), value.dtype, product)

@@ -73,3 +73,20 @@ def test_products_that_are_read_unscaled_too(function):
 
 def test_small_factors_of_float16():
     assert "mm_default" not in check(lambda a, b, s: both(a @ b.T * 1e-7), torch.float16)
+
+
+def test_a_product_that_is_written_somewhere():
+    """A write that nothing reads is a reader, too."""
+
+    def function(a, b, s, buffer):
+        x = a @ b.T
+        buffer.copy_(x)
+        return both(x * s)
+
+    buffer = torch.zeros(6, 7)
+    gm = of_aten(function, torch.randn(6, 3), torch.randn(7, 3), torch.tensor(1.5), buffer)
+    graph = indexed(gm)
+    take_two_softmaxes(graph)
+    overwrite_products(graph)
+    assert "copy_" in listing(gm.graph)
+    assert "mm_default" not in listing(gm.graph)
