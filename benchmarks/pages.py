@@ -375,12 +375,17 @@ _COMPILED = {"stock": "torch.compile", "ours": "ours", "ours_memory": "ours, `pr
 
 def contrastive() -> str:
     rows = rows_of("contrastive-nvidia-h200.csv")
+    kinds = dict.fromkeys((row["loss"], row["dtype"]) for row in rows)
     lines = [
-        (_CONTRASTIVE[loss], shape, *cells)
-        for loss in dict.fromkeys(row["loss"] for row in rows)
-        for shape, cells in _by("shape", [row for row in rows if row["loss"] == loss], _COMPILED)
+        (_CONTRASTIVE[loss], shape, dtype, *cells)
+        for loss, dtype in sorted(kinds, key=lambda kind: [*_CONTRASTIVE].index(kind[0]))
+        for shape, cells in _by(
+            "shape",
+            [row for row in rows if (row["loss"], row["dtype"]) == (loss, dtype)],
+            _COMPILED,
+        )
     ]
-    return measured(("loss", "pairs x width", *_COMPILED.values()), lines, rows)
+    return measured(("loss", "pairs x width", "dtype", *_COMPILED.values()), lines, rows)
 
 
 def criteria() -> str:

@@ -162,11 +162,13 @@ class LargestStorage(TorchDispatchMode):
         return result
 
 
-def largest_allocation(function):
-    """In bytes, of those that the ops inside a call make."""
+def largest_allocation(function, device="cpu"):
+    """In bytes, of those that the ops inside a call make on a device."""
+    is_cpu = torch.device(device).type == "cpu"
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         function()
-    return max(event.self_cpu_memory_usage for event in profiled.events())
+    events = profiled.events()
+    return max(e.self_cpu_memory_usage if is_cpu else e.self_device_memory_usage for e in events)
 
 
 def most_allocated(function):

@@ -19,6 +19,7 @@ from torch.distributed.nn import functional as collectives
 
 from compile_losses.functional import contrastive_cross_entropy, contrastive_sigmoid_cross_entropy
 from tests.constants import set_constants
+from tests.distributed import processes
 from tests.distributed.processes import checks_in
 from tests.graphs import interpreted
 from tests.linear_problems import largest_allocation
@@ -36,18 +37,19 @@ def features() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shape = (2, ROWS * dist.get_world_size(), WIDTH)
     image, text = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return [image, text, *torch.tensor([0.7, -1.3], dtype=torch.float64)]
+    given = [image, text, *torch.tensor([0.7, -1.3], dtype=torch.float64)]
+    return [each.to(processes.device) for each in given]
 
 
 def clip(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     """Of all pairs, in one process."""
     logits = scale.exp() * image @ text.T
-    own = torch.arange(len(logits))
+    own = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
 
 
 def siglip(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    labels = 2 * torch.eye(len(image), dtype=image.dtype) - 1
+    labels = 2 * torch.eye(len(image), dtype=image.dtype, device=image.device) - 1
     logits = scale.exp() * image @ text.T + bias
     return -F.logsigmoid(labels * logits).sum() / len(image)
 
@@ -76,7 +78,7 @@ def check(loss: Loss, exact: Loss, *ops: str) -> None:
     with pytest.MonkeyPatch.context() as patch, interpreted(patch), reported() as report:
         set_constants(patch, least_rows=CHUNK, least_elements=1, logits_bytes=1, part_of_weight=0)
         found, image, text, *rest = outcome(loss, local)
-        most = largest_allocation(lambda: outcome(loss, local))
+        most = largest_allocation(lambda: outcome(loss, local), processes.device)
     # A rank's features have their gradients of all ranks' losses; the scale and the bias are copies
     # that each rank has, whose gradients a trainer averages.
     for tensor in (found, *rest):
@@ -107,7 +109,7 @@ def gathered_in_graph(tensor: Tensor) -> Tensor:
 
 
 def labels(rows: Tensor) -> Tensor:
-    return torch.arange(len(rows)) + len(rows) * dist.get_rank()
+    return torch.arange(len(rows), device=rows.device) + len(rows) * dist.get_rank()
 
 
 def local_clip(image: Tensor, text: Tensor, images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
@@ -150,9 +152,10 @@ def local_siglip(
     """As open_clip has it, of a rank's images and one rank's texts."""
     logits = scale.exp() * image @ text.T
     logits += bias
-    signs = -torch.ones(len(image), len(text), dtype=image.dtype)
+    like: Any = {"dtype": image.dtype, "device": image.device}
+    signs = -torch.ones(len(image), len(text), **like)
     if own:
-        signs = 2 * torch.eye(len(image), dtype=image.dtype) + signs
+        signs = 2 * torch.eye(len(image), **like) + signs
     return -F.logsigmoid(signs * logits).sum() / len(image)
 
 
@@ -197,7 +200,7 @@ def check_siglip_exchange_of_four() -> None:
 
 def check_siglip_exchange_function() -> None:
     def pairs(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, own: bool = True) -> Tensor:
-        target = None if own else torch.full((len(image),), -1)
+        target = None if own else torch.full((len(image),), -1, device=image.device)
         return contrastive_sigmoid_cross_entropy(image, text, target, scale=scale.exp(), bias=bias)
 
     check(exchanging(pairs), siglip)

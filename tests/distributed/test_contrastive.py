@@ -1,8 +1,9 @@
-"""Contrastive losses on two and four processes, with gloo."""
+"""Contrastive losses on two and four processes, with gloo, and on GPUs with NCCL."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.distributed.chosen import chosen
 from tests.distributed.contrastive import CHECKS
@@ -13,14 +14,21 @@ def world_of(name):
     return 4 if name.endswith("of_four") else 2
 
 
-@pytest.fixture(scope="module")
+TWO_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 CUDA devices"),
+]
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=TWO_GPUS)])
 def reports(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("contrastive")
+    folder, kind = tmp_path_factory.mktemp("contrastive"), request.param
     names = chosen(test_all_pairs, request)
-    for world in sorted(set(map(world_of, names))):
+    most = torch.cuda.device_count() if kind == "cuda" else 4
+    for world in sorted({world_of(name) for name in names if world_of(name) <= most}):
         own = [name for name in names if world_of(name) == world]
         (folder / str(world)).mkdir()
-        run("tests.distributed.contrastive", folder / str(world), "cpu", world, own)
+        run("tests.distributed.contrastive", folder / str(world), kind, world, own)
     return folder
 
 
@@ -32,4 +40,6 @@ def marked(name):
 @pytest.mark.parametrize("name", map(marked, CHECKS))
 def test_all_pairs(name, reports):
     world = world_of(name)
+    if not (reports / str(world)).exists():
+        pytest.skip(f"needs {world} CUDA devices")
     assert_passed(reports / str(world), name, world)
