@@ -61,9 +61,8 @@ def chunks_of_logits(
         part = rows_of(input, rows, kept)
         more = layout.rows(len(part)) - len(part)
         padded = F.pad(part, (0, 0, 0, more)) if more else part
-        piece = layout.piece or max(1, len(padded))
-        for some, logits in zip(padded.split(piece), buffer.split(piece), strict=False):
-            write_logits(some, linear_weight, linear_bias, logits[: len(some)], scale)
+        for some, logits in layout.pieces(padded, buffer):
+            write_logits(some, linear_weight, linear_bias, logits, scale)
         yield rows, part, buffer[: len(part)]
 
 
@@ -83,6 +82,14 @@ class Layout:
 
     def rows(self, count: int) -> int:
         return -(-count // self.alike) * self.alike
+
+    def pieces(self, input: Tensor, buffer: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """The rows of each product, and where its logits lie. A single piece is not split, which
+        would take the host time."""
+        buffer = buffer[: len(input)]
+        if self.piece is None:
+            return [(input, buffer)]
+        return zip(input.split(self.piece), buffer.split(self.piece), strict=True)
 
     def stride(self, classes: int) -> int:
         return -(-classes // self.packet) * self.packet
