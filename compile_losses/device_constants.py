@@ -149,6 +149,12 @@ def memory_of(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory
 
 
+def exceeds_memory(device: torch.device, size: int) -> bool:
+    """Whether so many bytes are more than a GPU has; False of other devices."""
+    memory = memory_of(device)
+    return memory is not None and size > memory
+
+
 def is_worth_waiting(device: torch.device, operations: int) -> bool:
     """Whether a head whose products take so many operations may wait for the number of its rows."""
     return device.type == "cpu" or operations >= constants_of(device).operations_worth_waiting

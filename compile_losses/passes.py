@@ -50,7 +50,7 @@ PASSES = (
     Pass(PLAN, "row_losses", "losses of a few numbers of each row of a head become torch's ops"),
     Pass(PLAN, "counted_rows", "heads leave rows out that no loss counts, which are counted early"),
     Pass(PLAN, "row_gradients", "gradients of unreduced losses of a head go into the forward"),
-    Pass(PLAN, "regions", "heads that are read row by row hold no logits, if memory is preferred"),
+    Pass(PLAN, "regions", "heads that are read row by row hold no logits, to save memory"),
     Pass(
         PLAN, "two_softmaxes", "softmaxes by rows and by columns of a matrix share one read of it"
     ),

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch._dynamo import mark_dynamic
 from torch.utils.checkpoint import checkpoint
 
+from compile_losses import device_constants
 from compile_losses.explanation import explain_call
 from compile_losses.lower.decision import REGION
 from compile_losses.lower.regions import BY_CHUNKS
@@ -81,6 +82,15 @@ class TestPrograms:
         compiled = Compiled(function, prefer_memory=True)
         assert_same(outcome(compiled, inputs), outcome(function, inputs))
         assert any("computed again" in choice for choice in compiled.choices)
+
+    def test_logits_that_do_not_fit(self, monkeypatch):
+        """With their gradient. Of them none are held, though memory is not preferred."""
+        inputs, both = programs.problem(), 2 * 8 * programs.ROWS * programs.CLASSES
+        for memory, is_taken in ((both, False), (both - 1, True), (None, False)):
+            monkeypatch.setattr(device_constants, "memory_of", lambda device, m=memory: m)
+            compiled = Compiled(programs.clamped)
+            assert_same(outcome(compiled, inputs), outcome(programs.clamped, inputs))
+            assert any(BY_CHUNKS in choice for choice in compiled.choices) == is_taken
 
     @pytest.mark.sampled(2)
     @pytest.mark.parametrize(("function", "reason"), programs.LEFT.items())

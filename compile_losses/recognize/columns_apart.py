@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from compile_losses.device_constants import memory_of
+from compile_losses.device_constants import exceeds_memory
 from compile_losses.graphs import emit, erase_unused, replace_uses
 from compile_losses.op_traits import CASTS, SCALINGS, TURNS
 from compile_losses.ops.two_way_cross_entropy import rows_of_chunk
@@ -151,10 +151,9 @@ def _is_wanted(node: Node, source: Node, way: Way) -> bool:
 def _exceeds_memory(product: torch.Tensor) -> bool:
     """Whether a device has too little memory for a product and its gradient."""
     sizes = [size for size in map(size_hint, product.shape) if size is not None]
-    memory = memory_of(product.device)
-    if memory is None or len(sizes) < product.dim():
+    if len(sizes) < product.dim():
         return False
-    return 2 * math.prod(sizes) * product.element_size() > memory
+    return exceeds_memory(product.device, 2 * math.prod(sizes) * product.element_size())
 
 
 def _is_large(source: Node, way: Way) -> bool:

@@ -227,16 +227,14 @@ def test_products_that_do_not_fit(monkeypatch):
     inputs = programs.problem(torch.float32)
     matrix = programs.PAIRS**2 * 4
     for memory, joined in ((2 * matrix, 0), (2 * matrix - 1, 1), (None, 0)):
-        monkeypatch.setattr(
-            "compile_losses.recognize.columns_apart.memory_of", lambda device, m=memory: m
-        )
+        monkeypatch.setattr("compile_losses.device_constants.memory_of", lambda device, m=memory: m)
         _, after, _ = rewritten(programs.open_clip, inputs)
         assert len(after.gm.graph.find_nodes(op="call_function", target=JOINED)) == joined
 
 
 def test_losses_that_stay_two(monkeypatch):
     """Without memory preferred, two products are not worth the time if two calls compute them."""
-    monkeypatch.setattr("compile_losses.recognize.columns_apart.memory_of", lambda device: 1)
+    monkeypatch.setattr("compile_losses.device_constants.memory_of", lambda device: 1)
     for prefer_memory, expected in ((False, "cross_entropy"), (True, "linear_cross_entropy")):
         *_, ops = rewritten(programs.labelled, programs.problem(), prefer_memory=prefer_memory)
         assert set(ops) == {expected}

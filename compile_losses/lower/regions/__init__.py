@@ -1,10 +1,11 @@
 """Heads without their logits, whatever reads these row by row.
 
 Recognition takes a head together with losses that it knows. What it does not know keeps the logits:
-a focal loss, a margin, an adapter on the head. With the option ``prefer_memory`` this pass looks at
-the graph after autograd. There a product and all that reads it row by row, its gradient too, are a
-region (:mod:`compile_losses.lower.regions.rows`). It becomes calls of ``fused::linear_region``,
-which computes it a chunk of rows at a time. If anything else reads the logits, the graph stays.
+a focal loss, a margin, an adapter on the head. With the option ``prefer_memory``, and where a GPU
+has no memory for the logits and their gradient, this pass looks at the graph after autograd. There
+a product and all that reads it row by row, its gradient too, are a region
+(:mod:`compile_losses.lower.regions.rows`). It becomes calls of ``fused::linear_region``, which
+computes it a chunk of rows at a time. If anything else reads the logits, the graph stays.
 
 If the gradients are those of one tangent of one number times what the forward knows, one call makes
 them in the forward, in three products; the backward scales them. Else the backward computes the
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from compile_losses.device_constants import exceeds_memory
 from compile_losses.graphs import (
     ancestors,
     annotate,
@@ -73,10 +75,11 @@ LOSSES = "compile_losses_of_region"
 
 
 def take_regions(graph: AtenGraph) -> None:
-    """Replaces each head that may be computed without its logits, if memory is preferred."""
-    if not graph.request.prefer_memory:
-        return
+    """Replaces each head that may be computed without its logits, if memory is preferred, or if
+    there is too little for the logits and their gradient."""
     found = [node for node in graph.graph.nodes if head_of(node) is not None]
+    if not graph.request.prefer_memory:
+        found = [node for node in found if _exceeds_memory(node)]
     heads = [node for node in found if node not in graph.backward and _is_large(node)]
     for product in [slices_first(head) for head in heads]:
         if product.users:
@@ -167,6 +170,11 @@ def _decompositions(losses: Sequence[Loss]) -> list[Decomposition]:
     if isinstance(found, Loss):
         raise NotOfRowsError(f"{found.name} reads them, which can't be decomposed")
     return found
+
+
+def _exceeds_memory(product: Node) -> bool:
+    value = product.meta["val"]
+    return exceeds_memory(value.device, 2 * nbytes_of(value))
 
 
 def _is_large(product: Node) -> bool:
