@@ -214,6 +214,7 @@ SCALED_AFTER = [
     programs.scaled_after,
     programs.symmetric_ranking,
     programs.divided,
+    programs.widened,
 ]
 
 
