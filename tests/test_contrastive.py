@@ -214,7 +214,6 @@ SCALED_AFTER = [
     programs.scaled_after,
     programs.symmetric_ranking,
     programs.divided,
-    programs.widened,
 ]
 
 
