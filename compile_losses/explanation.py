@@ -20,14 +20,14 @@ from compile_losses.lower.regions import BY_CHUNKS
 from compile_losses.no_losses import broken_in, foreign_calls
 from compile_losses.options import Settings
 from compile_losses.planned_sites import planned
-from compile_losses.recognize.head import NotAbsorbedError, find_head
-from compile_losses.recognize.known_heads import refused_heads
-from compile_losses.recognize.logits import OUTSIDE
-from compile_losses.recognize.returned_numbers import (
+from compile_losses.recognize.graph.returned_numbers import (
     of_parameters,
     reads_a_function,
     returned_numbers,
 )
+from compile_losses.recognize.heads.head import NotAbsorbedError, find_head
+from compile_losses.recognize.heads.known_heads import refused_heads
+from compile_losses.recognize.heads.logits import OUTSIDE
 from compile_losses.report import Report, Result
 from compile_losses.sites import (
     UNRECOGNISED,

@@ -8,7 +8,7 @@ from typing import Any
 
 from compile_losses.lower.decision import WITHOUT_OP, Decision
 from compile_losses.lower.regions import BY_CHUNKS
-from compile_losses.recognize.with_head import HELD
+from compile_losses.recognize.heads.with_head import HELD
 from compile_losses.sites import Site, line_in
 
 

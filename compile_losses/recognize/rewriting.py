@@ -11,27 +11,27 @@ from compile_losses.graphs import Indexed
 from compile_losses.guard import Failure, attempt
 from compile_losses.passes import REWRITE
 from compile_losses.pipeline import Pipeline
-from compile_losses.recognize.columns_apart import are_gone, read_columns_apart
+from compile_losses.recognize.graph.memory import bodies, look_at
+from compile_losses.recognize.graph.taken_apart import read_parts
 from compile_losses.recognize.guards import better_left_to_torch, refusal
-from compile_losses.recognize.known_heads import known_heads
-from compile_losses.recognize.linear_divergence import take_divergence
-from compile_losses.recognize.match import Decline, Match
-from compile_losses.recognize.memory import bodies, look_at
-from compile_losses.recognize.plain_logits import take_plain_logits
-from compile_losses.recognize.returned_logits import Lazily, add_logits_without_loss
-from compile_losses.recognize.shared_logits import Kept, Rewritten, take_shared_logits
-from compile_losses.recognize.steps import Steps
-from compile_losses.recognize.table import bind
-from compile_losses.recognize.taken_apart import read_parts
-from compile_losses.recognize.two_way import join_directions
-from compile_losses.recognize.verify import verify as compare
-from compile_losses.recognize.with_head import (
+from compile_losses.recognize.heads.columns_apart import are_gone, read_columns_apart
+from compile_losses.recognize.heads.known_heads import known_heads
+from compile_losses.recognize.heads.linear_divergence import take_divergence
+from compile_losses.recognize.heads.plain_logits import take_plain_logits
+from compile_losses.recognize.heads.shared_logits import Kept, Rewritten, take_shared_logits
+from compile_losses.recognize.heads.two_way import join_directions
+from compile_losses.recognize.heads.with_head import (
     HELD,
     Take,
     take_cross_entropy,
     through_linear,
 )
-from compile_losses.recognize.written_out import Recognizer
+from compile_losses.recognize.match import Decline, Match
+from compile_losses.recognize.returned_logits import Lazily, add_logits_without_loss
+from compile_losses.recognize.spellings.table import bind
+from compile_losses.recognize.spellings.written_out import Recognizer
+from compile_losses.recognize.steps import Steps
+from compile_losses.recognize.verify import verify as compare
 from compile_losses.request import Request
 from compile_losses.sites import Site, left_out, mark, site_of, source_of
 from compile_losses.torch_internals.ops import HigherOrderOperator

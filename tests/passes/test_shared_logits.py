@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
-from compile_losses.recognize.head import find_head
-from compile_losses.recognize.logits import logits_of
-from compile_losses.recognize.shared_logits import (
+from compile_losses.recognize.heads.head import find_head
+from compile_losses.recognize.heads.logits import logits_of
+from compile_losses.recognize.heads.shared_logits import (
     Kept,
     Rewritten,
     holds,
