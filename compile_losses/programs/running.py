@@ -54,7 +54,7 @@ def run(program: Sequence[str], options: Mapping[str, Any]) -> None:
 
 
 def _tell_if_none() -> None:
-    from compile_losses.log_line import tell_if_none
+    from compile_losses.report.log_line import tell_if_none
 
     tell_if_none()
 

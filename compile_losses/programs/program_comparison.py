@@ -16,9 +16,9 @@ import torch
 
 from compile_losses.comparison import Comparison
 from compile_losses.options import Settings
+from compile_losses.programs.user_step import WITHOUT_CACHES, Side, difference
+from compile_losses.programs.watched_program import END, MEMORY, STEP
 from compile_losses.report import Report
-from compile_losses.user_step import WITHOUT_CACHES, Side, difference
-from compile_losses.watched_program import END, MEMORY, STEP
 
 #: Steps that are not measured: they compile, for the first sizes and then for any.
 WARM_UP = 3
@@ -111,7 +111,7 @@ class _Program:
             **WITHOUT_CACHES,
             "KINETO_LOG_LEVEL": "99",
         }
-        module = ["-m", "compile_losses.watched_program", json.dumps(request)]
+        module = ["-m", "compile_losses.programs.watched_program", json.dumps(request)]
         with self.path.with_suffix(".log").open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *module, *self.program],

@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 
 from compile_losses import switches
 from compile_losses.lower.decision import Decision
-from compile_losses.planned_sites import planned
 from compile_losses.report import Report
+from compile_losses.report.planned_sites import planned
 from compile_losses.sites import GAINED, Site, megabytes, number_of
 from compile_losses.torch_internals.dynamo import counters as dynamo_counters
 

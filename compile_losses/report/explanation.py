@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from compile_losses import dry_run, implementations, switches
+from compile_losses import implementations, switches
 from compile_losses.backend import given_to, rewritten
 from compile_losses.guard import Failure, attempt, is_restart
 from compile_losses.inductor_passes import installed_rewrite
 from compile_losses.known_heads import doors
 from compile_losses.lower.decision import WITHOUT_OP, Decision
 from compile_losses.lower.regions import BY_CHUNKS
-from compile_losses.no_losses import broken_in, foreign_calls
 from compile_losses.options import Settings
-from compile_losses.planned_sites import planned
 from compile_losses.recognize.graph.returned_numbers import (
     of_parameters,
     reads_a_function,
@@ -28,7 +26,9 @@ from compile_losses.recognize.graph.returned_numbers import (
 from compile_losses.recognize.heads.head import NotAbsorbedError, find_head
 from compile_losses.recognize.heads.known_heads import refused_heads
 from compile_losses.recognize.heads.logits import OUTSIDE
-from compile_losses.report import Report, Result
+from compile_losses.report import Report, Result, dry_run
+from compile_losses.report.no_losses import broken_in, foreign_calls
+from compile_losses.report.planned_sites import planned
 from compile_losses.sites import (
     UNRECOGNISED,
     Site,

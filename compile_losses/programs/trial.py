@@ -1,6 +1,7 @@
-"""``python -m compile_losses.trial``: one run of a user's step for ``bisect``, in its own process.
+"""One run of a user's step for ``bisect``, in its own process.
 
-So each run begins with the same weights and random numbers, and may crash or hang.
+So each run begins with the same weights and random numbers, and may crash or hang. It is started
+as ``python -m compile_losses.programs.trial``.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from torch.fx import GraphModule
 
 from compile_losses.backend import compile_losses, given_to
 from compile_losses.comparison import compare_call
-from compile_losses.explanation import explain_call
 from compile_losses.guard import is_restart
 from compile_losses.options import InvalidOptionError, Settings
+from compile_losses.programs.running import load
+from compile_losses.programs.user_step import Runner
 from compile_losses.recognize.match import example
 from compile_losses.recognize.steps import Graphs
-from compile_losses.running import load
+from compile_losses.report.explanation import explain_call
 from compile_losses.sites import first_line, shorten
 from compile_losses.torch_internals.dynamo import (
     lookup_backend,
@@ -30,7 +32,6 @@ from compile_losses.torch_internals.dynamo import (
     without_recompile_limits,
 )
 from compile_losses.torch_internals.ops import HigherOrderOperator, tree_leaves
-from compile_losses.user_step import Runner
 
 #: What a trial is asked for: to run the step, to measure it beside stock's, where its losses are,
 #: and what ``explain`` says of it.

@@ -1,4 +1,7 @@
-"""The report of ``explain``: the losses that were rewritten or not, and why."""
+"""The report of ``explain``: the losses that were rewritten or not, and why.
+
+The modules beside it make a report, or tell what is in one.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import textwrap
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from compile_losses.no_losses import why_none
-from compile_losses.page import page
+from compile_losses.report.html_page import page
+from compile_losses.report.no_losses import why_none
 from compile_losses.sites import GAINED, UNRECOGNISED, Site, first_line, number_of, shorten
 
 _COLUMNS = ("status", "gain", "op", "where", "plan", "bytes / stock", "notes")

@@ -1,7 +1,8 @@
-"""``python -m compile_losses.watched_program``: one side of ``run --compare``, in its own process.
+"""One side of ``run --compare``, in its own process.
 
 A step is what happens between two steps of the program's first optimizer. After each of them the
-program waits for the word of the process that compares.
+program waits for the word of the process that compares. It is started as
+``python -m compile_losses.programs.watched_program``.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from compile_losses import log_line
-from compile_losses.explanation import add_graph
 from compile_losses.lower.decision import Decision
-from compile_losses.measuring import PeakMemory, synchronize
-from compile_losses.report import Report
-from compile_losses.running import run
+from compile_losses.programs.measuring import PeakMemory, synchronize
+from compile_losses.programs.running import run
+from compile_losses.report import Report, log_line
+from compile_losses.report.explanation import add_graph
 
 #: The words: another step, another one whose memory is measured, or no more.
 STEP, MEMORY, END = "step", "memory", "end"

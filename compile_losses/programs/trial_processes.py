@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from compile_losses import switches
-from compile_losses.user_step import WITHOUT_CACHES
+from compile_losses.programs.user_step import WITHOUT_CACHES
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Processes:
             # The code of kernels that stay the same is kept for the next trial.
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache"),
         }
-        command = [sys.executable, "-m", "compile_losses.trial", json.dumps(request)]
+        command = [sys.executable, "-m", "compile_losses.programs.trial", json.dumps(request)]
         done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
         if path.exists():
             return torch.load(path)

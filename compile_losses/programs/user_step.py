@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compile_losses.measuring import peak_memory, synchronize
+from compile_losses.programs.measuring import peak_memory, synchronize
 from compile_losses.torch_internals.ops import tree_leaves
 
 

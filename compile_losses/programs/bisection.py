@@ -15,10 +15,10 @@ from typing import Any
 
 from compile_losses import passes, switches
 from compile_losses.facts import gather, in_words
+from compile_losses.programs.trial import REPORT, SITES, STEP, TIME
+from compile_losses.programs.trial_processes import Processes, Switches
+from compile_losses.programs.user_step import difference
 from compile_losses.sites import number_of
-from compile_losses.trial import REPORT, SITES, STEP, TIME
-from compile_losses.trial_processes import Processes, Switches
-from compile_losses.user_step import difference
 
 LOSS, CRASH, SLOW = "loss", "crash", "time"
 #: How often the step runs in a trial, and how much longer than stock's it may take, by default.
