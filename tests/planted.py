@@ -42,7 +42,7 @@ FAULTS = [
         "recognize/heads/head.py", "if of_weight == hidden + classes:", "if of_weight == classes:"
     ),
     Fault(
-        "recognize/heads/shared_logits.py",
+        "recognize/heads/row_moves.py",
         "return moves[::-1] if factors == of_other else None",
         "return moves if factors == of_other else None",
     ),

@@ -74,8 +74,8 @@ SECTIONS = {
         one](heads.md#several-losses-and-metrics-of-one-head). Of a teacher the notes have `the
         teacher's logits are held`; the student's are not.""",
         (
-            *("recognize/heads/shared_logits.py", "recognize/heads/row_statistics.py"),
-            "recognize/heads/row_classes.py",
+            *("recognize/heads/shared_logits.py", "recognize/heads/readings.py"),
+            *("recognize/heads/computed_reading.py", "recognize/heads/row_classes.py"),
         ),
     ),
     "An entropy of held logits is read apart": Section(

@@ -27,14 +27,7 @@ from compile_losses import implementations
 from compile_losses.device_constants import constants_of
 from compile_losses.distributed import are_dtensors
 from compile_losses.graphs import ancestors
-from compile_losses.ops.linear.row_statistics import (
-    ARGMAX,
-    ENTROPY,
-    LOGSUMEXP,
-    MAXIMUM,
-    NLL,
-    TOTAL,
-)
+from compile_losses.ops.linear.row_statistics import ARGMAX, ENTROPY, LOGSUMEXP, MAXIMUM, NLL, TOTAL
 from compile_losses.recognize.graph.aten_replay import AtenReplay, aten
 from compile_losses.recognize.graph.symbolic_tensors import (
     Size,
@@ -46,20 +39,15 @@ from compile_losses.recognize.graph.symbolic_tensors import (
 )
 from compile_losses.recognize.heads.head import Head, NotAbsorbedError, computed, find_head
 from compile_losses.recognize.heads.logits import Logits, is_made_of, logits_of
-from compile_losses.recognize.heads.row_statistics import Reading, reading_of
-from compile_losses.recognize.heads.shared_logits import (
+from compile_losses.recognize.heads.readings import Reading, reading_of
+from compile_losses.recognize.heads.row_moves import (
     LEAST_PART,
     ROW_MOVES,
-    Kept,
-    Rewritten,
-    Shared,
-    Taking,
     classes_last,
-    holds,
-    look_for_readers,
-    made_of,
     moves_between,
 )
+from compile_losses.recognize.heads.shared_logits import Kept, Rewritten, StatisticsCall, made_of
+from compile_losses.recognize.heads.shared_readers import Shared, holds, look_for_readers
 from compile_losses.recognize.match import Match
 from compile_losses.recognize.spellings.row_views import unshaped
 from compile_losses.request import Request
@@ -96,7 +84,7 @@ def take_plain_logits(
         ]
         try:
             _check_size(example(node))
-            yield _Taking(shared, replay, request).run()
+            yield _CallOnHeldLogits(shared, replay, request).run()
         except NotAbsorbedError as error:
             yield Kept(own, str(error))
 
@@ -157,7 +145,7 @@ def _check_size(logits: Tensor) -> None:
         raise NotAbsorbedError("the logits are few: one call would take longer than it saves")
 
 
-class _Taking(Taking):
+class _CallOnHeldLogits(StatisticsCall):
     """Computes the statistics of held logits, which other nodes may read as well."""
 
     op, layer, differentiable = "row_statistics_forward", "", 4
@@ -278,8 +266,8 @@ class _Taking(Taking):
     def _inside(self) -> set[Node]:
         return {*self.interior, *self.shared.readings}
 
-    def _match(self, reader: Node, reading: Reading, *given: Any) -> Match:
-        match = super()._match(reader, reading, *given)
+    def _match(self, reader: Node, reading: Reading, args: tuple[Any, ...]) -> Match:
+        match = super()._match(reader, reading, args)
         self.interior |= {*match.interior, *match.detached}
         return match
 

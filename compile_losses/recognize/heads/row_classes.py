@@ -19,7 +19,7 @@ from compile_losses.ops.checks import NOTHING_IGNORED
 from compile_losses.recognize.graph.aten_replay import AtenReplay, aten
 from compile_losses.recognize.graph.symbolic_tensors import Value, computed_alike
 from compile_losses.recognize.heads.head import NotAbsorbedError, computed
-from compile_losses.recognize.heads.row_statistics import Move, Reading
+from compile_losses.recognize.heads.readings import Move, Reading
 from compile_losses.recognize.spellings.row_views import unshaped
 
 

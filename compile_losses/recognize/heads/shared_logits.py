@@ -1,7 +1,7 @@
 """Logits of one head that several losses and metrics read: one op for all that they read.
 
-If each reader of a head's output needs a few numbers of each row (``row_statistics``), none needs
-the logits. One call of ``fused::linear_row_statistics_forward`` takes the place of the linear
+If each reader of a head's output needs a few numbers of each row (``readings``), none needs the
+logits. One call of ``fused::linear_row_statistics_forward`` takes the place of the linear
 layer, and the readers are computed from its results, by row. Each reader passes the guards of a
 match of its own. The end of an unrolled loop stands for the loop's turns.
 
@@ -11,7 +11,7 @@ This search comes last. Before it, a loss that alone reads its logits was taken 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,18 +32,16 @@ from compile_losses.graphs import (
     undone_if_it_fails,
 )
 from compile_losses.lazy import LazyOutput
-from compile_losses.op_traits import PARTS, RESHAPES
 from compile_losses.ops.checks import NOTHING_IGNORED, REDUCTIONS
 from compile_losses.ops.linear.row_divergences import tensors_beside
 from compile_losses.ops.linear.row_statistics import DIFFERENTIABLE, LOG_SQUARES, TOTAL, VARIANCE
 from compile_losses.ops.linear_row_statistics import DIVERGENCES, in_order
-from compile_losses.recognize.graph.aten_replay import AtenReplay, aten, same_sizes
+from compile_losses.recognize.graph.aten_replay import AtenReplay, aten
 from compile_losses.recognize.graph.memory import is_written
 from compile_losses.recognize.graph.moved_nodes import move_before
 from compile_losses.recognize.graph.symbolic_tensors import (
     Size,
     Value,
-    computed_alike,
     example,
     fake_mode,
     put,
@@ -51,29 +49,31 @@ from compile_losses.recognize.graph.symbolic_tensors import (
 )
 from compile_losses.recognize.graph.unrolled import is_join
 from compile_losses.recognize.guards import changes_grad_mode, mutated, refusal
-from compile_losses.recognize.heads.head import Head, NotAbsorbedError, computed, find_head
+from compile_losses.recognize.heads.computed_reading import ComputedReading
+from compile_losses.recognize.heads.head import Head, NotAbsorbedError, find_head
 from compile_losses.recognize.heads.linear_divergence import (
     check_no_dtensors,
     may_be_read_apart,
     without_gradient,
 )
 from compile_losses.recognize.heads.logits import SCALED, Logits, logits_of
+from compile_losses.recognize.heads.readings import Divergence, Move, Place, Reading, reading_of
 from compile_losses.recognize.heads.row_classes import (
     Classes,
     as_rows,
     sets_of_classes,
     side_by_side,
 )
-from compile_losses.recognize.heads.row_statistics import (
-    Divergence,
-    Move,
-    Place,
-    Reading,
-    Readings,
-    is_pair,
-    reading_of,
+from compile_losses.recognize.heads.row_moves import (
+    LEAST_PART,
+    classes_last,
+    count_rows,
+    flat_rows,
+    moves_between,
+    of_all_rows,
 )
-from compile_losses.recognize.heads.with_head import check_copy, check_gain, check_rows, rows_of
+from compile_losses.recognize.heads.shared_readers import Shared, is_size, look_for_readers
+from compile_losses.recognize.heads.with_head import check_copy, check_gain, check_rows
 from compile_losses.recognize.match import Match
 from compile_losses.recognize.returned_logits import lazy_outputs, readers
 from compile_losses.recognize.spellings.row_views import unshaped
@@ -84,34 +84,8 @@ from compile_losses.switches import PREFER_MEMORY, how_to_set
 from compile_losses.torch_internals.ops import schema_of
 
 _OP = "linear_row_statistics_forward"
-#: The most nodes between a head and the readers of its output that are looked at.
-_MOST_NODES = 4096
 #: The most nodes from a reader in a loop to the node that joins the loop's results.
 _STEPS_TO_JOIN = 8
-#: A call for all rows is not slower if so many of them are read.
-LEAST_PART = 0.75
-#: Ops that take some of the rows, or change their order or shape.
-ROW_MOVES = (
-    *(aten.permute.default, aten.reshape.default, aten.squeeze.dim, aten.unsqueeze.default),
-    *PARTS,
-)
-
-
-@dataclass
-class Shared:
-    """A head and the readers of its output.
-
-    Attributes:
-        head: the linear layer.
-        readings: the statistics that are read, by the node that holds them.
-        between: the nodes from the head to these.
-        outputs: the outputs of the graph that are made of the logits.
-    """
-
-    head: Head
-    readings: dict[Node, Reading] = field(default_factory=dict)
-    between: list[Node] = field(default_factory=list)
-    outputs: list[Node] = field(default_factory=list)
 
 
 @dataclass
@@ -175,7 +149,7 @@ def take_shared_logits(
             yield shared
             continue
         try:
-            yield Taking(shared, replay, request).run()
+            yield StatisticsCall(shared, replay, request).run()
         except NotAbsorbedError as error:
             yield _kept(shared, str(error))
 
@@ -201,33 +175,6 @@ def _shared(head: Head, replay: AtenReplay, request: Request) -> Shared | Kept |
     if needs is not None:
         return _kept(found, f"{in_words(needs)} needs the logits")
     return None if _is_declined(found, replay, request) else found
-
-
-def look_for_readers(head: Head, replay: AtenReplay) -> tuple[Shared, Node | None]:
-    """The readers of a head's output, and a node that needs more of it, if there is one."""
-    classes = example(head.node).shape[-1]
-    found = Shared(head, between=[head.node])
-    seen = {head.node}
-    needs: Node | None = None
-    for node in found.between:  # grows
-        for user in node.users:
-            if user.op == "output":
-                found.outputs.append(node)
-                continue
-            if user in seen:
-                continue
-            seen.add(user)
-            value = example(user)
-            if _is_size(value):
-                continue
-            reading = reading_of(user, replay, seen - set(found.readings))
-            if reading is not None:
-                found.readings[user] = reading
-            elif (holds(value, classes) or is_pair(user)) and len(found.between) < _MOST_NODES:
-                found.between.append(user)
-            else:
-                needs = needs or user
-    return found, needs
 
 
 def _is_declined(found: Shared, replay: AtenReplay, request: Request) -> bool:
@@ -258,16 +205,7 @@ def _is_declined(found: Shared, replay: AtenReplay, request: Request) -> bool:
     return divergence is None or logits.softcap is None
 
 
-def holds(value: Any, classes: Any) -> bool:
-    """Whether a tensor, or each of several, has a dimension of the classes."""
-    if isinstance(value, tuple | list):
-        return bool(value) and any(holds(part, classes) for part in value)
-    return isinstance(value, Tensor) and any(
-        statically_known_true(size == classes) for size in value.shape
-    )
-
-
-class Taking:
+class StatisticsCall:
     """Replaces a head by the op that computes the statistics of its readers.
 
     Raises NotAbsorbedError before anything is changed.
@@ -292,6 +230,9 @@ class Taking:
         #: For each reader the ops that make its rows of the op's rows, which have this shape.
         self.moves: dict[Node, list[Move]] = {}
         self.base_shape: list[Any] = []
+        #: For each reader its shape, and what a divergence's batchmean divides by.
+        self.shapes: dict[Node, list[Any]] = {}
+        self.batches: dict[Node, Any] = {}
         #: The sets of classes that are picks.
         self.sets: list[Classes] = []
         #: For each reader of classes where the op's results have them.
@@ -314,10 +255,8 @@ class Taking:
         readings = self.shared.readings
         needed = self._needed(args)
         place = self._place(needed)
-        base, _ = _flat_rows(logits.input)
+        base, _ = flat_rows(logits.input)
         self.base_shape = _sizes_of(base.fake.shape[:-1], needed)
-        sizes: dict[Node, list[Any]] = {}
-        batches: dict[Node, Any] = {}
         self._check(Match(place, self.op, args), logits)
         for reader, reading in readings.items():
             value = example(reader)
@@ -340,10 +279,10 @@ class Taking:
                     f"{in_words(reader)} is computed in float64 of narrower logits: in float32 it "
                     "is taken"
                 )
-            sizes[reader] = _sizes_of(value.shape, needed)
+            self.shapes[reader] = _sizes_of(value.shape, needed)
             batch = reading.batch
-            batches[reader] = None if batch is None else _size_of(batch, needed)
-            match = self._match(reader, reading, args, sizes[reader], batches[reader])
+            self.batches[reader] = None if batch is None else _size_of(batch, needed)
+            match = self._match(reader, reading, args)
             reason = refusal(match)
             if reason is None and self.request.verify:
                 reason, _ = compare(match)
@@ -355,7 +294,7 @@ class Taking:
             raise NotAbsorbedError(reason)
         outputs = self.shared.outputs
         returned = lazy_outputs(self.shared.head, outputs, self.replay, self.request.lazily)
-        return partial(self._replace, place, args, sizes, batches, logits, returned, notes)
+        return partial(self._replace, place, args, logits, returned, notes)
 
     def _arguments(self, logits: Logits) -> tuple[tuple[Any, ...], list[str]]:
         """The op's arguments, and remarks for the report."""
@@ -464,12 +403,12 @@ class Taking:
         def rows(node: Node) -> tuple[int, bool]:
             reading = readings[node]
             more = (reading.target, reading.divergence, reading.picks)
-            return _count(every[node]), any(part is not None for part in more)
+            return count_rows(every[node]), any(part is not None for part in more)
 
         chosen = every[max(every, key=rows)]
         moves = {node: moves_between(chosen, logits) for node, logits in every.items()}
-        whole = _of_all_rows(chosen) if None in moves.values() else None
-        if whole is not None and _count(chosen) >= LEAST_PART * _count(whole):
+        whole = of_all_rows(chosen) if None in moves.values() else None
+        if whole is not None and count_rows(chosen) >= LEAST_PART * count_rows(whole):
             chosen = whole
             moves = {node: moves_between(chosen, logits) for node, logits in every.items()}
         for node, found in moves.items():
@@ -524,7 +463,7 @@ class Taking:
 
     def _rows(self, logits: Logits) -> tuple[Value, list[Any]]:
         """The op's input, and the shape of its rows, which only a set of some rows needs."""
-        base, _ = _flat_rows(logits.input)
+        base, _ = flat_rows(logits.input)
         shape = []
         if any(self.moves.values()):
             shape = _sizes_of(base.fake.shape[:-1], list(sources((base,))))
@@ -599,7 +538,7 @@ class Taking:
             )
         known = inside | way | set(own)
         for node in inside - set(others):
-            if any(user not in known and not _is_size(example(user)) for user in node.users):
+            if any(user not in known and not is_size(example(user)) for user in node.users):
                 return _Others(head, {}, set())
         if any(example(node).requires_grad for node in others):
             return _Others(head, {}, set())
@@ -624,7 +563,7 @@ class Taking:
             raise NotAbsorbedError("something else reads them, or what is made of them")
         between = [others.head.node, *sorted(others.inside - set(others.readings))]
         shared = Shared(others.head, others.readings, between)
-        return _Apart(shared, self.replay, self.request).checked()
+        return _CallApart(shared, self.replay, self.request).checked()
 
     def _only_readings(
         self, nodes: set[Node], divergence: Divergence, ignored: Container[Node]
@@ -716,14 +655,12 @@ class Taking:
         inside = self._inside()
         for node in self.shared.between:
             for user in node.users:
-                if user in inside or _is_size(example(user)):
+                if user in inside or is_size(example(user)):
                     continue
                 if user.op != "output" or node not in self.shared.outputs:
                     raise NotAbsorbedError(f"{in_words(user)} needs the logits")
 
-    def _match(
-        self, reader: Node, reading: Reading, args: tuple[Any, ...], sizes: list[Any], batch: Any
-    ) -> Match:
+    def _match(self, reader: Node, reading: Reading, args: tuple[Any, ...]) -> Match:
         """The match of one reader alone, for the guards and for verification."""
         has_gradient = example(reader).requires_grad
         inputs = set(Match(reader, self.op, args).inputs)
@@ -739,12 +676,12 @@ class Taking:
             dtype: torch.dtype,
             base_shape: list[Any],
             arguments: list[list[Any]],
-            sizes: list[Any],
+            shape: list[Any],
             batch: Any,
         ) -> Tensor:
-            made = Readings(_run, statistics, place, target, linear_weight, weight)
+            made = ComputedReading(_run, statistics, place, target, linear_weight, weight)
             moves = list(zip(ops, arguments, strict=True))
-            result: Tensor = made.of(reading, dtype, sizes, base_shape, moves, batch)
+            result: Tensor = made.of(reading, dtype, shape, base_shape, moves, batch)
             return result if has_gradient else result.detach()
 
         place = self.places.get(reader)
@@ -752,7 +689,8 @@ class Taking:
         arguments = [arguments for _, arguments in self.moves[reader]]
         target, linear_weight = self.targets.get(reader), self._argument(args, "linear_weight")
         given = (target, linear_weight, reading.weight, example(reader).dtype)
-        steps: Any = [(read, (*given, self.base_shape, arguments, sizes, batch))]
+        sizes = (self.base_shape, arguments, self.shapes[reader], self.batches[reader])
+        steps: Any = [(read, (*given, *sizes))]
         inside = sorted(interior, reverse=True)
         if not has_gradient:
             inside, detached = [], [*inside, *detached]
@@ -762,8 +700,6 @@ class Taking:
         self,
         place: Node,
         args: tuple[Any, ...],
-        sizes: dict[Node, list[Any]],
-        batches: dict[Node, Any],
         logits: Logits,
         returned: list[LazyOutput],
         more: list[str],
@@ -785,10 +721,10 @@ class Taking:
             for reader, reading in readings.items():
                 where = self.places.get(reader)
                 target = put(self.targets.get(reader), place)
-                made = Readings(call, node, where, target, linear_weight, reading.weight)
-                shape = [put(size, place) for size in sizes[reader]]
+                made = ComputedReading(call, node, where, target, linear_weight, reading.weight)
+                shape = [put(size, place) for size in self.shapes[reader]]
                 value, base = example(reader), [put(size, place) for size in self.base_shape]
-                batch = put(batches[reader], place)
+                batch = put(self.batches[reader], place)
                 moves = self.moves[reader]
                 result = made.of(reading, value.dtype, shape, base, moves, batch)
                 if is_written(reader):
@@ -825,7 +761,7 @@ class _Others:
     inside: set[Node]
 
 
-class _Apart(Taking):
+class _CallApart(StatisticsCall):
     """Computes what others read of a teacher's logits, which then nothing else needs."""
 
     def _check_closed(self) -> None:
@@ -868,103 +804,5 @@ def _join_after(node: Node) -> Node | None:
     return None
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int | torch.SymInt | torch.Size)
-
-
 def _run(op: Any, *arguments: Any) -> Any:
     return op(*arguments)
-
-
-def classes_last(input: Value, dim: int) -> Value:
-    """A tensor with a dimension moved to the end."""
-    rank = input.fake.dim()
-    if dim == rank - 1:
-        return input
-    order = [d for d in range(rank) if d != dim] + [dim]
-    return computed(aten.permute.default, input, order)
-
-
-def _flat_rows(input: Value) -> tuple[Value, list[float]]:
-    """Input before its rows were brought into another shape, and its factors."""
-    factors: list[float] = []
-    while not input.whole:
-        op, (inner, *rest) = input.op, input.args
-        if op in RESHAPES and same_sizes(inner.fake.shape[-1:], input.fake.shape[-1:]):
-            input = inner
-        elif op is aten.mul.Tensor and isinstance(rest[0], int | float):
-            factors.append(float(rest[0]))
-            input = inner
-        elif op is aten.permute.default and (before := _permuted_back(inner, rest[0])) is not None:
-            input = before[0]
-            factors += before[1]
-        else:
-            break
-    return input, factors
-
-
-def _permuted_back(value: Value, order: list[int]) -> tuple[Value, list[float]] | None:
-    """A tensor before a permutation that an order undoes, and its factors; else None."""
-    factors: list[float] = []
-    while value.op is aten.mul.Tensor and isinstance(value.args[1], int | float):
-        factors.append(float(value.args[1]))
-        value = value.args[0]
-    if value.whole or value.op is not aten.permute.default:
-        return None
-    inner, before = value.args
-    rank = value.fake.dim()
-    if [before[dim] % rank for dim in order] != list(range(rank)):
-        return None
-    return inner, factors
-
-
-def _count(logits: Logits) -> int:
-    """How many rows there are."""
-    input = logits.input.fake
-    return rows_of(input, input.shape[-1]) or 0
-
-
-def _of_all_rows(logits: Logits) -> Logits | None:
-    """Logits like some, but of all rows of the layer; None if the rows are not views of these."""
-    value, factors = logits.input, list[int | float]()
-    while not value.whole and (value.op in ROW_MOVES or value.op is aten.mul.Tensor):
-        if value.op is aten.mul.Tensor:
-            factors.append(value.args[1])
-        value = value.args[0]
-    input = logits.head.input
-    if not computed_alike(value, input) or not all(isinstance(f, int | float) for f in factors):
-        return None
-    for factor in reversed(factors):
-        input = computed(aten.mul.Tensor, input, factor)
-    return replace(logits, input=input, class_dim=input.fake.dim() - 1)
-
-
-def moves_between(one: Logits, other: Logits) -> list[Move] | None:
-    """The ops that make the rows of ``other`` of those of ``one``; empty if they are the same.
-
-    Returns:
-        None if ``other`` has more rows, or differs in more than its rows.
-    """
-    parts = zip((one.weight, one.bias), (other.weight, other.bias), strict=True)
-    options = [(each.softcap, each.scale) for each in (one, other)]
-    if options[0] != options[1] or not all(computed_alike(*pair) for pair in parts):
-        return None
-    base, factors = _flat_rows(one.input)
-    value, of_other = _flat_rows(other.input)
-    if not computed_alike(base, value):
-        value, of_other = other.input, []
-    moves: list[Move] = []
-    while not computed_alike(base, value):
-        if value.whole or not value.args:
-            return None
-        inner, *rest = value.args
-        if value.op is aten.mul.Tensor and isinstance(rest[0], int | float):
-            of_other.append(float(rest[0]))
-        elif value.op in ROW_MOVES and all(isinstance(a, int | list | None) for a in rest):
-            if value.op is aten.reshape.default:  # the hidden dimension is the last
-                rest = [[*rest[0][:-1], 1]]
-            moves.append((value.op, rest))
-        else:
-            return None
-        value = inner
-    return moves[::-1] if factors == of_other else None

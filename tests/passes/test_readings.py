@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_losses.recognize.heads.row_statistics import reading_of
+from compile_losses.recognize.heads.readings import reading_of
 from tests.passes import decisions
 from tests.passes.graphs import dynamo, put_ops, recognizer, words
 
