@@ -219,6 +219,7 @@ class Rewriting:
         self.steps.run(name, change)
 
     def _take_shared(self, indexed: DynamoGraph) -> None:
+        """Has one op take each head that several losses read, and tells why another stays."""
         request = indexed.request
         for found in take_shared_logits(indexed.graph, indexed.recognizer.replay, request):
             marks = {site_of(reader) for reader in found.readers} - {None}
@@ -246,6 +247,7 @@ class Rewriting:
             self.joined += 1
 
     def _take_plain(self, indexed: DynamoGraph) -> None:
+        """Has one call read the rows of held logits, and notes where the readers stay."""
         replay = indexed.recognizer.replay
         for found in take_plain_logits(indexed.graph, replay, indexed.request):
             marks = {site_of(reader) for reader in found.readers} - {None}
@@ -263,6 +265,7 @@ class Rewriting:
         self.sites.append(Site(name, "rewritten", notes, file, line, mark=mark(found.node)))
 
     def _bodies(self, node: Node, inside: str | None) -> None:
+        """Rewrites the graphs inside a higher-order op."""
         name = str(node.target)
         if name not in _TRACED_IN_PLACE:
             apart = f"inside {name}, whose graph torch differentiates and compiles apart"

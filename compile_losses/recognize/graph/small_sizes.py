@@ -48,6 +48,7 @@ class Sizes:
         return same
 
     def _shrink(self) -> None:
+        """Chooses a small size for each large one, and for each product of some in a shape."""
         large = sorted({size for shape in self._shapes for size in shape if size > _KEPT})
         if len(large) > len(_SMALL):
             raise NoSizeError("too many different sizes")

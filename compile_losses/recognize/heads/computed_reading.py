@@ -141,6 +141,7 @@ class ComputedReading:
         return found if reading.picks is not None else self.call(aten.reshape.default, found, [-1])
 
     def _sum_of(self, reading: Reading) -> Any:
+        """The sum of a reader's multiples of statistics, of all rows."""
         total: Any = None
         for place, factor in reading.terms.items():
             if place == LOG_PROBS and reading.picks is not None:

@@ -64,6 +64,7 @@ def find_head(node: Node) -> Head | None:
 
 
 def _check_dtypes(node: Node, dtypes: list[torch.dtype]) -> None:
+    """Raises NotAbsorbedError for operands of several dtypes that no autocast makes one."""
     if len(set(dtypes)) == 1:
         return
     autocast = autocast_dtype(node, example(node).device.type)

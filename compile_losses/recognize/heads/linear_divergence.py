@@ -90,6 +90,7 @@ def may_be_read_apart(teacher: Any, replay: AtenReplay, request: Request) -> boo
 def _check_gain(
     match: Match, logits: Logits, of_teacher: Logits | None, reverse: bool, request: Request
 ) -> None:
+    """As ``check_gain``, with what the op holds beside the student's logits."""
     given = match.args[0 if reverse else 1]
     beside = tensors_beside(
         example(logits.head.node).dtype,

@@ -189,6 +189,7 @@ class Way:
 
 
 def way_to(tensor: Node | Value, replay: AtenReplay, given: Head | None = None) -> Way | None:
+    """The ops from a tensor back to its linear layer; None if it is not made of a layer."""
     nodes: list[Node] = []
     steps: list[Value] = []
     current = tensor
@@ -228,6 +229,7 @@ def way_to(tensor: Node | Value, replay: AtenReplay, given: Head | None = None) 
 
 
 def _logits(way: Way, replay: AtenReplay, *, may_detach: bool = False) -> Logits:
+    """What the ops on a way make of the layer's output; raises NotAbsorbedError if one stays."""
     head = way.head
     class_dim = example(head.node).dim() - 1
     logits = Logits(head, way.nodes[::-1], head.input, head.weight, head.bias, class_dim)
@@ -310,6 +312,8 @@ class _Walk:
         self.masked = False
 
     def over(self, steps: list[Value]) -> None:
+        """Takes all steps, the first one after the layer first; raises NotAbsorbedError at one that
+        stays."""
         for step in _joined_reshapes(steps):
             if step.op in (*PRODUCTS, *QUOTIENTS):
                 self._multiply(step)
@@ -389,6 +393,7 @@ class _Walk:
         return tensor if tensor.fake.dim() == 1 else computed(aten.reshape.default, tensor, [-1])
 
     def _multiply(self, step: Value) -> None:
+        """A factor: a number, or one for each class or row."""
         other = self._operand(step)
         multiplies = step.op in PRODUCTS
         if step.kwargs:
@@ -432,6 +437,7 @@ class _Walk:
             self._note("a factor for each class")
 
     def _add(self, step: Value) -> None:
+        """An addend: a number of each row, which softmax drops, or one of each class."""
         other, subtracts = self._operand(step), step.op in (aten.sub.Tensor, aten.sub.Scalar)
         if step.kwargs or len(step.args) != 2:  # alpha
             raise NotAbsorbedError(
@@ -483,6 +489,7 @@ class _Walk:
         return not any(n.op in ("placeholder", "get_attr") and has_gradient(n) for n in made)
 
     def _mask(self, step: Value) -> None:
+        """A number in the place of the logits of some classes, which becomes their bias."""
         logits, name = self.logits, step.node.name
         if step.op is aten.where.self:
             mask, *sides = step.args
@@ -525,6 +532,7 @@ class _Walk:
         self._note("a mask of classes")
 
     def _cap(self, step: Value) -> None:
+        """The bounded function of a soft-cap; what multiplies afterwards is its height."""
         self._check_uncapped(f"{step.node.name} is taken of the logits")
         if self.shift:
             self._shift_bias(step)
@@ -553,6 +561,7 @@ class _Walk:
         self._note(f"an addend of {shift:g}")
 
     def _copy(self, step: Value) -> None:
+        """A cast from 16 bits to float32, or a copy in the same dtype."""
         before, after = step.args[0].fake.dtype, step.fake.dtype
         if step.fake.device != step.args[0].fake.device:
             raise NotAbsorbedError("the logits go to another device")
@@ -589,6 +598,7 @@ class _Walk:
         self._note("rows picked by an index")
 
     def _move(self, step: Value) -> None:
+        """A view, as which the layer's input is viewed, or a slice of the classes."""
         logits, rest, op = self.logits, step.args[1:], step.op
         if op not in FOLLOWED:
             raise NotAbsorbedError(f"{step.node.name} {_why_it_stays(step)}")
@@ -689,6 +699,7 @@ def _aligned(tensor: Value, step: Value) -> list[Any]:
 
 
 def _why_it_stays(step: Value) -> str:
+    """What a step is that is not followed, in words that go on from its name."""
     assert step.op is not None
     if packet_of(step.op) in (aten.cat, aten.stack) and _is_returned(step.node):
         return (

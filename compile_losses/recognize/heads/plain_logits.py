@@ -131,6 +131,7 @@ def _held(node: Node) -> Head | None:
 
 
 def _check_size(logits: Tensor) -> None:
+    """Raises NotAbsorbedError for logits that torch's ops read as fast."""
     if not implementations.has_kernels(logits.device):
         raise NotAbsorbedError("there are no kernels: torch's ops are fused with what reads them")
     constants = constants_of(logits.device)

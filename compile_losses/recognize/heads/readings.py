@@ -229,6 +229,7 @@ def reading_of(node: Node, replay: AtenReplay, logits: Container[Node] = ()) -> 
 
 
 def _cross_entropy(node: Node, replay: AtenReplay, logits: Container[Node]) -> Reading | None:
+    """A cross entropy; None if the op has not its target or its options."""
     call = named_arguments(node)
     input, target = call["input"], call["target"]
     if not isinstance(input, Node) or not isinstance(target, Node):
@@ -271,6 +272,7 @@ def _attached(target: Value, replay: AtenReplay) -> Value:
 
 
 def _divergence(node: Node, logits: Container[Node]) -> Reading | None:
+    """A divergence of logits from a teacher's, or the reverse; None if the op has no such."""
     call = named_arguments(node)
     rows = (call["input"], call["target"])
     of_student = [place for place, row in enumerate(rows) if row in logits]
@@ -366,6 +368,7 @@ def _largest_of_all(source: Value, replay: AtenReplay) -> Reading:
 
 
 def _of_value(value: Value, replay: AtenReplay) -> Reading | None:
+    """As :func:`reading_of`, of the ATen op that a node is."""
     op, args = value.op, value.args
     if op is aten.neg.default:
         inner = replay.resolve(args[0])
@@ -420,6 +423,7 @@ def _keeps_rows(value: Value) -> bool:
 
 
 def _times(reading: Reading, factor: float) -> Reading:
+    """What a reader of so many times the same holds."""
     if reading.spread is not None:
         spread = replace(reading.spread, factor=factor * reading.spread.factor)
         return replace(reading, spread=spread)

@@ -704,6 +704,7 @@ class StatisticsCall:
         returned: list[LazyOutput],
         more: list[str],
     ) -> Rewritten:
+        """Puts the op and the readers that are computed from its results into the graph."""
         readings, of_teacher = self.shared.readings, self._way_of_teacher
         if self.of_others is not None:
             apart = self.of_others()

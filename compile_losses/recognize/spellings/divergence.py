@@ -53,7 +53,7 @@ def softmax_divergences(
         scale = polynomial.ratio(exp(log_q) * (log_q - log_p))
         if scale is not None:
             scaled = replace(form, constant=form.constant * scale)
-            yield from of_rows("softmax_kl_div", scaled, x, z, dim, {}, algebra)
+            yield from divergence_of_rows("softmax_kl_div", scaled, x, z, dim, {}, algebra)
 
 
 def _of_mixture(
@@ -81,7 +81,7 @@ def _of_mixture(
         x, z, beta = z, x, parts[0][2]
     options = {} if beta == 0.5 else {"beta": beta}
     scaled = replace(form, constant=form.constant * unrounded(scale))
-    yield from of_rows("softmax_js_div", scaled, x, z, dim, options, algebra)
+    yield from divergence_of_rows("softmax_js_div", scaled, x, z, dim, options, algebra)
 
 
 def _differentiable(key: Hashable, form: NormalForm, algebra: SoftmaxAlgebra) -> bool:
@@ -89,7 +89,7 @@ def _differentiable(key: Hashable, form: NormalForm, algebra: SoftmaxAlgebra) ->
     return value is not None and bool(getattr(example(value.node), "requires_grad", False))
 
 
-def of_rows(
+def divergence_of_rows(
     op: str,
     form: NormalForm,
     input: Hashable,

@@ -14,7 +14,7 @@ from torch import promote_types
 
 from compile_losses.recognize.graph.aten_replay import AtenReplay, aten
 from compile_losses.recognize.graph.symbolic_tensors import Value
-from compile_losses.recognize.spellings.divergence import of_rows
+from compile_losses.recognize.spellings.divergence import divergence_of_rows
 from compile_losses.recognize.spellings.normal_form import NormalForm, Written, sums_classes
 from compile_losses.recognize.spellings.polynomial import exp, log_softmax, softmax_pairs
 from compile_losses.recognize.spellings.softmax_algebra import SoftmaxAlgebra
@@ -76,7 +76,9 @@ def finite_divergences(found: LeftOut, algebra: SoftmaxAlgebra) -> Iterator[Writ
             if scale is not None and found.tested == tested:
                 scaled = replace(form, constant=form.constant * scale)
                 options = {} if entropy else {"entropy": False}
-                yield from of_rows("softmax_finite_kl_div", scaled, x, z, dim, options, algebra)
+                yield from divergence_of_rows(
+                    "softmax_finite_kl_div", scaled, x, z, dim, options, algebra
+                )
 
 
 def without_nan(value: Value, replay: AtenReplay) -> NormalForm | None:
