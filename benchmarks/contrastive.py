@@ -218,7 +218,7 @@ def _compiled(problem: Problem, name: str) -> Callable[..., Tensor]:
 def _plan(problem: Problem, options: dict[str, bool]) -> str:
     """The report of explain on each loss; empty where explain, which runs the loss without a
     compiler, has too little memory."""
-    from compile_losses.explanation import explain_call
+    from compile_losses.report.explanation import explain_call
 
     try:
         sites = explain_call(problem.eager, tuple(problem.tensors), options=options).sites

@@ -16,27 +16,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import titan
 from benchmarks.contenders import UnavailableError
-from benchmarks.titan import stretches
 
 LIBRARY = "transformers"
 LEARNING_RATE = 3e-4
 
 
 @dataclass(frozen=True)
-class Size:
-    """Sizes of a Llama and of a rank's batches; by default those of 1B, with few layers."""
+class Size(titan.Size):
+    """By default those of 1B; the batches are a rank's."""
 
-    layers: int = 4
     width: int = 2048
-    heads: int = 32
-    groups: int = 8
-    classes: int = 128_256
     batch: int = 4
     length: int = 2048
-
-    def __str__(self) -> str:
-        return f"{self.batch}x{self.length}x{self.width}x{self.classes}, {self.layers} layers"
 
 
 @dataclass(frozen=True)
@@ -104,7 +97,7 @@ class Run:
             self.wrapped: Any = DistributedDataParallel(model, ids, static_graph=static)
             self.call: Any = torch.compile(self.wrapped, **options)
             self.optimizer: Any = self._adam(model)
-        self.batches = stretches(size, dist.get_rank())
+        self.batches = titan.stretches(size, dist.get_rank())
 
     def _adam(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=True)

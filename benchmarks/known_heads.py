@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 import compile_losses
-from compile_losses.measuring import peak_memory, synchronize
+from compile_losses.programs.measuring import peak_memory, synchronize
 
 ALL = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 OUTPUTS = {"log_probs": ("log_probs",), "all": ALL}

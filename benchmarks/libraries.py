@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import report
-from compile_losses.explanation import explain_call
 from compile_losses.lower.regions import BY_CHUNKS
+from compile_losses.report.explanation import explain_call
 from compile_losses.sites import Site
 
 OUTPUT = report.ROOT / "benchmarks" / "results" / "libraries.csv"

@@ -166,7 +166,7 @@ BUILDERS: dict[str, tuple[Callable[[Problem], Step], str]] = {
 
 def _plan(problem: Problem, contender: str) -> str:
     """What explain reports of each loss."""
-    from compile_losses.explanation import explain_call
+    from compile_losses.report.explanation import explain_call
 
     if not contender.startswith("ours"):
         return ""

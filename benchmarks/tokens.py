@@ -341,7 +341,7 @@ BUILDERS: dict[str, tuple[Callable[[Problem], Callable[..., Tensor]], str]] = {
 
 def _plan(problem: Problem, options: dict[str, bool]) -> str:
     """The report of explain on each loss."""
-    from compile_losses.explanation import explain_call
+    from compile_losses.report.explanation import explain_call
 
     args = problem.hidden, problem.weight, problem.batch, *problem.adapter
     plans = [site.plan for site in explain_call(problem.eager, args, options=options).sites]

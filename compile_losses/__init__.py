@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from compile_losses.comparison import Comparison, compare
     from compile_losses.default_backend import disable, enable
     from compile_losses.distributed.data_parallel import global_mean
-    from compile_losses.explanation import explain
     from compile_losses.recognize import rewrite
     from compile_losses.report import Report
+    from compile_losses.report.explanation import explain
     from compile_losses.sites import Site
     from compile_losses.switches import counters
 
@@ -90,7 +90,7 @@ _LAZY = {
     "counters": "switches",
     "disable": "default_backend",
     "enable": "default_backend",
-    "explain": "explanation",
+    "explain": "report.explanation",
     "global_mean": "distributed.data_parallel",
     "rewrite": "recognize",
 }

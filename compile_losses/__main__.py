@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from compile_losses.facts import gather, in_words
-from compile_losses.running import load
+from compile_losses.programs.running import load
 from compile_losses.terminal import say
 
 
@@ -26,8 +26,8 @@ def info(arguments: argparse.Namespace, _: list[str]) -> int:
 
 def explain(arguments: argparse.Namespace, _: list[str]) -> int:
     """Calls the function without arguments and prints what would be rewritten."""
-    from compile_losses.explanation import explain_call
     from compile_losses.options import InvalidOptionError
+    from compile_losses.report.explanation import explain_call
 
     function = load(arguments.target)
     try:
@@ -64,8 +64,8 @@ def compare(arguments: argparse.Namespace, _: list[str]) -> int:
 
 def bisect(arguments: argparse.Namespace, _: list[str]) -> int:
     """Finds the loss and the pass that a problem comes from, and the smallest switch against it."""
-    from compile_losses.bisection import RefusedError
-    from compile_losses.bisection import bisect as find
+    from compile_losses.programs.bisection import RefusedError
+    from compile_losses.programs.bisection import bisect as find
 
     try:
         found = find(
@@ -90,7 +90,7 @@ def bisect(arguments: argparse.Namespace, _: list[str]) -> int:
 def run(arguments: argparse.Namespace, program: list[str]) -> int:
     """Runs a training script, or -m MODULE, as it is: torch.compile rewrites its losses."""
     from compile_losses.options import InvalidOptionError
-    from compile_losses.running import run as run_program
+    from compile_losses.programs.running import run as run_program
 
     if not program:
         raise SystemExit("run: expected a script, or -m and a module")
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace, program: list[str]) -> int:
 
 
 def _compare_program(arguments: argparse.Namespace, program: list[str]) -> None:
-    from compile_losses.program_comparison import ProgramError, compare_program
+    from compile_losses.programs.program_comparison import ProgramError, compare_program
 
     try:
         found = compare_program(program, arguments.compare, arguments.options)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from compile_losses.backend import given_to
-from compile_losses.explanation import explain_call
 from compile_losses.options import Settings
+from compile_losses.programs.user_step import Runner, Side, difference
 from compile_losses.report import Report
+from compile_losses.report.explanation import explain_call
 from compile_losses.sites import megabytes
 from compile_losses.torch_internals.dynamo import uncompiled, without_recompile_limits
-from compile_losses.user_step import Runner, Side, difference
 
 #: Steps of each side that are measured; as many more warm up.
 STEPS = 10

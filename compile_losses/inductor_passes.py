@@ -18,12 +18,12 @@ from compile_losses import passes, switches
 from compile_losses.graphs import annotate
 from compile_losses.guard import attempt
 from compile_losses.library import fingerprint, loaded
-from compile_losses.log_line import compilation, note
 from compile_losses.lower import Decision, donated_buffers, in_place, lower_or_leave, plan
 from compile_losses.lower.decision import log
 from compile_losses.options import Settings
 from compile_losses.pipeline import dump_folder
 from compile_losses.report import Report
+from compile_losses.report.log_line import compilation, note
 from compile_losses.torch_internals.inductor import (
     JOINT,
     POST_GRAD,

@@ -19,8 +19,9 @@ from torch._inductor import compile_fx
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.virtualized import V
 
-from compile_losses import backend, inductor_passes, planned_sites
+from compile_losses import backend, inductor_passes
 from compile_losses.lower.decision import Decision
+from compile_losses.report import planned_sites
 from compile_losses.sites import Site
 
 

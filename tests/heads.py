@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import compile_losses
-from compile_losses.explanation import explain_call
+from compile_losses.report.explanation import explain_call
 from tests.accuracy import SIMILAR, assert_accurate, similar
 from tests.constants import set_constants
 from tests.graphs import Compiled

@@ -12,11 +12,11 @@ import sys
 import textwrap
 from pathlib import Path
 
-from compile_losses.recognize.difference import FAMILIES
 from compile_losses.recognize.guards import GUARDS
-from compile_losses.recognize.logistic import BODY
-from compile_losses.recognize.probabilities import BODIES
-from compile_losses.recognize.table import TABLE
+from compile_losses.recognize.spellings.difference import FAMILIES
+from compile_losses.recognize.spellings.logistic import BODY
+from compile_losses.recognize.spellings.probabilities import BODIES
+from compile_losses.recognize.spellings.table import TABLE
 from tests.specs import SPECS
 from tests.specs.spec import Spelling
 

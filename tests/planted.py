@@ -34,41 +34,45 @@ class Fault:
 
 FAULTS = [
     Fault(
-        "recognize/logits.py",
+        "recognize/heads/logits.py",
         "self.factor, self.height = self.factor / 2, 0.5",
         "self.factor, self.height = self.factor / 2, 1.0",
     ),
-    Fault("recognize/head.py", "if of_weight == hidden + classes:", "if of_weight == classes:"),
     Fault(
-        "recognize/shared_logits.py",
+        "recognize/heads/head.py", "if of_weight == hidden + classes:", "if of_weight == classes:"
+    ),
+    Fault(
+        "recognize/heads/row_moves.py",
         "return moves[::-1] if factors == of_other else None",
         "return moves if factors == of_other else None",
     ),
     Fault(
-        "recognize/row_classes.py",
+        "recognize/heads/row_classes.py",
         "alike = alike and NOTHING_IGNORED in ignored and max(ignored) < 0",
         "alike = alike and NOTHING_IGNORED in ignored",
     ),
     Fault(
-        "recognize/memory.py", "            if writer < first:", "            if first < writer:"
+        "recognize/graph/memory.py",
+        "            if writer < first:",
+        "            if first < writer:",
     ),
     Fault(
-        "recognize/polynomial.py",
+        "recognize/spellings/polynomial.py",
         "        return (exp(rest) if rest else number(1.0)) * math.exp(shift)",
         "        return (exp(rest) if rest else number(1.0)) * shift",
     ),
     Fault(
-        "recognize/softmax_algebra.py",
+        "recognize/spellings/softmax_algebra.py",
         "return left + (right - left) * weight",
         "return left + right * weight",
     ),
     Fault(
-        "recognize/normal_form.py",
+        "recognize/spellings/normal_form.py",
         "constant = constant * numerator / denominator",
         "constant = constant * denominator / numerator",
     ),
     Fault(
-        "recognize/plain_logits.py",
+        "recognize/heads/plain_logits.py",
         "if classes < constants.statistics_classes:",
         "if classes > constants.statistics_classes:",
     ),
@@ -160,39 +164,45 @@ FAULTS = [
         "        pass\n",
     ),
     Fault(
-        "recognize/absorb.py",
+        "recognize/spellings/absorb.py",
         "set(node.users) <= {match.root, *match.interior}",
         "match.root in node.users",
     ),
     Fault(
-        "recognize/difference.py",
+        "recognize/spellings/difference.py",
         "for a, e in zip(actual, expected, strict=True)",
         "for a, e in zip(actual[:1], expected[:1], strict=True)",
     ),
     Fault(
-        "recognize/divergence.py",
+        "recognize/spellings/divergence.py",
         "x, z, beta = z, x, parts[0][2]",
         "x, z = z, x",
     ),
     Fault(
-        "recognize/known_heads.py",
+        "recognize/heads/known_heads.py",
         "isinstance(node.target, OpOverload | OpOverloadPacket)",
         "isinstance(node.target, OpOverload)",
     ),
-    Fault("recognize/left_out.py", "return abs(factor) >= 1", "return abs(factor) > 0"),
     Fault(
-        "recognize/logistic.py",
+        "recognize/spellings/masked_terms.py", "return abs(factor) >= 1", "return abs(factor) > 0"
+    ),
+    Fault(
+        "recognize/spellings/logistic.py",
         "return below + (ONE if packet is aten.ge else ZERO) * slope",
         "return below + (ZERO if packet is aten.ge else ONE) * slope",
     ),
-    Fault("recognize/piecewise.py", "sign = 1.0 if keys == self.pair else -1.0", "sign = 1.0"),
     Fault(
-        "recognize/probabilities.py",
+        "recognize/spellings/piecewise.py",
+        "sign = 1.0 if keys == self.pair else -1.0",
+        "sign = 1.0",
+    ),
+    Fault(
+        "recognize/spellings/probabilities.py",
         "        if scale is None or (pick[1], pick[3]) != (key, dim):",
         "        if scale is None or pick[1] != key:",
     ),
     Fault(
-        "recognize/rounding.py",
+        "recognize/graph/rounding.py",
         'return [scale * error if error < float("inf") else 0.0 for error in errors]',
         "return [scale * error for error in errors]",
     ),
@@ -202,12 +212,12 @@ FAULTS = [
         "            if not self._changes:\n                raise _AgainError",
     ),
     Fault(
-        "recognize/table.py",
+        "recognize/spellings/table.py",
         "    if size_average is not None or reduce is not None:\n        if value",
         "    if size_average is not None:\n        if value",
     ),
     Fault(
-        "recognize/unrolled.py",
+        "recognize/graph/unrolled.py",
         "if piece is None or not computed_alike(piece.start, place):",
         "if piece is None:",
     ),

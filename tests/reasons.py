@@ -52,8 +52,9 @@ SECTIONS = {
         """Its status is `declined`, and it costs what it costs in stock. If the reason names what
         is in the way, another of the [spellings](patterns.md) is rewritten.""",
         (
-            *("recognize/table.py", "recognize/rewriting.py", "recognize/guards.py"),
-            *("recognize/memory.py", "recognize/written_out.py", "recognize/verify.py", "sites.py"),
+            *("recognize/spellings/table.py", "recognize/rewriting.py", "recognize/guards.py"),
+            *("recognize/graph/memory.py", "recognize/spellings/written_out.py"),
+            *("recognize/verify.py", "sites.py"),
         ),
     ),
     "A head is not computed with its loss": Section(
@@ -61,8 +62,9 @@ SECTIONS = {
         [Heads](heads.md) lists what may stand between a head and its loss. If `prefer_memory` holds
         none of the logits all the same, `explain` has tried it and says so.""",
         (
-            *("recognize/head.py", "recognize/logits.py", "recognize/with_head.py"),
-            *("recognize/linear_divergence.py", "recognize/returned_logits.py"),
+            *("recognize/heads/head.py", "recognize/heads/logits.py"),
+            *("recognize/heads/with_head.py", "recognize/heads/linear_divergence.py"),
+            "recognize/returned_logits.py",
         ),
         ("_name",),
     ),
@@ -71,12 +73,15 @@ SECTIONS = {
         line of the reader that is in the way: without it the others [share
         one](heads.md#several-losses-and-metrics-of-one-head). Of a teacher the notes have `the
         teacher's logits are held`; the student's are not.""",
-        ("recognize/shared_logits.py", "recognize/row_statistics.py", "recognize/row_classes.py"),
+        (
+            *("recognize/heads/shared_logits.py", "recognize/heads/readings.py"),
+            *("recognize/heads/computed_reading.py", "recognize/heads/row_classes.py"),
+        ),
     ),
     "An entropy of held logits is read apart": Section(
         """The notes have `the entropy of its logits is read apart`. It costs what it costs in
         stock.""",
-        ("recognize/plain_logits.py",),
+        ("recognize/heads/plain_logits.py",),
     ),
     "A matrix is read by rows and by columns apart": Section(
         """The plan has `read by rows and by columns apart`, where [one

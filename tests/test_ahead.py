@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from compile_losses.measuring import peak_memory
 from compile_losses.ops import ahead
+from compile_losses.programs.measuring import peak_memory
 
 pytestmark = pytest.mark.usefixtures("kernels_for_small_losses")
 

@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import compile_losses
-from compile_losses.explanation import explain_call
 from compile_losses.lazy import LazyLogits, automatic
 from compile_losses.lazy.automatic import Automatic
+from compile_losses.report.explanation import explain_call
 from tests.constants import set_constants
 from tests.graphs import interpreted
 

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compile_losses import bisection, guard, inductor_passes, passes
+from compile_losses import guard, inductor_passes, passes
 from compile_losses.__main__ import main
-from compile_losses.bisection import Bisection, RefusedError, fewest
+from compile_losses.programs import bisection
+from compile_losses.programs.bisection import Bisection, RefusedError, fewest
+from compile_losses.programs.trial import attempted
+from compile_losses.programs.trial_processes import Processes, Switches
 from compile_losses.recognize.match import Match
 from compile_losses.sites import shorten
-from compile_losses.trial import attempted
-from compile_losses.trial_processes import Processes, Switches
 from tests import ROOT
 from tests.faults import PlantedError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_losses.explanation import explain_call
 from compile_losses.lower.two_softmaxes import ONE_READ, TWO_READS
+from compile_losses.report.explanation import explain_call
 from tests import contrastive_programs as programs
 from tests.accuracy import assert_accurate
 from tests.constants import set_constants

@@ -13,7 +13,7 @@ from compile_losses.demo import data, gains, problems
 from compile_losses.demo.data import Case
 from compile_losses.demo.language_models import GPT, next_token_loss
 from compile_losses.demo.train import Result, Run
-from compile_losses.measuring import peak_memory
+from compile_losses.programs.measuring import peak_memory
 from compile_losses.report import Report
 from compile_losses.sites import Site
 from tests.constants import set_constants

@@ -17,9 +17,9 @@ import compile_losses
 from compile_losses import library
 from compile_losses.__main__ import main
 from compile_losses.comparison import compare_call
-from compile_losses.explanation import explain_call
+from compile_losses.programs.trial import REPORT, attempted
+from compile_losses.report.explanation import explain_call
 from compile_losses.sites import shorten
-from compile_losses.trial import REPORT, attempted
 from tests.calls import COMPOSED
 from tests.specs import SPECS
 
@@ -260,7 +260,7 @@ def test_failed_plan(monkeypatch):
     def fails(*_):
         raise NotImplementedError("no such lowering")
 
-    monkeypatch.setattr("compile_losses.dry_run.decide", fails)
+    monkeypatch.setattr("compile_losses.report.dry_run.decide", fails)
     report = compile_losses.explain(F.mse_loss, torch.rand(3), torch.rand(3))
     (site,) = report.losses
     assert site.details == ("no plan: NotImplementedError: no such lowering",)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import compile_losses
-from compile_losses.explanation import explain_call
+from compile_losses.report.explanation import explain_call
 from tests.corpus.between import NEAR_MISSES
 from tests.corpus.heads import CLASSES, flat, head
 from tests.heads import small_chunks as small_chunks  # a fixture of this file, too

@@ -70,7 +70,7 @@ def library(monkeypatch, tmp_path):
     )
     code = (compute.__code__.co_filename, compute.__name__)
     monkeypatch.setattr(
-        sys.modules["compile_losses.recognize.known_heads"], "_FUNCTIONS", {code: HEAD}
+        sys.modules["compile_losses.recognize.heads.known_heads"], "_FUNCTIONS", {code: HEAD}
     )
     switches.counters().clear()
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from compile_losses.library import DECLARED, PACKAGE, documented_ops, public_ops
 from compile_losses.lower.fused_calls import is_elementwise
-from compile_losses.recognize.table import TABLE
+from compile_losses.recognize.spellings.table import TABLE
 from tests import ROOT
 from tests.calls import COMPOSED
 from tests.specs import SPECS

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_losses.explanation import explain_call
 from compile_losses.lazy import LazyLogits
+from compile_losses.report.explanation import explain_call
 from tests.constants import set_constants
 from tests.graphs import interpreted
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import compile_losses
-from compile_losses import log_line
+from compile_losses.report import log_line
 from compile_losses.sites import Site
 
 

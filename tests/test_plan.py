@@ -402,7 +402,8 @@ def test_nothing_is_disturbed(way):
 def test_plan_without_a_plan(monkeypatch):
     """Where the graphs can't be had, the report says so, and the function has run all the same."""
     monkeypatch.setattr(
-        "compile_losses.dry_run.decide", lambda *_: (_ for _ in ()).throw(RuntimeError("no luck"))
+        "compile_losses.report.dry_run.decide",
+        lambda *_: (_ for _ in ()).throw(RuntimeError("no luck")),
     )
     report = compile_losses.explain(Head(F.mse_loss), *real())
     assert report.sites[0].status == "rewritten"

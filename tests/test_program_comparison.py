@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_losses import log_line
 from compile_losses.__main__ import main
-from compile_losses.program_comparison import ProgramError, compare_program
-from compile_losses.watched_program import END, MEMORY, STEP, Watch
+from compile_losses.programs.program_comparison import ProgramError, compare_program
+from compile_losses.programs.watched_program import END, MEMORY, STEP, Watch
+from compile_losses.report import log_line
 from tests import ROOT
 
 #: A loop that accumulates gradients, with another optimizer beside the first one.

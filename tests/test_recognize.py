@@ -15,7 +15,7 @@ import compile_losses
 from compile_losses import recognize
 from compile_losses.recognize import rewriting
 from compile_losses.recognize.guards import GUARDS
-from compile_losses.recognize.written_out import Recognizer
+from compile_losses.recognize.spellings.written_out import Recognizer
 from tests import patterns
 from tests.graphs import Compiled
 from tests.results import compile_with, run, spellings

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import compile_losses
 from compile_losses.device_constants import constants_of
-from compile_losses.explanation import explain_call
+from compile_losses.report.explanation import explain_call
 from tests.accuracy import assert_accurate
 from tests.constants import set_constants
 from tests.corpus.divergences import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_losses.recognize import with_head
+from compile_losses.recognize.heads import with_head
 from tests.corpus.between import (
     MATCHES,
     NARROW_MISSES,

@@ -12,11 +12,11 @@ from torch._dynamo import mark_dynamic
 from torch.utils.checkpoint import checkpoint
 
 from compile_losses import device_constants
-from compile_losses.explanation import explain_call
 from compile_losses.lower.decision import REGION
 from compile_losses.lower.regions import BY_CHUNKS
 from compile_losses.ops import linear_region
 from compile_losses.ops.linear import region_program
+from compile_losses.report.explanation import explain_call
 from tests import region_programs as programs
 from tests import test_drawn_heads
 from tests.accuracy import assert_accurate

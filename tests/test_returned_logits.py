@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import compile_losses
-from compile_losses.explanation import explain_call
 from compile_losses.lazy import LazyLogits
 from compile_losses.report import Report
+from compile_losses.report.explanation import explain_call
 from tests import ROOT, WITHOUT_VECTORS
 from tests.constants import set_constants
 from tests.corpus.returned import (

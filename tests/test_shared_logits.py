@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import compile_losses
-from compile_losses.explanation import explain_call
+from compile_losses.report.explanation import explain_call
 from compile_losses.sites import shorten
 from tests.corpus.rows import CLASSES, problem
 from tests.corpus.shared import (

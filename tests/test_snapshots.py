@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.heads import HEADS
 from benchmarks.matrix import Step
-from compile_losses.dry_run import decide
 from compile_losses.recognize import rewrite
+from compile_losses.report.dry_run import decide
 from tests.graphs import listing, recorded
 
 pytestmark = pytest.mark.usefixtures("kernels_for_small_losses")

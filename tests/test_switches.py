@@ -14,10 +14,10 @@ import torch.nn.functional as F
 import compile_losses
 from compile_losses import __main__ as command_line
 from compile_losses import switches
-from compile_losses.explanation import explain_call
 from compile_losses.inductor_passes import SLOTS, installed_rewrite
 from compile_losses.library import public_ops
 from compile_losses.options import OPTIONS, InvalidOptionError, Settings
+from compile_losses.report.explanation import explain_call
 from tests.graphs import recorded
 from tests.specs import SPECS
 

@@ -31,7 +31,7 @@ PAGE = ROOT / "docs" / "tutorials" / "own_op.ipynb"
 ADDED = {
     f"csrc/losses/elementwise/{NAME}.h",
     f"compile_losses/ops/{NAME}.py",
-    "compile_losses/recognize/table.py",
+    "compile_losses/recognize/spellings/table.py",
     f"tests/specs/{NAME}.py",
 }
 

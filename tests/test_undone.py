@@ -19,10 +19,10 @@ import compile_losses
 from compile_losses import guard, inductor_passes, lazy
 from compile_losses.guard import Snapshot
 from compile_losses.lazy import LazyLogits
-from compile_losses.recognize import head as heads
 from compile_losses.recognize import returned_logits, rewriting
+from compile_losses.recognize.graph.symbolic_tensors import Value
+from compile_losses.recognize.heads import head as heads
 from compile_losses.recognize.match import Match
-from compile_losses.recognize.symbolic_tensors import Value
 from tests.faults import Faults, PlantedError
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import compile_losses
-from compile_losses.explanation import explain_call
+from compile_losses.report.explanation import explain_call
 from tests.graphs import Compiled
 
 BATCH, TOKENS, CLASSES = 4, 6, 11

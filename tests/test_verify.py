@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import compile_losses
 from compile_losses.recognize import rewrite
-from compile_losses.recognize.small_sizes import Sizes
+from compile_losses.recognize.graph.small_sizes import Sizes
 from tests.results import spellings
 from tests.specs import SPECS
 

@@ -18,8 +18,8 @@ import compile_losses
 from compile_losses import implementations, library, self_test, switches
 from compile_losses.__main__ import main
 from compile_losses.bodies import blocks
-from compile_losses.explanation import explain_call
 from compile_losses.lower.regions import BY_CHUNKS
+from compile_losses.report.explanation import explain_call
 from tests.accuracy import assert_accurate
 from tests.constants import set_constants
 from tests.results import count_fused_calls

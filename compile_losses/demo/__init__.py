@@ -31,9 +31,9 @@ from compile_losses.demo.train import (
     in_two,
     side_by_side,
 )
-from compile_losses.explanation import explain_call
-from compile_losses.measuring import synchronize
+from compile_losses.programs.measuring import synchronize
 from compile_losses.report import Report
+from compile_losses.report.explanation import explain_call
 from compile_losses.terminal import say
 
 NOTES = """\

@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from compile_losses.demo.data import Case
-from compile_losses.measuring import peak_memory, synchronize
+from compile_losses.programs.measuring import peak_memory, synchronize
 
 STOCK = "inductor"
 OURS = "compile_losses"

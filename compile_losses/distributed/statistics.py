@@ -16,7 +16,7 @@ from compile_losses.distributed.vocabulary import (
     each_once_differentiable,
     once_differentiable,
 )
-from compile_losses.ops import vocabulary_parallel_statistics as of_rows
+from compile_losses.ops import vocabulary_parallel_statistics as statistics_ops
 from compile_losses.ops.linear import vocabulary_parallel_statistics as of_layers
 from compile_losses.ops.linear.arguments import as_rows
 from compile_losses.ops.vocabulary_parallel_statistics import Merged
@@ -79,7 +79,7 @@ class _OfLogits(torch.autograd.Function):
         ignore_index: int,
     ) -> tuple[Tensor, Tensor]:
         shard = (vocabulary.first_class(logits.shape[1]), vocabulary.classes)
-        own = of_rows.statistics(logits, target, index, *shard, ignore_index)
+        own = statistics_ops.statistics(logits, target, index, *shard, ignore_index)
         merged = Merged(vocabulary.everyones(own), vocabulary.classes)
         if target is not None:
             log_probs = -merged.nll(target, ignore_index)
@@ -101,7 +101,7 @@ class _OfLogits(torch.autograd.Function):
         of_nll = None if grad_log_probs is None or target is None else -grad_log_probs
         of_picked = None if index is None else grad_log_probs
         with torch.no_grad():
-            result = of_rows.gradient(
+            result = statistics_ops.gradient(
                 of_nll, grad_entropy, of_picked, logits, target, index, stats, *ctx.arguments
             )
         return once_differentiable(result, logits, *given), *(None for _ in range(4))

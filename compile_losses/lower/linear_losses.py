@@ -119,7 +119,7 @@ def _losses_by_row(graph: AtenGraph) -> list[Node]:
     ]
 
 
-def of_rows(graph: AtenGraph, inputs: Sequence[Node]) -> list[Node]:
+def numbers_of_rows(graph: AtenGraph, inputs: Sequence[Node]) -> list[Node]:
     """Those of some tensors that are made of what such a loss computes of each row, and have no
     more numbers."""
     found = []

@@ -51,7 +51,7 @@ from compile_losses.lower.gradient_in_forward import (
     refusal_ahead,
     tensors_read,
 )
-from compile_losses.lower.linear_losses import of_rows, plan_linear, plan_rows
+from compile_losses.lower.linear_losses import numbers_of_rows, plan_linear, plan_rows
 from compile_losses.lower.mutated_inputs import save_before_mutation
 from compile_losses.lower.node_relations import (
     is_fused_into_readers,
@@ -104,7 +104,7 @@ def _decompose_of_rows(graph: AtenGraph) -> None:
     """Decomposes the losses of a few numbers of each row of a head. In torch's ops the plan for the
     head sees how its gradients are made."""
     losses = graph.losses
-    small = set(of_rows(graph, [loss.input for loss in losses]))
+    small = set(numbers_of_rows(graph, [loss.input for loss in losses]))
     for loss in losses:
         decomposition = decomposition_of(loss) if loss.input in small else None
         if decomposition is not None:

@@ -105,7 +105,7 @@ def row_gradients(
         reason = writer.take(node, late)
         if reason is not None:
             return reason
-    linear = set(linear_part(tangent, backward, of_rows=True))
+    linear = set(linear_part(tangent, backward, moves=True))
     odd = next((n for n in inner if n in backward and n not in linear), None)
     if odd is not None:
         return f"its gradients are not linear in that of the whole: {odd.name}"

@@ -1,8 +1,8 @@
 """What losses cost whose statistics one call reads, while another makes their gradient of these.
 
 Recognition has decided already. Of logits that are held an entropy is among the statistics, and
-they are in memory whatever reads them (see ``recognize.plain_logits``). Losses of a product by rows
-and by columns never hold it (see ``recognize.two_way``).
+they are in memory whatever reads them (see ``recognize.heads.plain_logits``). Losses of a product
+by rows and by columns never hold it (see ``recognize.heads.two_way``).
 """
 
 from __future__ import annotations

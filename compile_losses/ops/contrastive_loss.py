@@ -33,7 +33,7 @@ from compile_losses import library
 from compile_losses.bodies.sigmoid_pairs import losses as losses_of_pairs
 from compile_losses.distributed import mesh_of
 from compile_losses.ops import checks
-from compile_losses.ops.checks import REDUCTIONS, accumulation_type, describe, loss_dtype
+from compile_losses.ops.checks import accumulation_type, describe, loss_dtype
 from compile_losses.ops.linear.leaf_ops import declare_leaves
 from compile_losses.ops.linear.reference import autocast_layer, autocast_off, under_autocast
 from compile_losses.ops.linear.row_chunks import Problem
@@ -285,11 +285,11 @@ def public_kernel(
         input, other, target, bias, mask,
         reduction, ignore_index, max(label_smoothing, 0.0), sigmoid, result,
     )  # fmt: skip
-    _check(*arguments)
     if needs_torch(input, other, target, bias, mask):
+        _check(*arguments)
         with autocast_off(input):
             return reference(*arguments)
-    return leaves(arguments, by_row=reduction == REDUCTIONS["none"])
+    return leaves(arguments, by_row=reduction == NONE)  # which check them
 
 
 library.implement_public(public, public_kernel)

@@ -22,7 +22,7 @@ Raises:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -356,12 +356,12 @@ def public_kernel(
     if dtype is None and under_autocast(input):
         input, other = autocast_layer(input, other)  # type: ignore[assignment]
     options = Options(reduction, ignore_index, max(label_smoothing, 0.0), result)
-    _check(input, other, target, other_target, *options)
-    compute: Callable[..., Any] = leaf
-    if needs_torch(*tensors):
-        compute = reference
+    arguments = (input, other, target, other_target, *options)
     with autocast_off(input):
-        loss, other_loss, *_ = compute(input, other, target, other_target, *options)
+        if needs_torch(*tensors):
+            _check(*arguments)
+            return reference(*arguments)
+        loss, other_loss, *_ = leaf(*arguments)  # which checks them
     return loss, other_loss
 
 

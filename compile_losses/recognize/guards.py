@@ -11,10 +11,10 @@ from torch.fx import Node
 from compile_losses import implementations, library
 from compile_losses.distributed import are_dtensors
 from compile_losses.graphs import ancestors
-from compile_losses.recognize.aten_replay import expanded_source
+from compile_losses.recognize.graph.aten_replay import expanded_source
+from compile_losses.recognize.graph.memory import memory_of, storage_of
+from compile_losses.recognize.graph.symbolic_tensors import Value, examples, fake_mode
 from compile_losses.recognize.match import UNASKED, Match, example
-from compile_losses.recognize.memory import memory_of, storage_of
-from compile_losses.recognize.symbolic_tensors import Value, examples, fake_mode
 from compile_losses.request import Request
 from compile_losses.torch_internals.eager import is_functorch_wrapped_tensor
 from compile_losses.torch_internals.ops import tree_leaves

@@ -12,8 +12,8 @@ from torch.fx import Node
 
 from compile_losses.graphs import ancestors, emit, erase_unused, replace_uses, undone_if_it_fails
 from compile_losses.lazy import LazyOutput
-from compile_losses.recognize.memory import is_written
-from compile_losses.recognize.symbolic_tensors import (
+from compile_losses.recognize.graph.memory import is_written
+from compile_losses.recognize.graph.symbolic_tensors import (
     Value,
     computed_at,
     example,

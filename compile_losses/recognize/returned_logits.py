@@ -19,10 +19,10 @@ from compile_losses.lazy.automatic import Automatic
 from compile_losses.lazy.head import Step
 from compile_losses.lazy.tensor import can_wait
 from compile_losses.ops.linear.chunk_size import chunk_rows
-from compile_losses.recognize.aten_replay import AtenReplay, aten
-from compile_losses.recognize.head import Head, NotAbsorbedError, find_head
-from compile_losses.recognize.memory import memory_of, storage_of
-from compile_losses.recognize.symbolic_tensors import Value, example
+from compile_losses.recognize.graph.aten_replay import AtenReplay, aten
+from compile_losses.recognize.graph.memory import memory_of, storage_of
+from compile_losses.recognize.graph.symbolic_tensors import Value, example
+from compile_losses.recognize.heads.head import Head, NotAbsorbedError, find_head
 from compile_losses.sites import megabytes
 from compile_losses.switches import LAZY_LOGITS, how_to_set
 from compile_losses.torch_internals.ops import tree_leaves

@@ -11,27 +11,27 @@ from compile_losses.graphs import Indexed
 from compile_losses.guard import Failure, attempt
 from compile_losses.passes import REWRITE
 from compile_losses.pipeline import Pipeline
-from compile_losses.recognize.columns_apart import are_gone, read_columns_apart
+from compile_losses.recognize.graph.memory import bodies, look_at
+from compile_losses.recognize.graph.taken_apart import read_parts
 from compile_losses.recognize.guards import better_left_to_torch, refusal
-from compile_losses.recognize.known_heads import known_heads
-from compile_losses.recognize.linear_divergence import take_divergence
-from compile_losses.recognize.match import Decline, Match
-from compile_losses.recognize.memory import bodies, look_at
-from compile_losses.recognize.plain_logits import take_plain_logits
-from compile_losses.recognize.returned_logits import Lazily, add_logits_without_loss
-from compile_losses.recognize.shared_logits import Kept, Rewritten, take_shared_logits
-from compile_losses.recognize.steps import Steps
-from compile_losses.recognize.table import bind
-from compile_losses.recognize.taken_apart import read_parts
-from compile_losses.recognize.two_way import join_directions
-from compile_losses.recognize.verify import verify as compare
-from compile_losses.recognize.with_head import (
+from compile_losses.recognize.heads.columns_apart import are_gone, read_columns_apart
+from compile_losses.recognize.heads.known_heads import known_heads
+from compile_losses.recognize.heads.linear_divergence import take_divergence
+from compile_losses.recognize.heads.plain_logits import take_plain_logits
+from compile_losses.recognize.heads.shared_logits import Kept, Rewritten, take_shared_logits
+from compile_losses.recognize.heads.two_way import join_directions
+from compile_losses.recognize.heads.with_head import (
     HELD,
     Take,
     take_cross_entropy,
     through_linear,
 )
-from compile_losses.recognize.written_out import Recognizer
+from compile_losses.recognize.match import Decline, Match
+from compile_losses.recognize.returned_logits import Lazily, add_logits_without_loss
+from compile_losses.recognize.spellings.table import bind
+from compile_losses.recognize.spellings.written_out import Recognizer
+from compile_losses.recognize.steps import Steps
+from compile_losses.recognize.verify import verify as compare
 from compile_losses.request import Request
 from compile_losses.sites import Site, left_out, mark, site_of, source_of
 from compile_losses.torch_internals.ops import HigherOrderOperator
@@ -219,6 +219,7 @@ class Rewriting:
         self.steps.run(name, change)
 
     def _take_shared(self, indexed: DynamoGraph) -> None:
+        """Has one op take each head that several losses read, and tells why another stays."""
         request = indexed.request
         for found in take_shared_logits(indexed.graph, indexed.recognizer.replay, request):
             marks = {site_of(reader) for reader in found.readers} - {None}
@@ -246,6 +247,7 @@ class Rewriting:
             self.joined += 1
 
     def _take_plain(self, indexed: DynamoGraph) -> None:
+        """Has one call read the rows of held logits, and notes where the readers stay."""
         replay = indexed.recognizer.replay
         for found in take_plain_logits(indexed.graph, replay, indexed.request):
             marks = {site_of(reader) for reader in found.readers} - {None}
@@ -263,6 +265,7 @@ class Rewriting:
         self.sites.append(Site(name, "rewritten", notes, file, line, mark=mark(found.node)))
 
     def _bodies(self, node: Node, inside: str | None) -> None:
+        """Rewrites the graphs inside a higher-order op."""
         name = str(node.target)
         if name not in _TRACED_IN_PLACE:
             apart = f"inside {name}, whose graph torch differentiates and compiles apart"

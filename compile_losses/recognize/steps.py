@@ -12,7 +12,7 @@ from typing import NoReturn, TypeVar
 from torch.fx import Graph, GraphModule
 
 from compile_losses.guard import Failure, Snapshot, attempt, warn_of
-from compile_losses.recognize.memory import bodies
+from compile_losses.recognize.graph.memory import bodies
 
 T = TypeVar("T")
 

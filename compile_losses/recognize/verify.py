@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from compile_losses.recognize.graph.rounding import rounding
+from compile_losses.recognize.graph.small_sizes import NoSizeError, Sizes
+from compile_losses.recognize.graph.symbolic_tensors import Size, Value, example
 from compile_losses.recognize.match import Match
-from compile_losses.recognize.rounding import rounding
-from compile_losses.recognize.small_sizes import NoSizeError, Sizes
-from compile_losses.recognize.symbolic_tensors import Size, Value, example
 from compile_losses.torch_internals.eager import no_modes
 from compile_losses.torch_internals.ops import given_arguments, tree_leaves, tree_map
 

@@ -25,7 +25,8 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from compile_losses import inductor_passes
 from compile_losses.lower import Decision, donated_buffers, in_place, plan
-from compile_losses.recognize import rewrite, with_head
+from compile_losses.recognize import rewrite
+from compile_losses.recognize.heads import with_head
 from compile_losses.report import Report
 from compile_losses.request import Request
 from compile_losses.torch_internals.inductor import JOINT, without_autograd_cache

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import compile_losses
-from compile_losses.recognize.aten_replay import kept_source
+from compile_losses.recognize.graph.aten_replay import kept_source
 from tests.constants import set_constants
 from tests.distributed.world import (
     FLATTENS,

@@ -13,10 +13,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 from compile_losses.lower.aten_graph import AtenGraph
+from compile_losses.recognize.graph.memory import look_at
+from compile_losses.recognize.graph.symbolic_tensors import Size, Value
 from compile_losses.recognize.match import Match
-from compile_losses.recognize.memory import look_at
-from compile_losses.recognize.symbolic_tensors import Size, Value
-from compile_losses.recognize.written_out import Recognizer
+from compile_losses.recognize.spellings.written_out import Recognizer
 from compile_losses.request import Request
 from tests.corpus.capture import Captured, Parts, captured, parts
 from tests.corpus.program import Program

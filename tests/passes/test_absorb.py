@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_losses.recognize.absorb import absorb
 from compile_losses.recognize.match import Match
+from compile_losses.recognize.spellings.absorb import absorb
 from tests.passes.graphs import dynamo, one, words
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_losses.recognize.aten_replay import compute, equal_sizes, same_sizes
+from compile_losses.recognize.graph.aten_replay import compute, equal_sizes, same_sizes
 from tests.passes.graphs import aten, dynamo, recognizer, returned, words
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from compile_losses.recognize.autocast import autocast_dtype, cast_by
+from compile_losses.recognize.graph.autocast import autocast_dtype, cast_by
 from tests.passes.graphs import dynamo, one
 
 

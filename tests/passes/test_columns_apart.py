@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_losses.recognize.columns_apart import are_gone, read_columns_apart
-from compile_losses.recognize.memory import look_at
+from compile_losses.recognize.graph.memory import look_at
+from compile_losses.recognize.heads.columns_apart import are_gone, read_columns_apart
 from tests import contrastive_programs as programs
 from tests.passes.graphs import dynamo, name_of
 from tests.passes.outcomes import with_gradients

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_losses.recognize.constants import constant
+from compile_losses.recognize.graph.constants import constant
 from tests.passes.graphs import dynamo, recognizer
 
 CONSTANTS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_losses.recognize.difference import find_difference
+from compile_losses.recognize.spellings.difference import find_difference
 from tests.passes.graphs import dynamo, recognizer
 
 

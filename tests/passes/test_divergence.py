@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_losses.recognize.divergence import softmax_divergences
-from compile_losses.recognize.normal_form import normal_forms
+from compile_losses.recognize.spellings.divergence import softmax_divergences
+from compile_losses.recognize.spellings.normal_form import normal_forms
 from tests.passes.graphs import dynamo, recognizer, words
 
 

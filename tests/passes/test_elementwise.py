@@ -99,7 +99,7 @@ def test_linear(name):
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_linear_by_rows(name):
     function, expected = OF_ROWS[name]
-    assert last_is_linear(function, of_rows=True) == expected
+    assert last_is_linear(function, moves=True) == expected
     assert not last_is_linear(function)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_losses.recognize.head import NotAbsorbedError, find_head
+from compile_losses.recognize.heads.head import NotAbsorbedError, find_head
 from tests.passes.graphs import dynamo, evaluate, numbers, recognizer
 
 HEADS = {

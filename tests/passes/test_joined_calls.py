@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_losses.recognize.joined_calls import joined_calls
+from compile_losses.recognize.spellings.joined_calls import joined_calls
 from tests.passes.graphs import dynamo, evaluate, numbers, recognizer
 
 LOSS = {"reduction": "none"}

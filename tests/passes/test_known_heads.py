@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compile_losses.known_heads import HEADS, doors
-from compile_losses.recognize.known_heads import known_heads, refused_heads
+from compile_losses.recognize.heads.known_heads import known_heads, refused_heads
 from compile_losses.sites import is_without_logits, site_of
 from tests.passes.graphs import dynamo
 

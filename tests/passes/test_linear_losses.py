@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_losses.lower.linear_losses import of_rows
+from compile_losses.lower.linear_losses import numbers_of_rows
 from tests.corpus.capture import inputs_for, planned
 from tests.passes import decisions
 from tests.passes.graphs import compiled, fused, indexed, of_aten, one, text
@@ -109,5 +109,5 @@ def test_few_numbers_of_each_row():
     gm = compiled(lambda h, w, t, m: F.mse_loss(each(h, w, t), m), *given()).joint
     losses = [n for n in gm.graph.nodes if "mse_loss_forward" in str(n.target)]
     inputs = [n.args[0] for n in losses]
-    assert of_rows(indexed(gm), inputs) == inputs
-    assert of_rows(indexed(gm), gm.graph.find_nodes(op="placeholder")) == []
+    assert numbers_of_rows(indexed(gm), inputs) == inputs
+    assert numbers_of_rows(indexed(gm), gm.graph.find_nodes(op="placeholder")) == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_losses.recognize.logistic import find_logistic
+from compile_losses.recognize.spellings.logistic import find_logistic
 from tests.passes.graphs import dynamo, recognizer, words
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_losses.recognize.head import NotAbsorbedError
-from compile_losses.recognize.logits import OutsideError, find_logits, is_made_of, logits_of
+from compile_losses.recognize.heads.head import NotAbsorbedError
+from compile_losses.recognize.heads.logits import OutsideError, find_logits, is_made_of, logits_of
 from compile_losses.recognize.match import Match
 from tests.passes import decisions
 from tests.passes.graphs import dynamo, evaluate, numbers, recognizer

@@ -8,8 +8,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from compile_losses.recognize.match import Match
-from compile_losses.recognize.symbolic_tensors import (
+from compile_losses.recognize.graph.symbolic_tensors import (
     Size,
     computed_alike,
     has_gradient,
@@ -17,6 +16,7 @@ from compile_losses.recognize.symbolic_tensors import (
     sources,
     whole,
 )
+from compile_losses.recognize.match import Match
 from tests.passes.graphs import aten, dynamo, one, recognizer, text
 from tests.passes.outcomes import assert_same, with_gradients
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from compile_losses.recognize.memory import (
+from compile_losses.recognize.graph.memory import (
     function_of,
     is_sum_over_term,
     look_at,

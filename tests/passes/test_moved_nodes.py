@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from compile_losses.recognize.moved_nodes import move_before
+from compile_losses.recognize.graph.moved_nodes import move_before
 from tests.passes.graphs import dynamo, recognizer, returned
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_losses.recognize.normal_form import added_forms, normal_forms, sums_classes
+from compile_losses.recognize.spellings.normal_form import added_forms, normal_forms, sums_classes
 from tests.passes.graphs import dynamo, evaluate, numbers, recognizer, words
 
 

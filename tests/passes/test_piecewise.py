@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_losses.recognize.piecewise import Evaluation, NotPiecewiseError, subtraction
+from compile_losses.recognize.spellings.piecewise import Evaluation, NotPiecewiseError, subtraction
 from tests.passes.graphs import dynamo, recognizer
 
 POINTS = torch.tensor([-3.0, -0.5, 0.0, 0.5, 3.0], dtype=torch.float64)

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from compile_losses.recognize.plain_logits import take_plain_logits
-from compile_losses.recognize.shared_logits import Kept, Rewritten
+from compile_losses.recognize.heads.plain_logits import take_plain_logits
+from compile_losses.recognize.heads.shared_logits import Kept, Rewritten
 from compile_losses.request import Request
 from tests.constants import set_constants
 from tests.corpus.capture import SMALL

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compile_losses.recognize import polynomial as p
+from compile_losses.recognize.spellings import polynomial as p
 
 X, Y = p.atom(("leaf", "x")), p.atom(("leaf", "y"))
 LSE = p.atom(("lse", "x", 1))

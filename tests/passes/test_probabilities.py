@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from compile_losses.ops.checks import NOTHING_IGNORED
-from compile_losses.recognize.normal_form import normal_forms
-from compile_losses.recognize.probabilities import named_values, written_probabilities
+from compile_losses.recognize.spellings.normal_form import normal_forms
+from compile_losses.recognize.spellings.probabilities import named_values, written_probabilities
 from tests.passes.graphs import dynamo, recognizer, words
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_losses.recognize.head import NotAbsorbedError
+from compile_losses.recognize.heads.head import NotAbsorbedError
 from compile_losses.recognize.returned_logits import outputs_of, readers
 from tests.passes.graphs import dynamo, one, returned
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from compile_losses.recognize.returned_numbers import of_parameters, returned_numbers
+from compile_losses.recognize.graph.returned_numbers import of_parameters, returned_numbers
 from tests.passes.graphs import dynamo
 
 

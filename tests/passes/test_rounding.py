@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_losses.recognize.rounding import rounding
+from compile_losses.recognize.graph.rounding import rounding
 
 EPS = torch.finfo(torch.float64).eps
 

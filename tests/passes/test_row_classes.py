@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 
 from compile_losses.ops.checks import NOTHING_IGNORED
-from compile_losses.recognize.row_classes import (
+from compile_losses.recognize.heads.readings import Reading
+from compile_losses.recognize.heads.row_classes import (
     Classes,
     as_rows,
     sets_of_classes,
     side_by_side,
     unshaped,
 )
-from compile_losses.recognize.row_statistics import Reading
 from tests.passes.graphs import aten, dynamo, evaluate, numbers, recognizer, returned
 
 

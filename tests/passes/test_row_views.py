@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_losses.recognize.row_views import RowIndexError, picks_of_gather, target_of_gather
+from compile_losses.recognize.spellings.row_views import (
+    RowIndexError,
+    picks_of_gather,
+    target_of_gather,
+)
 from tests.passes.graphs import dynamo, recognizer, returned, words
 
 

@@ -7,16 +7,11 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
-from compile_losses.recognize.head import find_head
-from compile_losses.recognize.logits import logits_of
-from compile_losses.recognize.shared_logits import (
-    Kept,
-    Rewritten,
-    holds,
-    look_for_readers,
-    moves_between,
-    take_shared_logits,
-)
+from compile_losses.recognize.heads.head import find_head
+from compile_losses.recognize.heads.logits import logits_of
+from compile_losses.recognize.heads.row_moves import moves_between
+from compile_losses.recognize.heads.shared_logits import Kept, Rewritten, take_shared_logits
+from compile_losses.recognize.heads.shared_readers import holds, look_for_readers
 from compile_losses.request import Request
 from tests.passes.graphs import dynamo, name_of, put_ops, recognizer, text
 from tests.passes.outcomes import assert_same, with_gradients

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_losses.recognize.small_sizes import NoSizeError, Sizes
+from compile_losses.recognize.graph.small_sizes import NoSizeError, Sizes
 
 
 def test_small_sizes():

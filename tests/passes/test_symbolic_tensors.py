@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from compile_losses.recognize.aten_replay import compute
-from compile_losses.recognize.symbolic_tensors import (
+from compile_losses.recognize.graph.aten_replay import compute
+from compile_losses.recognize.graph.symbolic_tensors import (
     Size,
     computed_alike,
     computed_at,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from compile_losses.recognize.match import Match
-from compile_losses.recognize.table import TABLE, bind, recognize_call
+from compile_losses.recognize.spellings.table import TABLE, bind, recognize_call
 from tests.passes.graphs import aten, dynamo, recognizer, words
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compile_losses.recognize.memory import look_at
-from compile_losses.recognize.row_statistics import is_join
-from compile_losses.recognize.taken_apart import read_parts
+from compile_losses.recognize.graph.memory import look_at
+from compile_losses.recognize.graph.taken_apart import read_parts
+from compile_losses.recognize.graph.unrolled import is_join
 from tests.corpus.apart import MATCHES, NEAR_MISSES
 from tests.corpus.heads import head
 from tests.passes.graphs import dynamo, name_of

@@ -81,11 +81,11 @@ def find_parts(graph: AtenGraph) -> list[Part]:
     return [part for part in parts if part.gradients]
 
 
-def linear_part(tangent: Node, backward: set[Node], *, of_rows: bool = False) -> list[Node]:
+def linear_part(tangent: Node, backward: set[Node], *, moves: bool = False) -> list[Node]:
     """The nodes that are linear in a tangent element by element, in the graph's order.
 
     Args:
-        of_rows: whether zeros may be put around elements, as the gradient of a slice is made,
+        moves: whether zeros may be put around elements, as the gradient of a slice is made,
             elements summed up, as that of what is broadcast, some taken, as that of a part, or
             joined, as those of all parts.
     """
@@ -94,7 +94,7 @@ def linear_part(tangent: Node, backward: set[Node], *, of_rows: bool = False) ->
         dependent = [source for source in node.all_input_nodes if source in backward]
         if not dependent or any(source not in linear for source in dependent):
             continue
-        if _is_linear(node, dependent, backward) or (of_rows and _is_moved(node, dependent)):
+        if _is_linear(node, dependent, backward) or (moves and _is_moved(node, dependent)):
             linear[node] = None
     del linear[tangent]
     return list(linear)

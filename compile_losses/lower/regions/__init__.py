@@ -342,7 +342,7 @@ def _tangent(
     if activation_memory_budget() < 1 or any(n.meta.get(RECOMPUTE) is not None for n in nodes):
         return "the forward may run twice"
     (tangent,) = tangents
-    linear = set(linear_part(tangent, backward, of_rows=True))
+    linear = set(linear_part(tangent, backward, moves=True))
     if not (cone - {tangent}) | {n for n in (*nodes, *gradients) if n in backward} <= linear:
         return "its gradients are no multiples of the tangent"
     return tangent
