@@ -130,6 +130,20 @@ def picked(head: Head, steps: tuple[Step, ...]) -> tuple[Head, tuple[Step, ...]]
     return replace(head, input=input), tuple(rest)
 
 
+def gradient_before(head: Head, steps: tuple[Step, ...], grad: Tensor) -> Tensor:
+    """The gradient of a head's input, from that of the input of ``picked(head, steps)``.
+
+    Args:
+        head: its tensors need no memory.
+    """
+    with torch.enable_grad():
+        input = torch.empty_like(head.input, dtype=grad.dtype, device=grad.device)
+        found = picked(replace(head, input=input.requires_grad_()), steps)
+        assert found is not None
+        (before,) = torch.autograd.grad(found[0].input, input, grad)
+    return before
+
+
 def _moved(input: Tensor, op: Any, args: tuple[Any, ...], classes: int) -> Tensor | None:
     """A view of the hidden state, whose last dimension has another size than the classes."""
     if op not in FOLLOWED:

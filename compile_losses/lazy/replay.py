@@ -50,7 +50,7 @@ class _Logits:
     """Logits as they were handed on. What is written to them later is not seen here."""
 
     def __init__(self, lazy: LazyLogits) -> None:
-        self._origin, self._source, self._steps = lazy.opened(), lazy.source, lazy.steps
+        self._origin, self._source, self._steps = lazy.opened(), lazy.source, lazy.reshaped()[1]
 
     def compute(self, is_recorded: bool) -> Tensor:
         """
