@@ -700,6 +700,18 @@ def specialised_sizes():
     assert is_number == [True, False, False, False]
 
 
+@checks("eager.without_saved_tensors_hooks")
+def saved_tensors_without_hooks():
+    saved = []
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda each: each):
+        with eager.without_saved_tensors_hooks():
+            x.exp().sum().backward()
+        assert not saved
+        x.exp()
+    assert saved
+
+
 class Wrapper(torch.Tensor):
     """Has no memory; every op returns 7."""
 

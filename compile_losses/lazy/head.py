@@ -56,6 +56,12 @@ class Head:
         """The same, its tensors in the autograd graph."""
         return self
 
+    def lies_in(self, held: Head) -> bool:
+        """Whether its tensors lie where those of another head do, which nobody can give other data
+        (``parameter.data = other``)."""
+        pairs = zip(self.tensors, held.tensors, strict=True)
+        return all(one.data_ptr() == other.data_ptr() for one, other in pairs)
+
     def output(self) -> Tensor:
         """The logits, as plain torch computes them; differentiable."""
         with torch.autocast(self.input.device.type, enabled=False):

@@ -150,7 +150,8 @@ class LazyLogits(Methods):
         is_written = [r.alias_info is not None and r.alias_info.is_write for r in schema.returns]
         if is_written != [True]:
             return result
-        if isinstance(args[0], LazyLogits) and _layout(args[0]) != _layout(plain[0]):
+        is_other = func.overloadpacket is aten.set_  # in memory of another tensor
+        if isinstance(args[0], LazyLogits) and (is_other or _layout(args[0]) != _layout(plain[0])):
             args[0]._become(plain[0])
         return shared[0]
 
@@ -332,8 +333,8 @@ class LazyLogits(Methods):
         """The head, in the autograd graph, if it can take this tensor's place unseen.
 
         None if the numbers are known or unknown to come from a head, if a gradient has to go
-        through this tensor and those that it is made of, or if a step is none of the known views
-        and copies. None as well with ``"auto"``, which
+        through this tensor and those that it is made of, if a step is none of the known views and
+        copies, or if a parameter was given other data. None as well with ``"auto"``, which
         raises no errors about gradients.
         """
         if self.source is not None and self.source.before_changes is not None:
@@ -347,7 +348,9 @@ class LazyLogits(Methods):
             return None if is_known else self._origin if self.requires_grad else self._head
         if self._origin is None or self._memory.made is not None or not self.path.is_free():
             return None
-        return None if nodes_to_head(self) is None else self._origin
+        if not self._origin.lies_in(self._head) or nodes_to_head(self) is None:
+            return None
+        return self._origin
 
     def reshaped(self) -> tuple[Head, tuple[Step, ...]]:
         """The head that tracing is shown, outside of the autograd graph, and the steps after it.
