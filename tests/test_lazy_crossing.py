@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils import dlpack
+from torch.utils.checkpoint import checkpoint
 
 import compile_losses
 from compile_losses.lazy import LazyLogits
@@ -303,6 +304,66 @@ def test_data_is_set():
         found = compile(loss)(lg, labels())
         found.backward()
         return found, lg
+
+    same(program)
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_memory_is_set(view):
+    def program(compile, h, w):
+        x = view(logits_of(compile, h, w)).detach()
+        other = torch.ones_like(x.clone())
+        x.set_(other)
+        found = compile(of_two)(x, x * 2)
+        other.mul_(3)
+        return found, x
+
+    same(program)
+
+
+@pytest.mark.parametrize("part", ["hidden state", "weight"])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_head_is_given_other_data(view, part):
+    """Averaged weights that take the place of others, as for an evaluation."""
+
+    def program(compile, h, w):
+        x = view(logits_of(compile, h, w))
+        before = h if part == "hidden state" else w
+        kept = before.data
+        before.data = kept * 0.5
+        found = compile(of_two)(x, x)
+        before.data = kept
+        if found.requires_grad:
+            found.backward()
+        return found, x
+
+    same(program)
+
+
+def test_head_is_given_other_data_before_a_replay():
+    h, w = leaves()
+    lg = with_options(head)(h, w)
+    value = with_options(loss)(lg, labels())
+    w.data = w.data * 0.5
+    with pytest.raises(RuntimeError, match="given other data since"):
+        torch.autograd.grad(value, lg)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_graph_that_is_compiled_in_a_checkpoint(is_whole):
+    """What is saved while it is compiled is none of the checkpoint's."""
+
+    def program(compile, h, w):
+        def both(h, w):
+            return compile(loss)(logits_of(compile, h, w), labels())
+
+        if is_whole:
+            value = checkpoint(both, h, w, use_reentrant=False)
+        else:
+            lg = logits_of(compile, h, w)
+            value = checkpoint(compile(loss), lg, labels(), use_reentrant=False)
+        value.backward()
+        return (value,)
 
     same(program)
 

@@ -685,6 +685,33 @@ def symbolic_sizes():
     assert node < size
 
 
+@checks("symbols.specialise")
+def specialised_sizes():
+    """One of two sizes that are multiplied is made a number; the others stay symbols."""
+
+    def function(x, y):
+        symbols.specialise(x.shape, x.view(-1))
+        symbols.specialise(y.shape, y[:-1])
+        return x, y
+
+    graph = make_fx(function, tracing_mode="symbolic")(torch.ones(4, 5), torch.ones(6, 7)).graph
+    shapes = [node.meta["val"].shape for node in graph.find_nodes(op="placeholder")]
+    is_number = [not symbols.symbols_of(size) for shape in shapes for size in shape]
+    assert is_number == [True, False, False, False]
+
+
+@checks("eager.without_saved_tensors_hooks")
+def saved_tensors_without_hooks():
+    saved = []
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda each: each):
+        with eager.without_saved_tensors_hooks():
+            x.exp().sum().backward()
+        assert not saved
+        x.exp()
+    assert saved
+
+
 class Wrapper(torch.Tensor):
     """Has no memory; every op returns 7."""
 

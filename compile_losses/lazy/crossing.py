@@ -8,7 +8,7 @@ own backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -31,6 +31,8 @@ from compile_losses.torch_internals.tensors import autograd_node
 #: What a backward does with the logits' gradient: it goes past them; it computes it; it takes one
 #: along that is computed if somebody reads it.
 _PAST, _NOW, _LATER = "past", "now", "later"
+#: From one gradient to another.
+_Way = Callable[[Tensor], Tensor]
 
 
 class Crossing:
@@ -45,16 +47,17 @@ class Crossing:
         self._replay: Replay | None = replay
         self._paths = [lazy.path for lazy in logits.values()]
         self._nodes = [node for lazy in logits.values() for node in nodes_to_head(lazy) or ()]
-        #: For each of the logits, its shape and device, and which of the head's tensors need a
-        #: gradient.
-        self._described: list[tuple[Tensor, torch.device, list[bool]]] = []
+        #: For each of the logits, its shape and device, which of the head's tensors need a
+        #: gradient, and how that of the input is made of that of the input which the graph takes.
+        self._described: list[tuple[Tensor, torch.device, list[bool], _Way | None]] = []
         self._noted: tuple[Tensor | None, ...] = ()
         tensors: list[Tensor] = []
         self.heads: dict[int, tuple[Tensor, ...]] = {}
         for place, lazy in logits.items():
             self.heads[place] = lazy.opened().tensors
             needed = [tensor.requires_grad for tensor in self.heads[place]]
-            self._described.append((shape_of(lazy), lazy.device, needed))
+            way = lazy.gradient_before_reshapes()
+            self._described.append((shape_of(lazy), lazy.device, needed, way))
             tensors += [tensor for tensor in self.heads[place] if tensor.requires_grad]
         taken = iter(_Open.apply(self, _probe(), len(logits), *logits.values(), *tensors))
         for place, head in self.heads.items():
@@ -103,8 +106,10 @@ class Crossing:
             return (*found, *nothing)
         computed = cache(lambda: replay.gradients(noted))
         rest, later = iter(grads), list[Tensor | None]()
-        for place, (like, device, needed) in enumerate(self._described):
+        for place, (like, device, needed, way) in enumerate(self._described):
             parts = tuple(next(rest) if is_needed else None for is_needed in needed)
+            if way is not None and parts[0] is not None:
+                parts = (way(parts[0]), *parts[1:])
 
             def make(place: int = place) -> Tensor:
                 grad = computed()[place]
@@ -115,7 +120,7 @@ class Crossing:
         return (*later, *nothing)
 
     def _zeros(self, place: int) -> Tensor:
-        like, device, _ = self._described[place]
+        like, device, *_ = self._described[place]
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
 
 

@@ -56,6 +56,12 @@ class Head:
         """The same, its tensors in the autograd graph."""
         return self
 
+    def lies_in(self, held: Head) -> bool:
+        """Whether its tensors lie where those of another head do, which nobody can give other data
+        (``parameter.data = other``)."""
+        pairs = zip(self.tensors, held.tensors, strict=True)
+        return all(one.data_ptr() == other.data_ptr() for one, other in pairs)
+
     def output(self) -> Tensor:
         """The logits, as plain torch computes them; differentiable."""
         with torch.autocast(self.input.device.type, enabled=False):
@@ -128,6 +134,20 @@ def picked(head: Head, steps: tuple[Step, ...]) -> tuple[Head, tuple[Step, ...]]
             return None
         input = moved
     return replace(head, input=input), tuple(rest)
+
+
+def gradient_before(head: Head, steps: tuple[Step, ...], grad: Tensor) -> Tensor:
+    """The gradient of a head's input, from that of the input of ``picked(head, steps)``.
+
+    Args:
+        head: its tensors need no memory.
+    """
+    with torch.enable_grad():
+        input = torch.empty_like(head.input, dtype=grad.dtype, device=grad.device)
+        found = picked(replace(head, input=input.requires_grad_()), steps)
+        assert found is not None
+        (before,) = torch.autograd.grad(found[0].input, input, grad)
+    return before
 
 
 def _moved(input: Tensor, op: Any, args: tuple[Any, ...], classes: int) -> Tensor | None:

@@ -22,6 +22,7 @@ from compile_losses.lazy.head import Step
 from compile_losses.lazy.outputs import Compiled
 from compile_losses.lazy.tensor import LazyLogits
 from compile_losses.torch_internals.dynamo import name_input, source_of_input
+from compile_losses.torch_internals.eager import without_saved_tensors_hooks
 from compile_losses.torch_internals.graphs import EXAMPLE
 from compile_losses.torch_internals.ops import tree_leaves, tree_map_only
 from compile_losses.torch_internals.tensors import storage_id, taking_symbols, version_of
@@ -45,7 +46,7 @@ def open_lazy_inputs(
     placeholders = gm.graph.find_nodes(op="placeholder")
     if not any(isinstance(node.meta.get(EXAMPLE), LazyLogits) for node in placeholders):
         return gm, example_inputs, None
-    with taking_symbols():
+    with taking_symbols(), without_saved_tensors_hooks():
         return _open_all(gm, example_inputs, as_numbers)
 
 

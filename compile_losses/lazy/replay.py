@@ -50,7 +50,8 @@ class _Logits:
     """Logits as they were handed on. What is written to them later is not seen here."""
 
     def __init__(self, lazy: LazyLogits) -> None:
-        self._origin, self._source, self._steps = lazy.opened(), lazy.source, lazy.steps
+        self._origin, self._source, self._steps = lazy.opened(), lazy.source, lazy.reshaped()[1]
+        self._held = self._origin.with_tensors(*(t.detach() for t in self._origin.tensors))
 
     def compute(self, is_recorded: bool) -> Tensor:
         """
@@ -62,6 +63,8 @@ class _Logits:
         """
         if self._source is not None:
             self._source.check()
+        if not self._origin.lies_in(self._held):
+            _refuse("its head was given other data since")
         with torch.set_grad_enabled(is_recorded):
             made = apply(self._origin.output(), self._steps)
         return made if is_recorded else made.detach().requires_grad_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -10,16 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from compile_losses.lazy.head import COPIES, Head, Step, apply
+from compile_losses.lazy.head import COPIES, Head, Step, apply, gradient_before, picked
 from compile_losses.lazy.memory import Memory
 from compile_losses.lazy.methods import Methods
 from compile_losses.lazy.path import Path, nodes_to_head
 from compile_losses.lazy.rows import by_row, few_rows, mask_of_rows, picked_rows
 from compile_losses.lazy.source import Source
-from compile_losses.op_traits import ALIASES, VIEWS, is_one_view
+from compile_losses.op_traits import ALIASES, RESHAPES, VIEWS, is_one_view
 from compile_losses.torch_internals.dynamo import leave_to_eager
 from compile_losses.torch_internals.eager import NO_TORCH_FUNCTION, not_compiled
 from compile_losses.torch_internals.ops import schema_of, tree_map_only
+from compile_losses.torch_internals.symbols import specialise
 from compile_losses.torch_internals.tensors import (
     FunctionalTensor,
     autograd_node,
@@ -73,6 +75,9 @@ class LazyLogits(Methods):
     _origin: Head | None
     #: What tracing was shown, of which it keeps no reference.
     _shown: Tensor | None
+    #: The head that tracing is shown and the steps after it, and how many were before it.
+    _reshaped: tuple[Head, tuple[Step, ...]] | None
+    _count: int
     #: Whether the next alias is to be a plain tensor.
     _is_asked: bool = False
     source: Source | None
@@ -111,7 +116,7 @@ class LazyLogits(Methods):
         self.path = Path(self, before)
         self.is_traced, self.made_by, self.is_replaced = is_traced, None, False
         self.is_functional = False
-        self._shown = None
+        self._shown, self._reshaped, self._count = None, None, 0
         if not is_traced:
             refuse_pointer(self)
             memory.hold(self)
@@ -145,7 +150,8 @@ class LazyLogits(Methods):
         is_written = [r.alias_info is not None and r.alias_info.is_write for r in schema.returns]
         if is_written != [True]:
             return result
-        if isinstance(args[0], LazyLogits) and _layout(args[0]) != _layout(plain[0]):
+        is_other = func.overloadpacket is aten.set_  # in memory of another tensor
+        if isinstance(args[0], LazyLogits) and (is_other or _layout(args[0]) != _layout(plain[0])):
             args[0]._become(plain[0])
         return shared[0]
 
@@ -251,7 +257,7 @@ class LazyLogits(Methods):
             func(self, *args, **kwargs)
         step: Step = (_IN_PLACE_VIEWS[func], args, tuple(sorted(kwargs.items())))
         self._views, self.steps = (*self._views, step), (*self.steps, step)
-        self._shown, self.is_replaced = None, True
+        self._shown, self._reshaped, self.is_replaced = None, None, True
         return self
 
     def _become(self, other: Tensor) -> None:
@@ -267,7 +273,7 @@ class LazyLogits(Methods):
         else:
             self._memory, self._views = Memory.of(other.detach()), ()
         self._head = self._origin = self.source = self.made_by = None
-        self._shown, self.steps, self.is_replaced = None, (), True
+        self._shown, self._reshaped, self.steps, self.is_replaced = None, None, (), True
         if not self.is_traced:
             self._memory.hold(self)
 
@@ -313,7 +319,7 @@ class LazyLogits(Methods):
 
     @property
     def hidden(self) -> Tensor | None:
-        return None if self._head is None else self._head.input
+        return None if self._head is None else self.reshaped()[0].input
 
     @property
     def weight(self) -> Tensor | None:
@@ -326,11 +332,15 @@ class LazyLogits(Methods):
     def unread_head(self) -> Head | None:
         """The head, in the autograd graph, if it can take this tensor's place unseen.
 
-        None if the numbers are known or unknown to come from a head, or if a gradient has to go
-        through this tensor and those that it is made of. None as well with ``"auto"``, which
+        None if the numbers are known or unknown to come from a head, if a gradient has to go
+        through this tensor and those that it is made of, if a step is none of the known views and
+        copies, or if a parameter was given other data. None as well with ``"auto"``, which
         raises no errors about gradients.
         """
         if self.source is not None and self.source.before_changes is not None:
+            return None
+        # A size of others, such as a diagonal's, may be the least of two, which Dynamo can't name.
+        if not self.is_traced and not all(op in VIEWS or op in COPIES for op, *_ in self.steps):
             return None
         if self._head is None or self.is_traced or not self.requires_grad:
             # In tracing it is what it was when tracing began.
@@ -338,7 +348,47 @@ class LazyLogits(Methods):
             return None if is_known else self._origin if self.requires_grad else self._head
         if self._origin is None or self._memory.made is not None or not self.path.is_free():
             return None
-        return None if nodes_to_head(self) is None else self._origin
+        if not self._origin.lies_in(self._head) or nodes_to_head(self) is None:
+            return None
+        return self._origin
+
+    def reshaped(self) -> tuple[Head, tuple[Step, ...]]:
+        """The head that tracing is shown, outside of the autograd graph, and the steps after it.
+
+        If steps give the rows another shape, it is a head of rows of that shape. Dynamo takes no
+        input one size of which is made of two sizes of another, and would compile a graph for each
+        size that a step names.
+        """
+        assert self._head is not None
+        if self._reshaped is None:
+            self._count = self._count_moved()
+            self._reshaped = self._moved(self._head) if self._count else (self._head, self.steps)
+        return self._reshaped
+
+    def _count_moved(self) -> int:
+        """How many steps can be taken of the head's input, the last of which is a reshape.
+
+        Their result has to lie in memory as the output of a head does.
+        """
+        if self._head is None or self.is_traced:
+            return 0
+        head = self._head.with_tensors(*map(shape_of, self._head.tensors))
+        ends = [at + 1 for at, (op, *_) in enumerate(self.steps) if op in RESHAPES]
+        for count in reversed(ends):
+            found = picked(head, self.steps[:count])
+            if found is None:
+                continue
+            shape = (*found[0].input.shape[:-1], head.classes)
+            like = torch.empty(shape, dtype=head.dtype, device="meta")
+            if _layout(apply(like, (*found[1], *self.steps[count:]))) == _layout(self):
+                return count
+        return 0
+
+    def _moved(self, head: Head) -> tuple[Head, tuple[Step, ...]]:
+        """A head of the rows that tracing is shown, and the steps that its output still needs."""
+        found = picked(head, self.steps[: self._count])
+        assert found is not None
+        return found[0], (*found[1], *self.steps[self._count :])
 
     def opened(self) -> Head:
         """The head, in the autograd graph, in the place of this tensor.
@@ -350,7 +400,16 @@ class LazyLogits(Methods):
         assert head is not None
         if self.source is not None:
             self.source.check()
-        return head.opened()
+        opened = head.opened()
+        return opened if self.reshaped()[0] is self._head else self._moved(opened)[0]
+
+    def gradient_before_reshapes(self) -> Callable[[Tensor], Tensor] | None:
+        """Makes the gradient of the head's input of that of the opened head's; None if both are
+        the same."""
+        if self._head is None or self.reshaped()[0] is self._head:
+            return None
+        like = self._head.with_tensors(*map(shape_of, self._head.tensors))
+        return partial(gradient_before, like, self.steps[: self._count])
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         head = self.unread_head()
@@ -358,7 +417,7 @@ class LazyLogits(Methods):
             return ["shown"], self.storage_offset()
         names = ["hidden", "weight", "bias"][: len(head.tensors)]
         needs_grad = tuple(tensor.requires_grad for tensor in head.tensors)
-        return names, (head.dtype, head.is_transposed, needs_grad, self.steps)
+        return names, (head.dtype, head.is_transposed, needs_grad, self.reshaped()[1])
 
     @staticmethod
     def __tensor_unflatten__(
@@ -380,6 +439,8 @@ class LazyLogits(Methods):
         head = Head(inner["hidden"], inner["weight"], inner.get("bias"), dtype, is_transposed)
         leaves = zip(head.tensors, needs_grad, strict=True)
         origin = head.with_tensors(*(t.detach().requires_grad_(needs) for t, needs in leaves))
+        if is_traced and not is_functional:
+            specialise(head.input.shape, apply(first_output(head), steps))
         first = first_output(head, origin) if is_traced else first_output(head, None, Source(head))
         last = apply(first, steps)
         assert isinstance(last, LazyLogits)

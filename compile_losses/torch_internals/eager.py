@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -49,6 +49,12 @@ def keeps_saved_tensors_elsewhere() -> bool:
     saved for lazy logits would be kept in addition, and gradients that are computed in a forward
     would be computed by each."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def without_saved_tensors_hooks() -> AbstractContextManager[Any]:
+    """Saves what a backward needs as it is. Of all hooks the last are called. Without it a
+    checkpoint would count what was saved while a graph was compiled inside of it."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
 
 
 #: The active modes that see torch's functions. One that was missed would not see a loss.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-from torch import SymBool, SymFloat, SymInt
+from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.interp import sympy_interp
@@ -23,6 +23,27 @@ def expression_of(size: SymInt | SymFloat | SymBool) -> Expression:
 def symbols_of(*sizes: SymInt) -> set[Expression]:
     """The symbols in some sizes. Without them a size would be computed of what is not there."""
     return {symbol for size in sizes for symbol in expression_of(size).free_symbols}
+
+
+def specialise(sizes: Iterable[int | SymInt], made: Tensor) -> None:
+    """Makes numbers of sizes, if Dynamo can't take a tensor as an input that is made of them all.
+
+    Dynamo reads sizes, strides and offset of an input, in this order. It raises an error if one of
+    them has two symbols that it does not know yet.
+
+    Args:
+        sizes: those that the tensor's sizes, strides and offset are made of.
+    """
+    known: set[Expression] = set()
+    for size in (*made.size(), *made.stride(), made.storage_offset()):
+        if not isinstance(size, SymInt):
+            continue
+        for each in sizes:
+            new = symbols_of(size) - known
+            if len(new) > 1 and isinstance(each, SymInt) and symbols_of(each) & new:
+                int(each)
+        if expression_of(size).is_Symbol:
+            known.add(expression_of(size))
 
 
 def computed(
