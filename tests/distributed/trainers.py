@@ -896,6 +896,7 @@ def check_one_rank_recompiles() -> None:
 
 def failing_with_dtensors(stage: str) -> None:
     """All ranks leave the loss to torch, whose collectives are others."""
+    torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
