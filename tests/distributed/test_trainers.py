@@ -14,6 +14,7 @@ from tests.distributed.processes import assert_passed, run
 MODULES = (trainers, sharded_sequences)
 #: How many ranks a check has where it has more than two.
 RANKS = {"tensor_parallel_of_fsdp2": 4, "pipeline_of_fsdp2": 4}
+RANKS |= {"one_rank_of_two_dimensions_fails": 4, "one_part_of_two_dimensions_counts_nothing": 4}
 #: Those with models of transformers take as long as all others.
 SLOW = "trainer"
 #: The packages that checks with a word in their names need.

@@ -370,24 +370,33 @@ def parallel(model: LanguageModel, mesh: Any) -> LanguageModel:
     return parallelize_module(model, mesh, plan)
 
 
-def check_tensor_parallel(data: int = 1, kind: type[LanguageModel] = LanguageModel) -> None:
-    """The logits of each rank's classes; with FSDP2 along the mesh's other dimension."""
-    world = dist.get_world_size()
+def in_parallel(
+    compiled: Callable[..., Any],
+    data: int = 1,
+    kind: type[LanguageModel] = LanguageModel,
+    called: Callable[[Any], Any] = lambda step: step,
+) -> Trained:
+    """Steps with the logits of each rank's classes.
+
+    Args:
+        data: with FSDP2 over so many ranks, along the mesh's other dimension.
+        called: what is called in place of the compiled model.
+    """
     names = ("data", "tensor")
-    mesh = init_device_mesh("cpu", (data, world // data), mesh_dim_names=names)
+    mesh = init_device_mesh("cpu", (data, dist.get_world_size() // data), mesh_dim_names=names)
+    model = parallel(new_model(kind), mesh["tensor"])
+    if data > 1:
+        fully_shard(model, mesh=mesh["data"])
 
-    def train(compiled: Callable[..., Any]) -> Trained:
-        model = parallel(new_model(kind), mesh["tensor"])
-        if data > 1:
-            fully_shard(model, mesh=mesh["data"])
+    def replicated(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return tokens, DTensor.from_local(labels, mesh["tensor"], [Replicate()])
 
-        def replicated(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-            return tokens, DTensor.from_local(labels, mesh["tensor"], [Replicate()])
+    part = mesh["data"].get_local_rank(), data
+    return steps(model, called(compiled(model)), part=part, prepared=replicated)
 
-        part = mesh["data"].get_local_rank(), data
-        return steps(model, compiled(model), part=part, prepared=replicated)
 
-    trains_as_stock(train, alone(data, kind))
+def check_tensor_parallel(data: int = 1, kind: type[LanguageModel] = LanguageModel) -> None:
+    trains_as_stock(partial(in_parallel, data=data, kind=kind), alone(data, kind))
 
 
 def check_tensor_parallel_of_fsdp2() -> None:
@@ -985,39 +994,39 @@ def check_one_rank_of_fsdp2_has_another_batch() -> None:
         trains(different, wrapped=in_fsdp2)
 
 
-def with_dtensors(stage: str, told: str = "", after: Callable[[], None] | None = None) -> None:
+def with_dtensors(
+    stage: str, told: str = "", after: Callable[[], None] | None = None, data: int = 1
+) -> None:
     """Steps with the head's classes sharded on ranks of which the last one differs.
 
     Args:
         stage: which stage fails on it; "" for none.
         told: what all ranks are warned of.
         after: is called on it after the first micro-batch.
+        data: with FSDP2 over so many ranks.
     """
     torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     is_last = dist.get_rank() == dist.get_world_size() - 1
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        compiled = partial(torch.compile, backend="compile_losses", options={"strict": False})
-        patch.setattr(guard, "_warned", set())
-        if stage and is_last:
-            patch.setattr(*STAGES[stage], fails)
-        model = parallel(new_model(), mesh)
-        step = compiled(model)
-        left = [after] if after is not None and is_last else []
+    left = [after] if after is not None and is_last else []
 
+    def called(step: Any) -> Any:
         def call(*given: Any) -> Tensor:
             loss = step(*given)
             while left:
                 left.pop()()
             return loss
 
-        def replicated(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-            return tokens, DTensor.from_local(labels, mesh, [Replicate()])
+        return call
 
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        compiled = partial(torch.compile, backend="compile_losses", options={"strict": False})
+        patch.setattr(guard, "_warned", set())
+        if stage and is_last:
+            patch.setattr(*STAGES[stage], fails)
         with small_chunks():
-            found = steps(model, call, part=(0, 1), prepared=replicated)
-    same(found, alone(1))
+            found = in_parallel(compiled, data, called=called)
+    same(found, alone(data))
     messages = [str(each.message) for each in warned]
     assert not told or any(told in each for each in messages), messages
 
@@ -1043,6 +1052,25 @@ def check_one_rank_of_a_mesh_recompiles() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "PATIENCE", timedelta(seconds=1))
         with_dtensors("", after=torch._dynamo.reset)
+
+
+def check_one_rank_of_two_dimensions_fails() -> None:
+    """Those that share the classes leave the loss to torch, and the others do not."""
+    with_dtensors("rewriting", data=2)
+
+
+def check_one_part_of_two_dimensions_counts_nothing() -> None:
+    """The ranks that share the last batch. It has tokens: torch 2.13 flattens an empty DTensor
+    forever."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "batch", batch_of_first)
+        with_dtensors("", data=2)
+
+
+def batch_of_first(step: int, micro_batch: int, rank: int, given: Any = batch) -> Any:
+    """As batch, but that the other ranks count no tokens."""
+    tokens, labels = given(step, micro_batch, rank)
+    return uncounted(tokens, labels, step) if rank else (tokens, labels)
 
 
 CHECKS = checks_in(globals())
