@@ -45,18 +45,23 @@ class ShiftedModel(trainers.LanguageModel):
         return ForCausalLMLoss(logits, None, CLASSES, num_items_in_batch=count, shift_labels=labels)
 
 
-def check_accelerate_context_parallel() -> None:
-    """accelerate's FSDP2, and its context, whose end does not restore the batch."""
+def accelerate(sequences: int) -> None:
+    """accelerate's FSDP2, and its context, whose end does not restore the batch.
+
+    Args:
+        sequences: over how many ranks each is sharded; the others have other batches.
+    """
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 
     ranks = dist.get_world_size()
+    data, part = ranks // sequences, dist.get_rank() // sequences
 
     def train(compiled: Callable[..., Any]) -> Trained:
         trainers.forget_states()
         accelerator = Accelerator(
             fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
-            parallelism_config=ParallelismConfig(cp_size=ranks),
+            parallelism_config=ParallelismConfig(dp_shard_size=data, cp_size=sequences),
         )
         torch.manual_seed(0)
         model = ShiftedModel()
@@ -64,9 +69,9 @@ def check_accelerate_context_parallel() -> None:
         wrapped, optimizer = accelerator.prepare(compiled(model), optimizer)
         losses = []
         for step in range(STEPS):
-            count, total = torch.tensor(trainers.counted(step, 1)), torch.zeros(())
+            count, total = torch.tensor(trainers.counted(step, data)), torch.zeros(())
             for micro_batch in range(MICRO_BATCHES):
-                buffers = list(trainers.batch(step, micro_batch, 0))
+                buffers = list(trainers.batch(step, micro_batch, part))
                 with accelerator.maybe_context_parallel(
                     buffers=buffers, buffer_seq_dims=[1, 1], no_restore_buffers=set(buffers)
                 ):
@@ -79,7 +84,15 @@ def check_accelerate_context_parallel() -> None:
         return losses, trainers.weights(model)
 
     with as_gpus():
-        trainers.trains_as_stock(train, trainers.alone(1))
+        trainers.trains_as_stock(train, trainers.alone(data))
+
+
+def check_accelerate_fsdp2() -> None:
+    accelerate(sequences=1)
+
+
+def check_accelerate_context_parallel() -> None:
+    accelerate(sequences=dist.get_world_size())
 
 
 def gathered_attention(

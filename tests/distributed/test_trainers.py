@@ -19,7 +19,7 @@ RANKS |= {"one_rank_of_two_dimensions_fails": 4, "one_part_of_two_dimensions_cou
 SLOW = "trainer"
 #: The packages that checks with a word in their names need.
 NEEDS = {"accelerate": "accelerate", "trainer": "accelerate", "sft_trainer": "trl"}
-NEEDS |= {"accelerate_context_parallel": "transformers"}
+NEEDS |= {"accelerate_": "transformers"}
 NEEDS |= {"lightning": "lightning", "fabric": "lightning"}
 NEEDS |= {"deepspeed": "deepspeed", "sequence_parallel": "deepspeed"}
 

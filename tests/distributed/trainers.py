@@ -1060,8 +1060,8 @@ def check_one_rank_of_two_dimensions_fails() -> None:
 
 
 def check_one_part_of_two_dimensions_counts_nothing() -> None:
-    """The ranks that share the last batch. It has tokens: torch 2.13 flattens an empty DTensor
-    forever."""
+    """The ranks that share the last batch. It is not empty: with any backend torch.compile of torch
+    2.13 never ends where it flattens an empty DTensor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "batch", batch_of_first)
         with_dtensors("", data=2)
