@@ -182,11 +182,18 @@ def _agreement_on(gm: GraphModule) -> Agreement | None:
 
 
 def _as_others(stage: str, agreement: Agreement, result: T, gm: GraphModule) -> T | Failure:
-    """A result of this rank, or a failure if it is another one than that of the other ranks."""
+    """A result of this rank, or a failure if it is another one than that of the other ranks.
+
+    Raises:
+        RuntimeError: this rank compiles alone, and made something else of the graph than before.
+    """
     report = gm.meta.get("compile_losses")
     found = [] if report is None else [f"{s.op} {s.status}" for s in report.losses] + report.errors
+    fails = isinstance(result, Failure)
     outcome = result.reason if isinstance(result, Failure) else ", ".join(found)
-    reason = attempt(lambda: agreement.difference(stage, outcome))
+    reason = attempt(lambda: agreement.difference(stage, outcome, fails=fails))
+    if conflict := agreement.conflict(stage, outcome):
+        raise RuntimeError(f"compile_losses: {conflict}")
     if reason is None or isinstance(reason, Failure):
         return result if reason is None else reason
     failure = Failure(reason)

@@ -849,6 +849,7 @@ def ranks_have_a_store():
 store = dtensors.default_store()
 store.set("key", "text")
 assert store.get("key") == b"text"
+assert store.delete_key("key")
 """)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import compile_losses
@@ -245,6 +245,43 @@ def test_what_has_no_sharded_form_is_left_to_torch():
     (site,) = report.losses
     assert site.status == "declined"
     assert "no sharded form" in site.reason
+
+
+def gathered(h, w, t):
+    return F.cross_entropy(F.linear(h, w).redistribute(placements=[Replicate()]), t)
+
+
+def gathered_to_local(h, w, t):
+    logits = F.linear(h, w).redistribute(placements=[Replicate()]).to_local()
+    return DTensor.from_local(F.cross_entropy(logits, t.to_local()), t.device_mesh, [Replicate()])
+
+
+def gathered_whole(h, w, t):
+    loss = F.cross_entropy(F.linear(h, w).full_tensor(), t.full_tensor())
+    return DTensor.from_local(loss, t.device_mesh, [Replicate()])
+
+
+@pytest.mark.parametrize("loss", [gathered, gathered_to_local, gathered_whole])
+def test_gathered_logits_are_held(loss):
+    tensors = arguments("R0R", (ROWS, HIDDEN), (CLASSES, HIDDEN), (ROWS,))
+    skip_unless_torch_traces(loss, tensors)
+    report, _ = compiled(loss, tensors)
+    (site,) = report.losses
+    assert (site.op, site.status) == ("cross_entropy", "rewritten")
+    assert "without its linear layer: its logits are gathered" in site.reason
+
+
+def test_own_classes_are_not_gathered():
+    """A loss of each rank's own logits is no loss of all of them."""
+
+    def loss(h, w, t):
+        own = F.linear(h, w).to_local()
+        mean = F.cross_entropy(own, t.to_local() % own.shape[1])
+        return DTensor.from_local(mean, t.device_mesh, [Partial()])
+
+    tensors = arguments("R0R", (ROWS, HIDDEN), (CLASSES, HIDDEN), (ROWS,))
+    report, _ = compiled(loss, tensors)
+    assert "gathered" not in report.losses[0].reason
 
 
 def prim_redistribute(tensor):

@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
@@ -35,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import compile_losses
 from compile_losses import guard, inductor_passes, options, recognize, switches
+from compile_losses.distributed import agreement
 from compile_losses.distributed.data_parallel import global_mean
 from tests import ROOT
 from tests.constants import set_constants
@@ -67,9 +70,21 @@ class LanguageModel(nn.Module):
         return (total.full_tensor() if isinstance(total, DTensor) else total) / count
 
 
-def new_model() -> LanguageModel:
+class NormedModel(LanguageModel):
+    """With norms before and after its layers, as transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens)
+        return self.last(h + self.down(F.gelu(self.up(self.first(h)))))
+
+
+def new_model(kind: type[LanguageModel] = LanguageModel) -> LanguageModel:
     torch.manual_seed(0)
-    return LanguageModel()
+    return kind()
 
 
 def batch(step: int, micro_batch: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -86,9 +101,11 @@ def counted(step: int, ranks: int) -> int:
     return sum(int((labels != -100).sum()) for _, labels in batches)
 
 
-def alone(ranks: int) -> tuple[list[float], dict[str, Tensor]]:
+def alone(
+    ranks: int, kind: type[LanguageModel] = LanguageModel
+) -> tuple[list[float], dict[str, Tensor]]:
     """Training in one process in eager mode, with the batches of all ranks."""
-    model = new_model()
+    model = new_model(kind)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     losses = []
     for step in range(STEPS):
@@ -336,45 +353,67 @@ def check_fsdp2_beside_sharded_head() -> None:
 
 
 def parallel(model: LanguageModel, mesh: Any) -> LanguageModel:
-    """Matrices by columns and by rows, and the head by its classes, whose logits stay sharded."""
-    plan = {
-        "up": ColwiseParallel(),
-        "down": RowwiseParallel(),
-        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    """Matrices by columns and by rows, and the head by its classes, whose logits stay sharded. If
+    the model has norms, each rank has a part of the sequence between the matrices."""
+    outer: dict[str, Any] = {}
+    between: dict[str, Any] = {}
+    plan: dict[str, Any] = {}
+    if isinstance(model, NormedModel):
+        outer, between = {"input_layouts": Shard(1)}, {"output_layouts": Shard(1)}
+        embedding = RowwiseParallel(input_layouts=Replicate(), **between)
+        plan = {"embedding": embedding, "first": SequenceParallel(), "last": SequenceParallel()}
+    plan |= {
+        "up": ColwiseParallel(**outer),
+        "down": RowwiseParallel(**between),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False, **outer),
     }
     return parallelize_module(model, mesh, plan)
 
 
-def check_tensor_parallel(data: int = 1) -> None:
-    """The logits of each rank's classes; with FSDP2 along the mesh's other dimension."""
-    world = dist.get_world_size()
+def in_parallel(
+    compiled: Callable[..., Any],
+    data: int = 1,
+    kind: type[LanguageModel] = LanguageModel,
+    called: Callable[[Any], Any] = lambda step: step,
+) -> Trained:
+    """Steps with the logits of each rank's classes.
+
+    Args:
+        data: with FSDP2 over so many ranks, along the mesh's other dimension.
+        called: what is called in place of the compiled model.
+    """
     names = ("data", "tensor")
-    mesh = init_device_mesh("cpu", (data, world // data), mesh_dim_names=names)
+    mesh = init_device_mesh("cpu", (data, dist.get_world_size() // data), mesh_dim_names=names)
+    model = parallel(new_model(kind), mesh["tensor"])
+    if data > 1:
+        fully_shard(model, mesh=mesh["data"])
 
-    def train(compiled: Callable[..., Any]) -> Trained:
-        model = parallel(new_model(), mesh["tensor"])
-        if data > 1:
-            fully_shard(model, mesh=mesh["data"])
+    def replicated(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return tokens, DTensor.from_local(labels, mesh["tensor"], [Replicate()])
 
-        def replicated(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-            return tokens, DTensor.from_local(labels, mesh["tensor"], [Replicate()])
+    part = mesh["data"].get_local_rank(), data
+    return steps(model, called(compiled(model)), part=part, prepared=replicated)
 
-        part = mesh["data"].get_local_rank(), data
-        return steps(model, compiled(model), part=part, prepared=replicated)
 
-    trains_as_stock(train, alone(data))
+def check_tensor_parallel(data: int = 1, kind: type[LanguageModel] = LanguageModel) -> None:
+    trains_as_stock(partial(in_parallel, data=data, kind=kind), alone(data, kind))
 
 
 def check_tensor_parallel_of_fsdp2() -> None:
     check_tensor_parallel(data=2)
 
 
-def check_loss_parallel(whole: bool = False) -> None:
+def check_tensor_parallel_of_sequences() -> None:
+    """Norms of a rank's part of the sequence: the head gathers it."""
+    check_tensor_parallel(kind=NormedModel)
+
+
+def check_loss_parallel(whole: bool = False, kind: type[LanguageModel] = LanguageModel) -> None:
     """Labels that are no DTensors, in torch's own context; the loss compiled, or all of a step."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def train(compiled: Callable[..., Any]) -> Trained:
-        model = parallel(new_model(), mesh)
+        model = parallel(new_model(kind), mesh)
 
         def loss(logits: Tensor, labels: Tensor, count: Any) -> Tensor:
             logits = logits.flatten(0, 1).float()
@@ -395,11 +434,15 @@ def check_loss_parallel(whole: bool = False) -> None:
 
         return steps(model, call, part=(0, 1))
 
-    trains_as_stock(train, alone(1), ops=[HEAD if whole else "cross_entropy"])
+    trains_as_stock(train, alone(1, kind), ops=[HEAD if whole else "cross_entropy"])
 
 
 def check_loss_parallel_of_step() -> None:
     check_loss_parallel(whole=True)
+
+
+def check_loss_parallel_of_sequences() -> None:
+    check_loss_parallel(whole=True, kind=NormedModel)
 
 
 def check_context_parallel() -> None:
@@ -517,16 +560,22 @@ def launched() -> Iterator[None]:
         yield
 
 
+def forget_states() -> None:
+    """accelerate keeps its states for a process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
 def check_accelerate() -> None:
     """DDP, with ``accumulate`` and the number of tokens that ``gather`` sums."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
 
     def train(compiled: Callable[..., Any]) -> Trained:
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
+        forget_states()
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
         assert accelerator.num_processes == ranks
         model = new_model()
@@ -550,6 +599,19 @@ def check_accelerate() -> None:
 
     with launched():
         trains_as_stock(train, alone(ranks))
+
+
+@contextmanager
+def deepspeed_on_cpus() -> Iterator[None]:
+    import deepspeed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        # Its kernels are compiled when they are first used, which takes minutes.
+        patch.setattr(deepspeed.ops, "__compatible_ops__", {})
+        patch.setattr(F, "linear", F.linear)  # which ZeRO-3 replaces for all of the process
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+        yield
 
 
 def deepspeed(stage: int, op: str) -> None:
@@ -587,12 +649,7 @@ def deepspeed(stage: int, op: str) -> None:
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             return losses, weights(model)
 
-    with launched(), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_ACCELERATOR", "cpu")
-        # Its kernels are compiled when they are first used, which takes minutes.
-        patch.setattr(deepspeed.ops, "__compatible_ops__", {})
-        patch.setattr(F, "linear", F.linear)  # which ZeRO-3 replaces for all of the process
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    with launched(), deepspeed_on_cpus():
         trains_as_stock(train, alone(ranks), [op])
 
 
@@ -719,52 +776,55 @@ def new_llama(classes: int, **tokens: int) -> Any:
     return LlamaForCausalLM(LlamaConfig(vocab_size=classes, **sizes, **heads, **tokens))
 
 
-def check_trainer() -> None:
-    """transformers' Trainer with ``torch_compile=True``."""
+def trainer_on(folder: str, is_wrapped: bool = True, **more: Any) -> Trained:
+    """What transformers' Trainer logs and trains with ``torch_compile=True``. Of some sequences no
+    token of the first half counts.
+
+    Args:
+        is_wrapped: whether FSDP2 is to give the head hooks of its own.
+        more: options.
+    """
     from transformers import Trainer, TrainingArguments
 
     data = []
     for rank in range(2 * STEPS * MICRO_BATCHES):
-        tokens, labels = batch(rank, 0, rank % 3)
-        data += [{"input_ids": t, "labels": of} for t, of in zip(tokens, labels, strict=True)]
+        tokens, labels = batch(rank, 0, rank % 4)
+        for own, of in zip(tokens, labels, strict=True):
+            data.append({"input_ids": own, "labels": of, "position_ids": torch.arange(LENGTH)})
+    model = new_llama(CLASSES)
+    if not is_wrapped:
+        model.get_output_embeddings = lambda: None
+    arguments = TrainingArguments(**trainer_options(folder) | more)
+    return logged(Trainer(model, arguments, train_dataset=data))
 
-    def train(folder: str) -> Trained:
-        arguments = TrainingArguments(**trainer_options(folder))
-        return logged(Trainer(new_llama(CLASSES), arguments, train_dataset=data))
 
-    by_trainer(train, HEAD, lazy_logits=True)
-
-
-def check_sft_trainer() -> None:
-    """TRL's, whose head is a known one."""
-    from trl import SFTConfig, SFTTrainer
-
-    from tests.models.test_trl_trainers import pairs
+def sft_on(folder: str, **more: Any) -> Trained:
+    """What TRL's SFTTrainer logs and trains, with more options."""
+    from tests.models.test_trl_trainers import sft
 
     sys.path.insert(0, str(ROOT / "examples"))
     from text import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = new_llama(len(tokenizer), **ends)
+    return logged(sft(model, trainer_options(folder) | more, tokenizer))
 
-    def train(folder: str) -> Trained:
-        arguments = SFTConfig(max_length=64, **trainer_options(folder))
-        data = pairs().rename_column("chosen", "completion")
-        data = data.select_columns(["prompt", "completion"])
-        model = new_llama(len(tokenizer), **ends)
-        return logged(SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer))
 
-    by_trainer(train, None)
-    counted = switches.counters()
-    met = counted["known heads"]["trl's ChunkedLogProbFunction"]
-    assert met + counted["rewritten"]["linear_row_statistics"] >= 1, counted
+def check_trainer() -> None:
+    by_trainer(trainer_on, HEAD, lazy_logits=True)
+
+
+def check_sft_trainer() -> None:
+    by_trainer(sft_on, None)
 
 
 def by_trainer(train: Callable[[str], Trained], op: str | None, **options: Any) -> None:
     """Trains with stock's ``torch.compile`` and with ``enable()``.
 
     Args:
-        op: the loss in the compiled graphs, all of which is to be rewritten; None if there is none.
+        op: the loss in the compiled graphs, all of which is to be rewritten; None if the head is
+            TRL's, a known one.
     """
     switches.counters().clear()
     found = []
@@ -782,8 +842,13 @@ def by_trainer(train: Callable[[str], Trained], op: str | None, **options: Any) 
     stock, ours = found
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
     assert not report.errors, str(report)
-    rewritten = {site.op for site in report.losses if site.status == "rewritten"}
-    assert op is None or rewritten == {op}, str(report)
+    if op is None:
+        counted = switches.counters()
+        met = counted["known heads"]["trl's ChunkedLogProbFunction"]
+        assert met + counted["rewritten"]["linear_row_statistics"] >= 1, counted
+    else:
+        rewritten = {site.op for site in report.losses if site.status == "rewritten"}
+        assert rewritten == {op}, str(report)
 
 
 # What differs on one rank: nothing hangs, and the numbers are those of one process.
@@ -819,12 +884,27 @@ class Counting(nn.Module):
         return global_mean(total, (labels != -100).sum()), seen
 
 
-def trains(different: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]], stage: str) -> None:
+def in_ddp(model: nn.Module, compiled: Callable[..., Any]) -> Any:
+    return compiled(DistributedDataParallel(model))
+
+
+def in_fsdp2(model: nn.Module, compiled: Callable[..., Any]) -> Any:
+    for part in (model.inner.up, model.inner.down, model):
+        fully_shard(part)
+    return compiled(model)
+
+
+def trains(
+    different: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]],
+    stage: str = "",
+    wrapped: Callable[..., Any] = in_ddp,
+) -> None:
     """A step of plain tensors on ranks of which the last one has something of its own.
 
     Args:
         different: the batch of the last rank, of tokens, labels and the step.
         stage: which stage fails on it; "" for none.
+        wrapped: what is called, of a model and ``torch.compile`` with a backend.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     is_last = rank == ranks - 1
@@ -855,72 +935,142 @@ def trains(different: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]], st
             patch.setattr(*STAGES[stage], fails)
         compiled = partial(torch.compile, backend="compile_losses", options={"strict": False})
         model = Counting()
-        step = compiled(DistributedDataParallel(model))
+        step = wrapped(model, compiled)
         found = train(step, model.inner, lambda i: batches(i)[rank])
     same(found, exact)
 
 
-def failing(stage: str) -> None:
-    trains(lambda tokens, labels, _: (tokens, labels), stage)
+def unchanged(tokens: Tensor, labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    return tokens, labels
+
+
+def uncounted(tokens: Tensor, labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    return tokens, torch.full_like(labels, -100)
+
+
+def empty(tokens: Tensor, labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    return tokens[:0], labels[:0]
+
+
+def reshaped(tokens: Tensor, labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """The second batch has another shape, and the third one again."""
+    rows = (2, 1, 3)[step]
+    return torch.cat([tokens, tokens])[:rows], torch.cat([labels, labels])[:rows]
 
 
 def check_one_rank_fails_to_recognise() -> None:
-    failing("recognition")
+    trains(unchanged, "recognition")
 
 
 def check_one_rank_fails_to_plan() -> None:
     """Its collectives come in the same order as those of the ranks that have a plan."""
-    failing("plan")
+    trains(unchanged, "plan")
 
 
 def check_one_rank_fails_in_place() -> None:
-    failing("in place")
+    trains(unchanged, "in place")
 
 
 def check_one_rank_counts_nothing() -> None:
-    trains(lambda tokens, labels, _: (tokens, torch.full_like(labels, -100)), "")
+    trains(uncounted)
 
 
 def check_one_rank_has_an_empty_batch() -> None:
-    trains(lambda tokens, labels, _: (tokens[:0], labels[:0]), "")
+    trains(empty)
 
 
 def check_one_rank_recompiles() -> None:
-    """Its second batch has another shape, and its third one again."""
-
-    def rows(tensor: Tensor, step: int) -> Tensor:
-        return torch.cat([tensor, tensor])[: (2, 1, 3)[step]]
-
-    trains(lambda tokens, labels, step: (rows(tokens, step), rows(labels, step)), "")
+    trains(reshaped)
 
 
-def failing_with_dtensors(stage: str) -> None:
-    """All ranks leave the loss to torch, whose collectives are others."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as told:
+def check_one_rank_of_fsdp2_fails() -> None:
+    """FSDP2's own collectives are between the graphs, whatever a rank made of them."""
+    for stage in STAGES:
+        trains(unchanged, stage, in_fsdp2)
+
+
+def check_one_rank_of_fsdp2_has_another_batch() -> None:
+    for different in (uncounted, empty, reshaped):
+        trains(different, wrapped=in_fsdp2)
+
+
+def with_dtensors(
+    stage: str, told: str = "", after: Callable[[], None] | None = None, data: int = 1
+) -> None:
+    """Steps with the head's classes sharded on ranks of which the last one differs.
+
+    Args:
+        stage: which stage fails on it; "" for none.
+        told: what all ranks are warned of.
+        after: is called on it after the first micro-batch.
+        data: with FSDP2 over so many ranks.
+    """
+    torch._dynamo.reset()
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    left = [after] if after is not None and is_last else []
+
+    def called(step: Any) -> Any:
+        def call(*given: Any) -> Tensor:
+            loss = step(*given)
+            while left:
+                left.pop()()
+            return loss
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         compiled = partial(torch.compile, backend="compile_losses", options={"strict": False})
         patch.setattr(guard, "_warned", set())
-        if dist.get_rank() == dist.get_world_size() - 1:
+        if stage and is_last:
             patch.setattr(*STAGES[stage], fails)
-        model = parallel(new_model(), mesh)
-
-        def replicated(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-            return tokens, DTensor.from_local(labels, mesh, [Replicate()])
-
         with small_chunks():
-            found = steps(model, compiled(model), part=(0, 1), prepared=replicated)
-    same(found, alone(1))
-    # On the others as well, with what happened there.
-    assert any("PlantedError" in str(each.message) for each in told), [str(w.message) for w in told]
+            found = in_parallel(compiled, data, called=called)
+    same(found, alone(data))
+    messages = [str(each.message) for each in warned]
+    assert not told or any(told in each for each in messages), messages
 
 
 def check_one_rank_of_a_mesh_fails() -> None:
-    failing_with_dtensors("recognition")
+    """All ranks leave the loss to torch, whose collectives are others."""
+    with_dtensors("recognition", "PlantedError")
 
 
 def check_one_rank_of_a_mesh_fails_later() -> None:
-    failing_with_dtensors("rewriting")
+    with_dtensors("rewriting", "PlantedError")
+
+
+def check_one_rank_of_a_mesh_has_no_plan() -> None:
+    """The ops send the same numbers with and without one."""
+    for stage in ("plan", "in place"):
+        with_dtensors(stage)
+
+
+def check_one_rank_of_a_mesh_recompiles() -> None:
+    """It makes the same of the graph as before, without a word of the others, which wait for its
+    part of the loss."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "PATIENCE", timedelta(seconds=1))
+        with_dtensors("", after=torch._dynamo.reset)
+
+
+def check_one_rank_of_two_dimensions_fails() -> None:
+    """Those that share the classes leave the loss to torch, and the others do not."""
+    with_dtensors("rewriting", data=2)
+
+
+def check_one_part_of_two_dimensions_counts_nothing() -> None:
+    """The ranks that share the last batch. It is not empty: with any backend torch.compile of torch
+    2.13 never ends where it flattens an empty DTensor."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "batch", batch_of_first)
+        with_dtensors("", data=2)
+
+
+def batch_of_first(step: int, micro_batch: int, rank: int, given: Any = batch) -> Any:
+    """As batch, but that the other ranks count no tokens."""
+    tokens, labels = given(step, micro_batch, rank)
+    return uncounted(tokens, labels, step) if rank else (tokens, labels)
 
 
 CHECKS = checks_in(globals())

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from compile_losses.distributed import are_dtensors
 from compile_losses.graphs import ancestors, descendants
 from compile_losses.op_traits import FOLLOWED, PRODUCTS, QUOTIENTS, RESHAPES, SUMS, TURNS, View
 from compile_losses.ops.checks import NARROW
@@ -45,6 +46,9 @@ _COPIES = (aten.clone.default, aten._to_copy.default, aten.alias.default)
 FURTHEST = 32
 #: Why the layer of some logits can't be found.
 OUTSIDE = "its logits are an input of this graph"
+#: Methods that give every rank the classes of all, as ``parallelize_module`` calls after a layer.
+#: In torch 2.11 they are functions of Dynamo's, whose names begin with ``prim_``.
+_GATHERS = ("full_tensor", "redistribute", "to_local")
 #: Why rows that a mask takes of logits stay.
 MASKED = (
     "and only data say how many: without capture_dynamic_output_shape_ops the graph breaks there, "
@@ -209,6 +213,12 @@ def way_to(tensor: Node | Value, replay: AtenReplay, given: Head | None = None) 
                 continue
         if value.op is None and _comes_from_a_layer(value.node):
             raise OutsideError(OUTSIDE)
+        if _is_gathered(value.node):
+            raise NotAbsorbedError(
+                "its logits are gathered from the ranks that share its classes: logits that stay "
+                "sharded (ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)) are "
+                "computed with their loss"
+            )
         if value.op is None:
             return None
         if _is_convolution_of_width_1(value):
@@ -250,6 +260,28 @@ def _comes_from_a_layer(node: Node) -> bool:
     while made is not None and made.name().rstrip("0123456789") in _BACKWARDS_OF_ONE:
         made = made.next_functions[0][0]
     return made is not None and made.name().startswith(_BACKWARDS_OF_LAYERS)
+
+
+def _is_gathered(node: Node) -> bool:
+    """Whether a tensor is a DTensor of sharded classes, of which each rank has all of them."""
+    source = node
+    while _name_of(source) in _GATHERS and source.all_input_nodes:
+        source = source.all_input_nodes[0]
+    whole, parts = example(node), example(source)
+    if source is node or not are_dtensors(parts) or not isinstance(whole, Tensor):
+        return False
+    placements = getattr(whole, "placements", ())
+    last = parts.dim() - 1
+    is_sharded, remains = (
+        any(placement.is_shard(last) for placement in each)
+        for each in (parts.placements, placements)
+    )
+    return is_sharded and not remains and same_sizes(whole.shape, parts.shape)
+
+
+def _name_of(node: Node) -> str:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.removeprefix("prim_") if node.op in ("call_method", "call_function") else ""
 
 
 def _is_convolution_of_width_1(value: Value) -> bool:
