@@ -72,6 +72,7 @@ def of_the_logits(loss, h, w, x):
     return torch.autograd.grad(loss, (x, h, w))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("gradients", [by_backward, by_grad, of_the_logits])
 @pytest.mark.parametrize("name", VIEWS)
 def test_sizes_that_change(name, gradients):
@@ -96,6 +97,7 @@ def test_sizes_that_change(name, gradients):
     assert not (is_general and graphs[-1]), graphs
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("reading", ["eager", "aot_eager", "ours"])
 @pytest.mark.parametrize("name", [*VIEWS, *OTHERS])
 def test_all_views_and_other_compilers(name, reading):

@@ -104,6 +104,7 @@ def check(head, given, options, *, outputs=ALL, compiled=False):
                 assert_accurate(a, b, c, f"{('result', 'gradient')[part]} {i}")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_eager(dtype, name, head, device):
