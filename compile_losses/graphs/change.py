@@ -74,6 +74,17 @@ def emit(
     return node
 
 
+def in_dtype(node: Node, dtype: torch.dtype, place: Node, *, like: Node | None = None) -> Node:
+    """A tensor of an ATen graph in a dtype: the node, or a cast of it that is put before a place.
+
+    Args:
+        like: as that of :func:`emit`.
+    """
+    if node.meta["val"].dtype == dtype:
+        return node
+    return emit(place, torch.ops.prims.convert_element_type.default, (node, dtype), like=like)
+
+
 def _compute(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], like: Node) -> Any:
     """What a call returns, as a fake."""
     values, named = map_arg((tuple(args), dict(kwargs)), value_of)

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Graph, Node
 
 from compile_losses import implementations
-from compile_losses.graphs import GIVEN_AS, emit, move_before, replace
+from compile_losses.graphs import GIVEN_AS, emit, in_dtype, move_before, replace
 from compile_losses.lower.argument_layouts import accept_layouts, leave_unpadded
 from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.dead_buffers import (
@@ -205,7 +205,5 @@ def _scale(node: Node, donated: Collection[int]) -> Decision:
 def _multiply(node: Node, gradient: Node, factor: Any) -> Node:
     """A multiplication in ATen, which Inductor fuses into whatever reads it."""
     value = node.meta["val"]
-    if factor.meta["val"].dtype != value.dtype:
-        cast = torch.ops.prims.convert_element_type.default
-        factor = emit(node, cast, (factor, value.dtype))
+    factor = in_dtype(factor, value.dtype, node)
     return emit(node, aten.mul.Tensor, (gradient, factor), value=value)

@@ -16,7 +16,7 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 from torch.fx import Node
 
-from compile_losses.graphs import emit, is_view
+from compile_losses.graphs import emit, in_dtype, is_view
 from compile_losses.op_traits import CASTS, IN_ORDER, PRODUCTS, QUOTIENTS
 
 aten = torch.ops.aten
@@ -136,9 +136,7 @@ def product_of(factor: Factor, dtype: torch.dtype, like: Tensor, place: Node) ->
 
     def widened(node: Node) -> Node:
         value = node.meta["val"]
-        if not isinstance(value, Tensor) or value.dtype == wide:
-            return node
-        return emit(place, torch.ops.prims.convert_element_type.default, (node, wide))
+        return in_dtype(node, wide, place) if isinstance(value, Tensor) else node
 
     def is_here(node: Node) -> bool:
         value = node.meta["val"]

@@ -29,6 +29,7 @@ from compile_losses.graphs import (
     erase,
     erase_unused,
     give,
+    in_dtype,
     move_before,
     replace,
     replace_uses,
@@ -231,11 +232,7 @@ def _scale_rows(node: Node, backward: Node) -> None:
     (unit,) = _with_unit_gradients(node, backward, function, [ones]).values()
     column = emit(backward, aten.unsqueeze.default, (grad_output, 1))
     product = emit(backward, aten.mul.Tensor, (unit, column))
-    wanted = backward.meta["val"][0].dtype
-    if product.meta["val"].dtype != wanted:
-        cast = torch.ops.prims.convert_element_type.default
-        product = emit(backward, cast, (product, wanted))
-    replace(backward, {0: product})
+    replace(backward, {0: in_dtype(product, backward.meta["val"][0].dtype, backward)})
 
 
 def _compute_again(node: Node) -> bool:

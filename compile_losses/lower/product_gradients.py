@@ -21,6 +21,7 @@ from compile_losses.graphs import (
     emit,
     erase_unused,
     give,
+    in_dtype,
     move_before,
     replace_uses,
     retrace_views,
@@ -186,11 +187,7 @@ def _products_of(node: Node) -> list[Node] | None:
 def _same_views(view: Any, of: Node, source: Node, place: Node) -> Node:
     """Makes of a node the same views and casts that another one is of a second."""
     if view is of:
-        value = of.meta["val"]
-        if source.meta["val"].dtype == value.dtype:
-            return source
-        cast = torch.ops.prims.convert_element_type.default
-        return emit(place, cast, (source, value.dtype))
+        return in_dtype(source, of.meta["val"].dtype, place)
     inner = _same_views(view.args[0], of, source, place)
     return emit(place, view.target, (inner, *view.args[1:]), view.kwargs)
 
@@ -240,20 +237,15 @@ def _sum_of_parts(total: Node, terms: _Terms, product: Node) -> None:
     else:
         return
     wide = accumulation_type(product.meta["val"].dtype)
-    cast = torch.ops.prims.convert_element_type.default
     operand = part.operand
     if not part.is_of_first:
         operand = emit(total, aten.permute.default, (operand, [1, 0]))
-    operands = [
-        each if each.meta["val"].dtype == wide else emit(total, cast, (each, wide))
-        for each in (part.call, operand)
-    ]
+    operands = [in_dtype(each, wide, total) for each in (part.call, operand)]
     value = total.meta["val"]
     result = emit(total, aten.sum.default, (emit(total, aten.mul.Tensor, operands),))
     for op, others in terms.numbers:
         result = emit(total, op, (result, *others))
-    if result.meta["val"].dtype != value.dtype:
-        result = emit(total, cast, (result, value.dtype))
+    result = in_dtype(result, value.dtype, total)
     if result.meta["val"].shape != value.shape:
         result = emit(total, aten.view.default, (result, list(value.shape)))
     replace_uses(total, result)
@@ -285,11 +277,11 @@ def _scale_operand(product: Node, softmaxes: Sequence[Node]) -> bool:
         return False
     operands: list[Any] = list(product.args)
     smaller = min((0, 1), key=lambda place: hint_of(operands[place].meta["val"].numel()))
-    wide = _in_dtype(operands[smaller], accumulation_type(value.dtype), product)
-    operands[smaller] = _in_dtype(emit(product, target, (wide, factor)), value.dtype, product)
+    wide = _before_rounding(operands[smaller], accumulation_type(value.dtype), product)
+    operands[smaller] = in_dtype(emit(product, target, (wide, factor)), value.dtype, product)
     result = emit(product, aten.mm.default, operands, like=product)
     for node in scaled:
-        replace_uses(node, _in_dtype(result, node.meta["val"].dtype, node))
+        replace_uses(node, in_dtype(result, node.meta["val"].dtype, node))
     for call in softmaxes:
         give(call, (result, None))
     casts = [user for user in product.users if user not in scaled]
@@ -297,14 +289,11 @@ def _scale_operand(product: Node, softmaxes: Sequence[Node]) -> bool:
     return True
 
 
-def _in_dtype(node: Node, dtype: torch.dtype, place: Node) -> Node:
-    """A node, what it was cast from, or a cast of it."""
-    if node.meta["val"].dtype == dtype:
-        return node
-    before: Any = node.args[0] if node.target in CASTS else None
-    if before is not None and before.meta["val"].dtype == dtype == accumulation_type(dtype):
-        return before  # as it was before it was rounded
-    return emit(place, torch.ops.prims.convert_element_type.default, (node, dtype))
+def _before_rounding(operand: Node, wide: torch.dtype, place: Node) -> Node:
+    """An operand in a wider dtype: what it was cast from, if that has it, else a cast of it."""
+    source: Any = operand.args[0] if operand.target in CASTS else operand
+    is_wide = source.meta["val"].dtype == wide
+    return source if is_wide else in_dtype(operand, wide, place)
 
 
 def _in_layout(product: Node) -> Iterator[Node]:

@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from compile_losses import implementations
 from compile_losses.device_constants import constants_of
-from compile_losses.graphs import emit, erase_unused, replace_uses
+from compile_losses.graphs import emit, erase_unused, in_dtype, replace_uses
 from compile_losses.lower.aten_graph import AtenGraph
 from compile_losses.lower.cost import nbytes_of
 from compile_losses.lower.decision import Decision
@@ -273,7 +273,4 @@ def _like(vector: Node, node: Node, dim: int) -> Node:
     value = node.meta["val"]
     if value.dim() == 2:
         vector = emit(node, aten.unsqueeze.default, (vector, dim))
-    if vector.meta["val"].dtype != value.dtype:
-        cast = torch.ops.prims.convert_element_type.default
-        vector = emit(node, cast, (vector, value.dtype))
-    return vector
+    return in_dtype(vector, value.dtype, node)

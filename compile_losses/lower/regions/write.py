@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from compile_losses.graphs import emit
+from compile_losses.graphs import emit, in_dtype
 from compile_losses.lower.early_sizes import size_node
 from compile_losses.lower.regions.rows import Rows
 from compile_losses.lower.regions.steps import (
@@ -225,10 +225,7 @@ def result_of(flat: Node, node: Node, rows: Rows, place: Node) -> Node:
         return in_shape_of(flat, node, place)
     op = aten.sum.default if whole.op is aten.sum.dim_IntList else aten.mean.default
     number = emit(place, op, (flat,), like=node)
-    dtype = node.meta["val"].dtype
-    if number.meta["val"].dtype != dtype:
-        cast = torch.ops.prims.convert_element_type.default
-        number = emit(place, cast, (number, dtype), like=node)
+    number = in_dtype(number, node.meta["val"].dtype, place, like=node)
     return in_shape_of(number, node, place)
 
 
