@@ -361,18 +361,16 @@ class LazyLogits(Methods):
         """
         assert self._head is not None
         if self._reshaped is None:
-            self._count = self._count_moved()
+            self._count = 0 if self.is_traced else self._count_moved(self._head)
             self._reshaped = self._moved(self._head) if self._count else (self._head, self.steps)
         return self._reshaped
 
-    def _count_moved(self) -> int:
+    def _count_moved(self, head: Head) -> int:
         """How many steps can be taken of the head's input, the last of which is a reshape.
 
         Their result has to lie in memory as the output of a head does.
         """
-        if self._head is None or self.is_traced:
-            return 0
-        head = self._head.with_tensors(*map(shape_of, self._head.tensors))
+        head = head.with_tensors(*map(shape_of, head.tensors))
         ends = [at + 1 for at, (op, *_) in enumerate(self.steps) if op in RESHAPES]
         for count in reversed(ends):
             found = picked(head, self.steps[:count])
